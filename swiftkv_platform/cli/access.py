@@ -188,13 +188,13 @@ def _load_last_uses() -> Mapping[str, int]:
     chosen = load_settings()
     if chosen.database_url is None and not (chosen.home / "swiftkv.db").exists():
         return {}  # opening an SQLite file would create it
-    from swiftkv_platform.control_plane.access.sessions import last_uses  # other commands need no SQL
+    from swiftkv_platform.control_plane.access.sessions import list_last_uses  # other commands need no SQL
     from swiftkv_platform.control_plane.database.session import open_database
 
     try:
         with closing(open_database(chosen)) as database:
             database.check_schema()
-            return last_uses(database)
+            return list_last_uses(database)
     except (DatabaseUnavailableError, InvalidInputError) as error:
         get_error_console().print(
             f"Last uses are unknown: {error.message}", highlight=False, soft_wrap=True, markup=False

@@ -23,7 +23,11 @@ from pydantic.fields import FieldInfo
 
 from swiftkv_platform.cli.output import JSON_OPTION
 from swiftkv_platform.client import Client
-from swiftkv_platform.control_plane.http.refused_fields import most_telling, place_of, unknown_key
+from swiftkv_platform.control_plane.http.invalid_fields import (
+    describe_unknown_key,
+    drop_redundant_errors,
+    get_json_path,
+)
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.local.stack import Stack
 from swiftkv_platform.settings import Settings
@@ -115,8 +119,8 @@ def _describe_validation_error(error: ValidationError, model: type[BaseModel]) -
     errors = [item for item in error.errors() if item["type"] != "default_factory_not_called"]
     found = [{**item, "loc": ("body", *item["loc"])} for item in errors]
     lines = []
-    for place, item in most_telling([(place_of(item, model), item) for item in found]):
-        message = unknown_key(item, model) if item["type"] == "extra_forbidden" else item["msg"]
+    for place, item in drop_redundant_errors([(get_json_path(item, model), item) for item in found]):
+        message = describe_unknown_key(item, model) if item["type"] == "extra_forbidden" else item["msg"]
         given = "" if isinstance(item["input"], dict) else f" (given: {item['input']!r})"
         lines.append(f"  {format_path(place) or 'spec'}: {message}{given}")
     return "\n".join(lines)

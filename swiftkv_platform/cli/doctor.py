@@ -350,7 +350,7 @@ def check_database(context: CheckContext) -> Finding:
     from sqlalchemy import make_url
     from sqlalchemy.exc import ArgumentError
 
-    from swiftkv_platform.control_plane.database.session import Database, current_revision
+    from swiftkv_platform.control_plane.database.session import Database, get_current_revision
 
     try:
         url = make_url(context.settings.resolved_database_url)
@@ -363,7 +363,7 @@ def check_database(context: CheckContext) -> Finding:
         wait_s = max(_MIN_CONNECT_TIMEOUT_S, int(context.timeout_s / 2))
         address = url.update_query_dict({"connect_timeout": str(wait_s)}).render_as_string(hide_password=False)
         with closing(Database(address)) as database, database.reading() as session:
-            present = current_revision(session.connection())
+            present = get_current_revision(session.connection())
     except InvalidInputError as error:
         return _report_invalid_url(join_lines(error))
     except DatabaseUnavailableError as error:
@@ -386,13 +386,13 @@ def _check_sqlite_file(path: Path) -> Finding:
 
 
 def _compare_revision(place: str, present: str | None, *, is_sqlite: bool) -> Finding:
-    from swiftkv_platform.control_plane.database.session import can_use, newest_revision
+    from swiftkv_platform.control_plane.database.session import can_use_revision, get_newest_revision
 
-    wanted, subject = newest_revision(), place if is_sqlite else f"{place} answers and"
+    wanted, subject = get_newest_revision(), place if is_sqlite else f"{place} answers and"
     if present == wanted:
         return make_ok(f"{subject} has the newest schema, {wanted}.")
     if present is not None and present > wanted:
-        if can_use(present):
+        if can_use_revision(present):
             return make_ok(f"{subject} has schema {present} of a newer version, which works with this one.")
         message = (
             f"The schema is {present}, made by a newer version of this program; this one knows schemas up to {wanted}."
@@ -488,8 +488,8 @@ def check_ray(context: CheckContext) -> Finding:
     token_file = None if state is None else stack.token_file
     with closing(RayDashboard(url, timeout_s=context.timeout_s / 2, token_file=token_file)) as dashboard:
         try:
-            answer = dashboard.document(dashboard.request("GET", "/api/version"), "tell its version")
-            nodes = dashboard.document(dashboard.request("GET", "/api/v0/nodes?detail=1"), "list its nodes")
+            answer = dashboard.parse_object(dashboard.request("GET", "/api/version"), "tell its version")
+            nodes = dashboard.parse_object(dashboard.request("GET", "/api/v0/nodes?detail=1"), "list its nodes")
         except ClusterUnavailableError as error:
             return make_failure(join_lines(error), "start it (`swiftkv up`), or correct SWIFTKV_RAY_DASHBOARD_URL")
     ours, theirs = version("ray"), str(answer["ray_version"])

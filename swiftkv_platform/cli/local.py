@@ -132,16 +132,21 @@ def prune(
     json: Json = False,
 ) -> None:
     """Delete rows and objects past their retention (SWIFTKV_RETENTION_*), as the control plane does every hour."""
-    from swiftkv_platform.control_plane.retention import RetainedObjects, RetainedRows, Sweeper, Swept
+    from swiftkv_platform.control_plane.retention import (
+        RemovedAmount,
+        RetentionRepository,
+        RetentionStore,
+        RetentionSweeper,
+    )
 
     chosen = load_settings()
-    removed: dict[str, Swept] = {}
+    removed: dict[str, RemovedAmount] = {}
     with _open_database(chosen) as database, get_error_console().status("Pruning"):
-        objects = RetainedObjects(open_store(chosen.resolved_storage_uri, patient=False))
-        sweeper = Sweeper(RetainedRows(database), objects, chosen, time.time)
-        for swept in sweeper.round(dry_run=dry_run):
-            removed[swept.kind] = removed.get(swept.kind, Swept(swept.kind)) + swept
-    found = [each for each in removed.values() if each != Swept(each.kind)]
+        objects = RetentionStore(open_store(chosen.resolved_storage_uri, patient=False))
+        sweeper = RetentionSweeper(RetentionRepository(database), objects, chosen, time.time)
+        for swept in sweeper.run_round(dry_run=dry_run):
+            removed[swept.kind] = removed.get(swept.kind, RemovedAmount(swept.kind)) + swept
+    found = [each for each in removed.values() if each != RemovedAmount(each.kind)]
     if json:
         figures = {each.kind: {"rows": each.rows, "objects": each.objects, "bytes": each.bytes} for each in found}
         print_json({"dry_run": dry_run, "removed": figures})

@@ -11,14 +11,14 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from swiftkv_platform.control_plane import health
 from swiftkv_platform.control_plane.access import quota
 from swiftkv_platform.control_plane.access import routes as access
-from swiftkv_platform.control_plane.access.audit import Audit
-from swiftkv_platform.control_plane.access.callers import SIGN_IN_PATH, admit
+from swiftkv_platform.control_plane.access.audit import AuditMiddleware
+from swiftkv_platform.control_plane.access.callers import SIGN_IN_PATH, admit_request
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.deployments import routes as deployments
 from swiftkv_platform.control_plane.files import routes as files
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms
 from swiftkv_platform.control_plane.http import error_handlers
-from swiftkv_platform.control_plane.http.guards import OriginGuard, PageGuard
+from swiftkv_platform.control_plane.http.guards import OriginGuard, SessionOriginGuard
 from swiftkv_platform.control_plane.jobs import fine_tuning
 from swiftkv_platform.control_plane.jobs import routes as jobs
 from swiftkv_platform.control_plane.models import routes as models
@@ -66,21 +66,21 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
             status: {"model": Problem, "description": "Problem details (RFC 9457)"} for status in ("4XX", "default")
         },
     )
-    error_handlers.install(app)
+    error_handlers.install_error_handlers(app)
     at_once = max(settings.max_body_bytes_at_once, settings.max_request_bytes)
     share = ConcurrencyLimits(per_key=at_once // 8, per_tenant=at_once // 4, total=at_once)
     # Each unknown key is reported, on the event loop.
-    app.state.bodies = BodyReader(admit, share, max_keys=BODY_KEYS.default)
+    app.state.bodies = BodyReader(admit_request, share, max_keys=BODY_KEYS.default)
     app.add_middleware(InputGuard)
-    most = {files.PATH: settings.max_file_bytes + files.FORM_BYTES, SIGN_IN_PATH: _SIGN_IN_BYTES}
+    most = {files.PATH: settings.max_file_bytes + files.MAX_FORM_BYTES, SIGN_IN_PATH: _SIGN_IN_BYTES}
     app.add_middleware(BodyLimit, max_bytes=lambda path: most.get(path, settings.max_request_bytes))
     if credentials is None:
         app.add_middleware(OriginGuard, allowed_hosts=settings.allowed_hosts, forms=(files.PATH,))
     else:
-        app.add_middleware(PageGuard)
-    app.add_middleware(Audit)
+        app.add_middleware(SessionOriginGuard)
+    app.add_middleware(AuditMiddleware)
     app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
-    app.add_middleware(RequestTimer, on_response=histograms.answered)
+    app.add_middleware(RequestTimer, on_response=histograms.observe_request)
     app.add_middleware(RefusalBackoff, statuses=(413, 429))
     app.add_middleware(SecurityHeaders)
     rooms = (jobs, models, deployments, files, fine_tuning, quota, access)

@@ -38,7 +38,7 @@ class Slice(Generic[T]):
 
     items: Sequence[T]
     has_more: bool
-    left_out: Sequence[str] = ()
+    unreadable_ids: Sequence[str] = ()
     """Ids of rows of this part that cannot be read."""
 
 

@@ -9,22 +9,22 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 
 from swiftkv_platform.contract.attempts import StoredFile
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import Clock
 from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
-from swiftkv_platform.control_plane.files.rows import FileRepository
-from swiftkv_platform.control_plane.hooks.rows import Outbox
+from swiftkv_platform.control_plane.files.repository import FileRepository
+from swiftkv_platform.control_plane.hooks.outbox import Outbox
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.loops import Leases
 from swiftkv_platform.control_plane.models.parents import Parents
-from swiftkv_platform.control_plane.models.rows import Registry
+from swiftkv_platform.control_plane.models.repository import ModelRepository
 from swiftkv_platform.control_plane.parsing import LimitedParserPool, ParserPool
 from swiftkv_platform.control_plane.ray.jobs import Entrypoint, RayJobs
-from swiftkv_platform.control_plane.ray.places import Node
-from swiftkv_platform.control_plane.retention import RetainedRows
+from swiftkv_platform.control_plane.ray.placement import Node
+from swiftkv_platform.control_plane.retention import RetentionRepository
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources.access import list_file_ids
 from swiftkv_platform.specs import JobSpec
@@ -40,7 +40,7 @@ class Components:
     database: Database
     jobs: JobRepository
     deployments: DeploymentRepository
-    registry: Registry
+    registry: ModelRepository
     leases: Leases
     cluster: RayJobs
     serving: RayServe
@@ -49,7 +49,7 @@ class Components:
     entrypoint: Entrypoint
     outbox: Outbox
     files: FileRepository
-    policies: Tenants
+    policies: TenantPolicies
     clock: Clock
 
     @property
@@ -61,18 +61,18 @@ class Components:
         """Return the tenant's uploaded files that a spec names, by id. `usable_at`: files that have expired by this
         time are left out; None for accepted jobs, which may still use expired files."""
         ids = list_file_ids(spec)
-        found = self.files.find(ids, tenant=tenant).values() if ids else ()
+        found = self.files.find_existing(ids, tenant=tenant).values() if ids else ()
         return {
             file.id: StoredFile(
-                uri=f"{self.objects.uri}/{file.key}", sha256=file.sha256, size=file.size, columns=file.columns
+                uri=f"{self.objects.uri}/{file.object_key}", sha256=file.sha256, size=file.size, columns=file.columns
             )
             for file in found
             if usable_at is None or file.expires_at is None or file.expires_at > usable_at
         }
 
 
-def retained_rows(request: Request) -> RetainedRows:
-    return RetainedRows(request.app.state.components.database)
+def retained_rows(request: Request) -> RetentionRepository:
+    return RetentionRepository(request.app.state.components.database)
 
 
 def get_from_state(name: str) -> Any:
@@ -85,7 +85,7 @@ def get_from_state(name: str) -> Any:
 
 
 ComponentsDep = Annotated[Components, get_from_state("components")]
-DeletionsDep = Annotated[RetainedRows, Depends(retained_rows)]
+DeletionsDep = Annotated[RetentionRepository, Depends(retained_rows)]
 SpansDep = Annotated[Spans, get_from_state("spans")]
 NodesDep = Annotated[CachedCall[Sequence[Node] | None], get_from_state("nodes")]
 """Nodes of the jobs' cluster; None if Ray does not answer."""

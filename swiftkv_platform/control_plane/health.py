@@ -19,18 +19,18 @@ from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
 from swiftkv_platform.control_plane.jobs.reconciler import OrphanCleaner, Reconciler
 from swiftkv_platform.control_plane.loops import ControlLoop
-from swiftkv_platform.control_plane.retention import Sweeper
+from swiftkv_platform.control_plane.retention import RetentionSweeper
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.web.problems import FieldProblem, make_problem, respond_with_problem
 from swiftkv_platform.web.swagger import OPEN
 
-_REQUESTS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-_TICKS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
-_WAITS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 1800.0, 3600.0, 4 * 3600.0, 12 * 3600.0, 24 * 3600.0)
-_LAGS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0)
+_REQUEST_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_STEP_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+_WAIT_BUCKETS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 1800.0, 3600.0, 4 * 3600.0, 12 * 3600.0, 24 * 3600.0)
+_LAG_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0)
 
 
-def _histogram(name: str, text: str, buckets: Sequence[float], labels: Sequence[str] = ()) -> Histogram:
+def _make_histogram(name: str, text: str, buckets: Sequence[float], labels: Sequence[str] = ()) -> Histogram:
     return Histogram(name, text, labels, buckets=buckets, registry=None)
 
 
@@ -40,12 +40,14 @@ class ControlPlaneHistograms:
     def __init__(self) -> None:
         text = "Time from a request's arrival to the head of its answer, by route template."
         labels = ("method", "route", "status")
-        self._requests = _histogram("swiftkv_http_request_duration_seconds", text, _REQUESTS_S, labels)
+        self._requests = _make_histogram("swiftkv_http_request_duration_seconds", text, _REQUEST_BUCKETS_S, labels)
         text = "Steps of the control loops that this control plane leads."
-        self._ticks = _histogram("swiftkv_loop_tick_duration_seconds", text, _TICKS_S, ("loop",))
+        self._ticks = _make_histogram("swiftkv_loop_tick_duration_seconds", text, _STEP_BUCKETS_S, ("loop",))
         text = "Time in the queue of each attempt that left it."
-        self.waits = _histogram("swiftkv_job_queue_wait_seconds", text, _WAITS_S)
-        self.lags = _histogram("swiftkv_event_lag_seconds", "Time from an event until it was read.", _LAGS_S)
+        self.waits = _make_histogram("swiftkv_job_queue_wait_seconds", text, _WAIT_BUCKETS_S)
+        self.lags = _make_histogram(
+            "swiftkv_event_lag_seconds", "Time from an event until it was read.", _LAG_BUCKETS_S
+        )
         text = "Runs that a tracker such as W&B did not receive, or only in part."
         self.untracked = Counter("swiftkv_untracked_runs", text, registry=None)
 
@@ -54,12 +56,12 @@ class ControlPlaneHistograms:
         for each in (self._requests, self._ticks, self.waits, self.lags, self.untracked):
             registry.register(each)
 
-    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
+    def observe_request(self, method: str, route: str, status: int, seconds: float) -> None:
         """Observe a request that took `seconds`. `route` is the template, such as `/jobs/{job_id}`, which keeps labels
         few."""
         self._requests.labels(method, route, f"{status // 100}xx").observe(seconds)
 
-    def timed(self, loop: str, step: Callable[[], None]) -> Callable[[], None]:
+    def time_step(self, loop: str, step: Callable[[], None]) -> Callable[[], None]:
         """Wrap `step` so that the duration of each run is observed, also of one that fails."""
         ticks = self._ticks.labels(loop)
 
@@ -72,11 +74,11 @@ class ControlPlaneHistograms:
 
 _COUNTS_TTL_S = 10.0
 """Seconds that counts are kept: counting reads a whole index."""
-_SCRAPE_WAITS_S = 3.0
+_SCRAPE_TIMEOUT_S = 3.0
 """Longest wait of a scrape in seconds; Prometheus itself gives up after 10."""
 
 
-def complaint_of(check: Callable[[], object]) -> Callable[[], str | None]:
+def catch_error_message(check: Callable[[], object]) -> Callable[[], str | None]:
     """Wrap `check` to return the message of the `SwiftKVError` that it raises; None if it raises none."""
 
     def ask() -> str | None:
@@ -102,7 +104,7 @@ class ControlPlaneMetrics:
     reconciler: Reconciler
     files: Mapping[str, Callable[[], bool]]
     """Whether the newest version of each of the operator's files is usable, by name."""
-    sweeper: Sweeper
+    sweeper: RetentionSweeper
     orphans: OrphanCleaner
     deployments: DeploymentReconciler
     checks: Mapping[str, CachedCall[str | None]]
@@ -110,7 +112,7 @@ class ControlPlaneMetrics:
 
     def __post_init__(self) -> None:
         cached = partial(CachedCall, clock=self.parts.clock, ttl_s=_COUNTS_TTL_S)
-        self._checks = {**self.checks, "serving": cached(complaint_of(self.parts.serving.status))}
+        self._checks = {**self.checks, "serving": cached(catch_error_message(self.parts.serving.status))}
         self._jobs = cached(self.parts.jobs.count_by_status)
         self._deliveries = cached(self.parts.outbox.count_by_status)
 
@@ -122,19 +124,19 @@ class ControlPlaneMetrics:
         up = {name: check.get_future() for name, check in self._checks.items()}
         jobs, deliveries = self._jobs.get_future(), self._deliveries.get_future()
         asked: list[Future[Any]] = [*up.values(), jobs, deliveries]
-        answered = wait(asked, timeout=_SCRAPE_WAITS_S).done
+        answered = wait(asked, timeout=_SCRAPE_TIMEOUT_S).done
         text = "Whether the dependency answers and can be used."
         good = {answer for answer in answered if answer.exception() is None}
         values = {name: answer in good and answer.result() is None for name, answer in up.items()}
-        yield _gauge("swiftkv_dependency_up", text, "dependency", values)
+        yield _make_gauge("swiftkv_dependency_up", text, "dependency", values)
         if jobs in good:
-            yield _gauge("swiftkv_jobs", "Jobs by status.", "status", jobs.result())
+            yield _make_gauge("swiftkv_jobs", "Jobs by status.", "status", jobs.result())
         if deliveries in good:
             text = "Webhook deliveries by status."
-            yield _gauge("swiftkv_webhook_deliveries", text, "status", deliveries.result())
+            yield _make_gauge("swiftkv_webhook_deliveries", text, "status", deliveries.result())
         usable = {name: is_usable() for name, is_usable in self.files.items()}
         text = "Whether a file's newest version is usable and in effect."
-        yield _gauge("swiftkv_operator_file_usable", text, "file", usable)
+        yield _make_gauge("swiftkv_operator_file_usable", text, "file", usable)
         text = "Jobs that could not be handled in the latest round and are tried again."
         yield GaugeMetricFamily("swiftkv_jobs_put_off", text, value=self.reconciler.num_backed_off_jobs)
         text = "Deployments whose rows cannot be read; they keep serving unchanged."
@@ -142,19 +144,19 @@ class ControlPlaneMetrics:
         yield GaugeMetricFamily("swiftkv_deployments_unreadable", text, value=unreadable)
         stalled = {loop.name: loop.is_stalled for loop in self.loops}
         text = "Whether a control loop is stalled; /readyz is 503 then."
-        yield _gauge("swiftkv_loop_stalled", text, "loop", stalled)
+        yield _make_gauge("swiftkv_loop_stalled", text, "loop", stalled)
         ticks = {loop.name: loop.last_success or 0.0 for loop in self.loops}
         text = "When a control loop last completed a round."
-        yield _gauge("swiftkv_loop_last_success_timestamp_seconds", text, "loop", ticks)
-        counts = self.sweeper.counts
-        yield _gauge("swiftkv_database_rows", "Rows by table, when they were last counted.", "table", counts.rows)
+        yield _make_gauge("swiftkv_loop_last_success_timestamp_seconds", text, "loop", ticks)
+        counts = self.sweeper.stored
+        yield _make_gauge("swiftkv_database_rows", "Rows by table, when they were last counted.", "table", counts.rows)
         for what, stored in (("objects", counts.objects), ("bytes", counts.bytes)):
             text = f"{what.capitalize()} in the store by kind, when they were last counted."
-            yield _gauge(f"swiftkv_store_{what}", text, "kind", stored)
+            yield _make_gauge(f"swiftkv_store_{what}", text, "kind", stored)
         for what in ("rows", "objects", "bytes"):
             text = f"{what.capitalize()} that this process has removed."
             removed = CounterMetricFamily(f"swiftkv_swept_{what}", text, labels=["kind"])
-            for kind, total in self.sweeper.swept.items():
+            for kind, total in self.sweeper.removed.items():
                 if getattr(total, what):
                     removed.add_metric([kind], getattr(total, what))
             yield removed
@@ -162,7 +164,7 @@ class ControlPlaneMetrics:
         yield CounterMetricFamily("swiftkv_orphans_stopped", text, value=self.orphans.stopped)
 
 
-def _gauge(name: str, text: str, label: str, values: Mapping[Any, float]) -> Metric:
+def _make_gauge(name: str, text: str, label: str, values: Mapping[Any, float]) -> Metric:
     family = GaugeMetricFamily(name, text, labels=[label])
     for key, value in values.items():
         family.add_metric([str(key)], float(value))
@@ -184,7 +186,7 @@ async def healthz(request: Request) -> Response:
     readiness: Readiness = request.app.state.readiness
     hung = {f"loop {loop.name}": "one of its steps has hung for minutes" for loop in readiness.loops if loop.is_hung}
     if hung:
-        return _readiness(request, hung)
+        return _make_readiness_response(request, hung)
     return JSONResponse({"status": "ok"})
 
 
@@ -193,17 +195,17 @@ async def readyz(request: Request) -> Response:
     """Readiness: database, Ray and object store answer, and the control loops make progress; 503 names those that do
     not."""
     readiness: Readiness = request.app.state.readiness
-    return _readiness(request, await readiness.complaints())
+    return _make_readiness_response(request, await readiness.find_problems())
 
 
 @router.get("/readyz/{check}", response_model=None, openapi_extra=OPEN)
 async def readyz_of(check: Literal["database", "ray", "object_store"], request: Request) -> Response:
     """Readiness of one dependency. A load balancer asks for the database alone, without which no route works."""
     readiness: Readiness = request.app.state.readiness
-    return _readiness(request, {check: await _complaint(readiness.checks[check])})
+    return _make_readiness_response(request, {check: await _get_problem(readiness.checks[check])})
 
 
-def _readiness(request: Request, complaints: Mapping[str, str | None]) -> Response:
+def _make_readiness_response(request: Request, complaints: Mapping[str, str | None]) -> Response:
     errors = [FieldProblem(field=name, message=found) for name, found in complaints.items() if found is not None]
     if errors:
         detail = "; ".join(f"{error.field}: {error.message}" for error in errors)
@@ -216,16 +218,18 @@ class Readiness:
 
     def __init__(self, parts: Components, loops: Sequence[ControlLoop]) -> None:
         self.checks = {
-            "database": CachedCall(complaint_of(parts.database.check), parts.clock, ttl_s=_CHECK_TTL_S),
-            "ray": CachedCall(complaint_of(parts.cluster.check), parts.clock, ttl_s=_CHECK_TTL_S),
+            "database": CachedCall(
+                catch_error_message(parts.database.check_available), parts.clock, ttl_s=_CHECK_TTL_S
+            ),
+            "ray": CachedCall(catch_error_message(parts.cluster.check), parts.clock, ttl_s=_CHECK_TTL_S),
             # Writes an object.
-            "object_store": CachedCall(complaint_of(parts.objects.ping), parts.clock, ttl_s=_PING_TTL_S),
+            "object_store": CachedCall(catch_error_message(parts.objects.ping), parts.clock, ttl_s=_PING_TTL_S),
         }
         self.loops = loops
 
-    async def complaints(self) -> dict[str, str | None]:
+    async def find_problems(self) -> dict[str, str | None]:
         """Return what is wrong with each dependency, None if nothing is, and with each loop that is stalled."""
-        found = await asyncio.gather(*(_complaint(check) for check in self.checks.values()))
+        found = await asyncio.gather(*(_get_problem(check) for check in self.checks.values()))
         return dict(zip(self.checks, found, strict=True)) | {
             f"loop {loop.name}": "none of its steps has completed for minutes; the log says why"
             for loop in self.loops
@@ -233,7 +237,7 @@ class Readiness:
         }
 
 
-async def _complaint(check: CachedCall[str | None]) -> str | None:
+async def _get_problem(check: CachedCall[str | None]) -> str | None:
     try:
         return await asyncio.wait_for(asyncio.wrap_future(check.get_future()), _CHECK_TIMEOUT_S)
     except TimeoutError:

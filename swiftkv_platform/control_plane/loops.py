@@ -17,20 +17,20 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from swiftkv_platform.control_plane.base import Clock, Fence, is_due
-from swiftkv_platform.control_plane.database.paging import Store
+from swiftkv_platform.control_plane.database.paging import Repository
 from swiftkv_platform.control_plane.database.tables import LeaseRow
 from swiftkv_platform.errors import DatabaseUnavailableError, LeaseLostError, SwiftKVError
 from swiftkv_platform.logs import get_logger
 
 _NOT_HELD = ""
-_LONGEST_S = 120.0
+_MAX_AHEAD_S = 120.0
 """Seconds ahead to which no lease goes, with room for clocks that differ."""
 
 
-class Leases(Store):
+class Leases(Repository):
     """Leases, each held by one process at a time, until a time. Both methods raise `DatabaseUnavailableError`."""
 
-    def take(self, name: str, holder: str, *, now: float, until: float) -> int | None:
+    def acquire(self, name: str, holder: str, *, now: float, until: float) -> int | None:
         """Take or renew a lease. Returns its token, or None while another holder's lease has not expired.
 
         A lease that would last longer than any has expired: its holder's clock has been set back since. The token is at
@@ -38,7 +38,7 @@ class Leases(Store):
         """
         row = update(LeaseRow).where(LeaseRow.name == name)
         renew = row.where(LeaseRow.holder == holder).values(expires_at=until)
-        has_run_out = or_(LeaseRow.expires_at <= now, LeaseRow.expires_at > now + _LONGEST_S)
+        has_run_out = or_(LeaseRow.expires_at <= now, LeaseRow.expires_at > now + _MAX_AHEAD_S)
         succeed = row.where(has_run_out).values(holder=holder, expires_at=until, token=LeaseRow.token + 1)
         try:
             with self._database.writing() as session:
@@ -51,14 +51,14 @@ class Leases(Store):
             return None  # held by another
         return 1
 
-    def give_up(self, name: str, holder: str) -> None:
+    def release(self, name: str, holder: str) -> None:
         """Free the lease if `holder` has it."""
         mine = update(LeaseRow).where(LeaseRow.name == name, LeaseRow.holder == holder)
         with self._database.writing() as session:
             session.execute(mine.values(holder=_NOT_HELD, expires_at=0.0))  # the row keeps the token
 
 
-def holds(fence: Fence) -> ColumnElement[bool]:
+def is_lease_held(fence: Fence) -> ColumnElement[bool]:
     """Return the condition that the fence's holder still has the lease, for the statement that it guards."""
     return exists(
         select(LeaseRow.name).where(
@@ -69,21 +69,21 @@ def holds(fence: Fence) -> ColumnElement[bool]:
 
 def check_fence(session: Session, fence: Fence | None) -> None:
     """Raise `LeaseLostError` if another holder has taken the lease."""
-    if fence is not None and not session.scalar(select(holds(fence))):
-        raise _lost(fence.name)
+    if fence is not None and not session.scalar(select(is_lease_held(fence))):
+        raise _lease_lost_error(fence.name)
 
 
-def _lost(name: str) -> LeaseLostError:
+def _lease_lost_error(name: str) -> LeaseLostError:
     message = f"the lease {name!r} is no longer held by this control plane; another one may hold it now"
     return LeaseLostError(message, field="lease", value=name)
 
 
 LEASE_S = 5.0
 """Most seconds until another control plane takes over from one that has died."""
-LONGEST_LEASE_S = 60.0
+MAX_LEASE_S = 60.0
 """The same with a database so slow that a shorter lease would expire before it is granted."""
 _RENEWALS_PER_LEASE = 3
-_TAKES_PER_LEASE = 4
+_ACQUISITIONS_PER_LEASE = 4
 
 
 class Leadership:
@@ -96,7 +96,7 @@ class Leadership:
         self._holder = holder
         self._clock = clock
         self._lease_s = lease_s
-        self._took = 0.0
+        self._acquire_seconds = 0.0
         """Seconds that the database needed for the latest lease."""
         self._until = 0.0
         self._fence: Fence | None = None
@@ -107,49 +107,49 @@ class Leadership:
         """Fencing token for what is stored under the lease. Raises `LeaseLostError` while another process leads."""
         fence = self._fence
         if fence is None:
-            raise _lost(self._name)
+            raise _lease_lost_error(self._name)
         return fence
 
-    def check(self) -> None:
+    def check_leading(self) -> None:
         """Raise `LeaseLostError` unless this process leads at this moment."""
         if self._fence is None or self._clock() >= self._until:
-            raise _lost(self._name)
+            raise _lease_lost_error(self._name)
 
-    def guard(self, step: Callable[[], None]) -> Callable[[], None]:
+    def guard_step(self, step: Callable[[], None]) -> Callable[[], None]:
         """Wrap `step` so that it does nothing while another process leads. Raises `DatabaseUnavailableError`, and
         `LeaseLostError` if the lease expires during the step, so that a loop to which this always happens stalls."""
 
         def guarded() -> None:
             led = self._fence is not None
-            leads = self._take()
+            leads = self._acquire()
             if leads != led:
                 self._log.info("leads" if leads else "stands by", holder=self._holder)
             if not leads:
                 return
-            with self._renewing():
+            with self._renew_during():
                 step()
 
         return guarded
 
-    def resign(self) -> None:
+    def release(self) -> None:
         """Give up the lease, so that another process may lead at once. Raises `DatabaseUnavailableError`."""
         if self._fence is not None:
-            self._leases.give_up(self._name, self._holder)
+            self._leases.release(self._name, self._holder)
             self._fence = None
 
-    def _take(self) -> bool:
+    def _acquire(self) -> bool:
         now = self._clock()
-        until = now + max(self._lease_s, min(_TAKES_PER_LEASE * self._took, LONGEST_LEASE_S))
-        token = self._leases.take(self._name, self._holder, now=now, until=until)
-        self._took, self._until = self._clock() - now, until
+        until = now + max(self._lease_s, min(_ACQUISITIONS_PER_LEASE * self._acquire_seconds, MAX_LEASE_S))
+        token = self._leases.acquire(self._name, self._holder, now=now, until=until)
+        self._acquire_seconds, self._until = self._clock() - now, until
         self._fence = None if token is None else Fence(self._name, self._holder, token)
         return token is not None
 
     @contextmanager
-    def _renewing(self) -> Iterator[None]:
+    def _renew_during(self) -> Iterator[None]:
         """Renew the lease until the context ends."""
         over = threading.Event()
-        renewer = threading.Thread(target=self._renew, args=(over,), name=f"{self._name} lease", daemon=True)
+        renewer = threading.Thread(target=self._run_renewals, args=(over,), name=f"{self._name} lease", daemon=True)
         renewer.start()
         try:
             yield
@@ -157,11 +157,11 @@ class Leadership:
             over.set()
             renewer.join()
 
-    def _renew(self, over: threading.Event) -> None:
+    def _run_renewals(self, over: threading.Event) -> None:
         began_with = self._fence
         while not over.wait(self._lease_s / _RENEWALS_PER_LEASE):
             try:
-                if not self._take() or self._fence != began_with:
+                if not self._acquire() or self._fence != began_with:
                     self._fence = None  # another process led in between: this step's state may be stale
                     return
             except DatabaseUnavailableError as error:
@@ -173,40 +173,40 @@ class Backoff:
     """Pauses that double with every failure in a row, by name."""
 
     first_s: float
-    longest_s: float
+    max_s: float
     _failures: dict[str, int] = field(default_factory=dict)
     _not_before: dict[str, float] = field(default_factory=dict)
 
-    def ready(self, name: str, now: float) -> bool:
-        return is_due(self._not_before.get(name, now), now, within=self.longest_s)
+    def is_ready(self, name: str, now: float) -> bool:
+        return is_due(self._not_before.get(name, now), now, within=self.max_s)
 
-    def failed(self, name: str, now: float) -> float:
+    def record_failure(self, name: str, now: float) -> float:
         """Count a failure, and return the seconds until the next try."""
         failures = self._failures.get(name, 0)
-        delay = min(self.first_s * 2.0 ** min(failures, 16), self.longest_s)
+        delay = min(self.first_s * 2.0 ** min(failures, 16), self.max_s)
         self._failures[name] = failures + 1
         self._not_before[name] = now + delay
         return delay
 
-    def names(self) -> set[str]:
+    def list_failed(self) -> set[str]:
         """Names that have failed and not succeeded since."""
         return set(self._failures)
 
-    def resting(self, now: float) -> set[str]:
+    def list_waiting(self, now: float) -> set[str]:
         """Return the names whose next try is not due yet."""
-        return {name for name in self._not_before if not self.ready(name, now)}
+        return {name for name in self._not_before if not self.is_ready(name, now)}
 
-    def succeeded(self, name: str) -> None:
+    def record_success(self, name: str) -> None:
         self._failures.pop(name, None)
         self._not_before.pop(name, None)
 
-    def keep(self, names: Set[str]) -> None:
+    def retain_only(self, names: Set[str]) -> None:
         """Forget all names but these."""
         for name in [*(self._failures.keys() - names)]:
-            self.succeeded(name)
+            self.record_success(name)
 
 
-_LONGEST_PAUSE_S = 30.0
+_MAX_PAUSE_S = 30.0
 _STALLED_AFTER_S = 90.0
 """Longest time, in addition to the usual pause, without a completed step: three of the longest pauses after
 failures."""
@@ -228,7 +228,7 @@ class ControlLoop:
         self._step = step
         self._interval_s = interval_s
         self._clock = clock
-        self._backoff = Backoff(first_s=interval_s, longest_s=_LONGEST_PAUSE_S)
+        self._backoff = Backoff(first_s=interval_s, max_s=_MAX_PAUSE_S)
         self._log = get_logger(loop=name)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -260,23 +260,23 @@ class ControlLoop:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            self._stop.wait(self._once())
+            self._stop.wait(self._run_step())
 
-    def _once(self) -> float:
+    def _run_step(self) -> float:
         """Do the step; returns the seconds to wait before the next one."""
         self._step_began = self._clock()
         try:
             self._step()
         except SwiftKVError as error:
-            pause = self._backoff.failed(self.name, self._clock())
+            pause = self._backoff.record_failure(self.name, self._clock())
             self._log.warning("step failed", code=error.code, reason=error.message, retry_in_s=pause)
             return pause
         except Exception:
-            pause = self._backoff.failed(self.name, self._clock())
+            pause = self._backoff.record_failure(self.name, self._clock())
             self._log.exception("step failed", retry_in_s=pause)
             return pause
         finally:
             self._step_began = None
-        self._backoff.succeeded(self.name)
+        self._backoff.record_success(self.name)
         self.last_success = self._clock()
         return self._interval_s

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from swiftkv_platform.control_plane.http.clients import Client
+from swiftkv_platform.control_plane.http.concurrency import Client
 from swiftkv_platform.errors import InvalidInputError, OverloadedError, SwiftKVError
 from swiftkv_platform.limits import (
     CHECK_CPU_SECONDS,
@@ -45,15 +45,15 @@ from swiftkv_platform.web.limiters import ConcurrencyLimiter, ConcurrencyLimits
 
 _NICENESS = 10
 """CPU priority of a parser process, below that of the control plane."""
-_FIRST_VICTIM = "1000"
+_OOM_SCORE = "1000"
 """`oom_score_adj` of the process that the kernel kills first if memory runs out."""
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ParserLimits:
     """Bounds of one parser process."""
 
-    what: str
+    subject: str
     """Name of the parsed thing, in messages."""
     cpu_seconds: int
     seconds: float
@@ -63,27 +63,27 @@ class Bounds:
     memory: int = PARSER_BYTES.default
     """Bytes of address space."""
 
-    def exceeded(self, limit: str) -> InvalidInputError:
+    def exceeded_error(self, limit: str) -> InvalidInputError:
         """Return the error for a call that exceeds `limit`."""
-        message = f"checking {self.what} takes more than {limit}, which is the limit; use fewer or smaller files"
+        message = f"checking {self.subject} takes more than {limit}, which is the limit; use fewer or smaller files"
         return InvalidInputError(message, field=self.field)
 
 
-def work(answer: Connection, bounds: Bounds, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+def run_parser(answer: Connection, bounds: ParserLimits, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Run in a parser process: call the function, send whether it returned, and its result or exception."""
-    _confine(bounds)
+    _apply_limits(bounds)
     try:
         outcome = True, function(*args, **kwargs)
     except SwiftKVError as error:
         outcome = False, error
     except MemoryError:
-        outcome = False, bounds.exceeded(f"{bounds.memory // MIB} MiB of memory")
+        outcome = False, bounds.exceeded_error(f"{bounds.memory // MIB} MiB of memory")
     except Exception:  # a bug, which the control plane logs; not every exception can be pickled
         outcome = False, RuntimeError(traceback.format_exc())
     answer.send(outcome)
 
 
-def _confine(bounds: Bounds) -> None:
+def _apply_limits(bounds: ParserLimits) -> None:
     """Bound this process, and end it with the control plane."""
     gc.freeze()  # collections would visit, and copy, what the server process shares with this one
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the control plane decides
@@ -97,11 +97,11 @@ def _confine(bounds: Bounds) -> None:
         soft = amount if most == resource.RLIM_INFINITY else min(amount, most)
         resource.setrlimit(kind, (soft, most))
     if sys.platform == "linux":
-        Path("/proc/self/oom_score_adj").write_text(_FIRST_VICTIM)
-    threading.Thread(target=_end_with_control_plane, daemon=True).start()
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
+    threading.Thread(target=_exit_with_control_plane, daemon=True).start()
 
 
-def _end_with_control_plane() -> None:
+def _exit_with_control_plane() -> None:
     """End this process when the control plane has ended, however that ended."""
     control_plane = multiprocessing.parent_process()
     assert control_plane is not None, "a parser process has a parent"
@@ -109,18 +109,18 @@ def _end_with_control_plane() -> None:
     os._exit(1)
 
 
-_PARSERS = (
+_PRELOADED_MODULES = (
     "swiftkv_platform.control_plane.parsing",
     "swiftkv_platform.control_plane.jobs.estimates",
     "swiftkv_platform.control_plane.models.imports",
     "swiftkv_platform.data.checks",
 )
 """Modules that the server process imports before it forks."""
-_END_S = 5.0
+_EXIT_TIMEOUT_S = 5.0
 """Seconds within which a process that has answered, or is killed, ends."""
 _RETRY_AFTER_S = 5.0
 
-_LONGEST_DIRECTORY = 70
+_MAX_DIRECTORY_CHARS = 70
 """Characters of a directory for temporary files that leave room for the name of a socket, of 107 in all."""
 
 _processes = multiprocessing.get_context("forkserver")
@@ -132,10 +132,10 @@ T = TypeVar("T")
 class ParserPool:
     """Parser processes of one kind. `at_once`: most that run at a time; further calls wait for one to end."""
 
-    def __init__(self, bounds: Bounds, at_once: int) -> None:
-        _processes.set_forkserver_preload(list(_PARSERS))
-        _choose_socket_directory()
-        self._bounds = bounds
+    def __init__(self, bounds: ParserLimits, at_once: int) -> None:
+        _processes.set_forkserver_preload(list(_PRELOADED_MODULES))
+        _set_socket_directory()
+        self._limits = bounds
         self._slots = threading.BoundedSemaphore(at_once)
 
     def run(self, client: Client, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -147,89 +147,89 @@ class ParserPool:
             OverloadedError: no process was free in time, or it took too long.
             ClientDisconnect: the client has left.
         """
-        if not self._slots.acquire(timeout=self._bounds.seconds):
-            raise self._overloaded("waited too long for others'")
+        if not self._slots.acquire(timeout=self._limits.seconds):
+            raise self._overloaded_error("waited too long for others'")
         try:
-            return self._in_process(client, function, args, kwargs)
+            return self._run_in_process(client, function, args, kwargs)
         finally:
             self._slots.release()
 
-    def _in_process(self, client: Client, function: Callable[..., T], args: Any, kwargs: Any) -> T:
-        client.check_present()
+    def _run_in_process(self, client: Client, function: Callable[..., T], args: Any, kwargs: Any) -> T:
+        client.check_connected()
         answers, answer = _processes.Pipe(duplex=False)
         process = _processes.Process(
-            target=work, args=(answer, self._bounds, function, args, kwargs), daemon=True, name="parser"
+            target=run_parser, args=(answer, self._limits, function, args, kwargs), daemon=True, name="parser"
         )
         with answers:
             with answer:  # open only in the process, so that its end is the end of the pipe
                 process.start()
             try:
-                with client.stopping(process.kill):
-                    if not answers.poll(self._bounds.seconds):
-                        raise self._overloaded(f"took more than {self._bounds.seconds:g} s")
+                with client.stop_on_disconnect(process.kill):
+                    if not answers.poll(self._limits.seconds):
+                        raise self._overloaded_error(f"took more than {self._limits.seconds:g} s")
                     succeeded, result = answers.recv()
-                process.join(_END_S)
+                process.join(_EXIT_TIMEOUT_S)
             except EOFError:
-                client.check_present()
-                process.join(_END_S)
-                self._explain(process.exitcode)
+                client.check_connected()
+                process.join(_EXIT_TIMEOUT_S)
+                self._raise_exit_error(process.exitcode)
             finally:
                 process.kill()
-                process.join(_END_S)
+                process.join(_EXIT_TIMEOUT_S)
         if succeeded:
             found: T = result
             return found
         raise result
 
-    def _explain(self, status: int | None) -> NoReturn:
+    def _raise_exit_error(self, status: int | None) -> NoReturn:
         """Raise the error for a process that has ended without an answer."""
         if status is None or status >= 0:
             raise RuntimeError(f"a parser process has ended with status {status}; its error is in the log")
         if -status == signal.SIGXCPU:
-            raise self._bounds.exceeded(f"{self._bounds.cpu_seconds} s of CPU time")
+            raise self._limits.exceeded_error(f"{self._limits.cpu_seconds} s of CPU time")
         if -status in (signal.SIGKILL, signal.SIGTERM):  # memory of the machine is short, or the server stops
-            raise self._overloaded("was interrupted")
-        message = f"{self._bounds.what} cannot be checked: the parser ended with {signal.Signals(-status).name}"
-        raise InvalidInputError(message, field=self._bounds.field)
+            raise self._overloaded_error("was interrupted")
+        message = f"{self._limits.subject} cannot be checked: the parser ended with {signal.Signals(-status).name}"
+        raise InvalidInputError(message, field=self._limits.field)
 
-    def _overloaded(self, why: str) -> OverloadedError:
-        return OverloadedError(f"checking {self._bounds.what} {why}; try again later", retry_after_s=_RETRY_AFTER_S)
+    def _overloaded_error(self, why: str) -> OverloadedError:
+        return OverloadedError(f"checking {self._limits.subject} {why}; try again later", retry_after_s=_RETRY_AFTER_S)
 
 
 class LimitedParserPool(ParserPool):
     """Parser processes for long requests. `limiter`: limits how many of these requests there are at a time."""
 
-    def __init__(self, bounds: Bounds, at_once: int, limiter: ConcurrencyLimiter) -> None:
+    def __init__(self, bounds: ParserLimits, at_once: int, limiter: ConcurrencyLimiter) -> None:
         super().__init__(bounds, at_once)
         self.limiter = limiter
 
 
-def _choose_socket_directory() -> None:
+def _set_socket_directory() -> None:
     """Let the server process listen below /tmp if the path of the directory for temporary files is too long for a
     socket, as Python does itself from 3.14 on."""
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # which 3.14 sets
-    if config.get("tempdir") is None and len(tempfile.gettempdir()) > _LONGEST_DIRECTORY:
+    if config.get("tempdir") is None and len(tempfile.gettempdir()) > _MAX_DIRECTORY_CHARS:
         config["tempdir"] = directory = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
 
 
-def spec_parsers() -> ParserPool:
+def make_spec_parsers() -> ParserPool:
     """Make the limit of specs that are checked at a time."""
-    return ParserPool(Bounds("the spec", CHECK_CPU_SECONDS.default, CHECK_SECONDS.default), CHECKS.default)
+    return ParserPool(ParserLimits("the spec", CHECK_CPU_SECONDS.default, CHECK_SECONDS.default), CHECKS.default)
 
 
-def upload_parsers() -> LimitedParserPool:
+def make_upload_parsers() -> LimitedParserPool:
     """Make the limits of uploads that are read, and checked, at a time."""
-    bounds = Bounds("the upload", UPLOAD_CPU_SECONDS.default, UPLOAD_SECONDS.default, field="file")
+    bounds = ParserLimits("the upload", UPLOAD_CPU_SECONDS.default, UPLOAD_SECONDS.default, field="file")
     limits = ConcurrencyLimits(UPLOADS_OF_KEY.default, UPLOADS_OF_TENANT.default, UPLOADS.default)
     return LimitedParserPool(
         bounds, UPLOAD_CHECKS.default, ConcurrencyLimiter("uploads", limits, retry_after_s=_RETRY_AFTER_S)
     )
 
 
-def import_parsers() -> LimitedParserPool:
+def make_import_parsers() -> LimitedParserPool:
     """Make the limit of models that are imported at a time."""
-    bounds = Bounds("the model", CHECK_CPU_SECONDS.default, CHECK_SECONDS.default, field="source")
+    bounds = ParserLimits("the model", CHECK_CPU_SECONDS.default, CHECK_SECONDS.default, field="source")
     limits = ConcurrencyLimits(IMPORTS_OF_TENANT.default, IMPORTS_OF_TENANT.default, IMPORTS.default)
     return LimitedParserPool(
         bounds, limits.total, ConcurrencyLimiter("imports of models", limits, retry_after_s=_RETRY_AFTER_S)

@@ -25,7 +25,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
 from swiftkv_platform.contract.attempts import MANIFEST, attempts_prefix, trials_prefix
 from swiftkv_platform.control_plane.base import Clock, is_due
-from swiftkv_platform.control_plane.database.paging import Store, owned, value_of
+from swiftkv_platform.control_plane.database.paging import Repository, get_owned, to_dataclass
 from swiftkv_platform.control_plane.database.tables import (
     PENDING,
     AuditRow,
@@ -45,24 +45,24 @@ from swiftkv_platform.control_plane.database.tables import (
 from swiftkv_platform.control_plane.deployments.repository import deployments_lock_key
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.models.model import IMPORTED, Model
-from swiftkv_platform.control_plane.models.registry import superseded
-from swiftkv_platform.control_plane.models.rows import promotions_of
+from swiftkv_platform.control_plane.models.registry import count_superseded
+from swiftkv_platform.control_plane.models.repository import select_promotions
 from swiftkv_platform.control_plane.references import find_live_users
 from swiftkv_platform.errors import ConflictError, NotFoundError, StorageError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_key
 
-_ENDED = [status.value for status in JobStatus if status.is_terminal]
-_PARENT = JobRow.spec["training"]["from"].as_string()
+_TERMINAL_STATUSES = [status.value for status in JobStatus if status.is_terminal]
+_PARENT_NAME = JobRow.spec["training"]["from"].as_string()
 """Name of the checkpoint or model that a job continues from."""
-_PART = 500
+_BATCH_ROWS = 500
 """Rows of a job that are deleted at once."""
-_OF_A_JOB = (DeliveryRow, EventRow, PointRow, IdempotencyRow, UseRow, ModelRow)
+_TABLES_OF_JOB = (DeliveryRow, EventRow, PointRow, IdempotencyRow, UseRow, ModelRow)
 """Tables with rows of a job, in the order in which they can be removed."""
 
 
-class Kind(StrEnum):
+class JobDataKind(StrEnum):
     """Kinds of an ended job's data that are removed, while the job's own record stays."""
 
     EVENTS = "events"
@@ -74,13 +74,13 @@ class Kind(StrEnum):
     TRACKING = "tracking"
 
     @property
-    def bit(self) -> int:
+    def swept_bit(self) -> int:
         """Bit that marks the kind as removed in a job's row. It is stored, so the order of kinds must not change."""
-        return 1 << list(Kind).index(self)
+        return 1 << list(JobDataKind).index(self)
 
 
-_AreDue = Callable[[float], Sequence[ColumnElement[bool]]]
-_OLD_ROWS: Mapping[str, tuple[type[Base], InstrumentedAttribute[Any], _AreDue]] = {
+_DueConditions = Callable[[float], Sequence[ColumnElement[bool]]]
+_OLD_ROWS: Mapping[str, tuple[type[Base], InstrumentedAttribute[Any], _DueConditions]] = {
     "deliveries": (
         DeliveryRow,
         DeliveryRow.sequence,
@@ -98,26 +98,28 @@ _OLD_ROWS: Mapping[str, tuple[type[Base], InstrumentedAttribute[Any], _AreDue]] 
 entries by their own age, idempotency keys by their job's, and sessions that have ended."""
 
 
-class RetainedRows(Store):
+class RetentionRepository(Repository):
     """Rows that retention removes. Transactions that remove rows in bulk are bounded by `limit`. Every method raises
     `DatabaseUnavailableError`."""
 
-    def ended_jobs(self, kind: Kind, *, before: float, limit: int, after: str | None) -> Sequence[str]:
+    def list_ended_jobs(self, kind: JobDataKind, *, before: float, limit: int, after: str | None) -> Sequence[str]:
         """Return ascending ids after `after` of jobs that ended by `before` and still have data of this kind."""
-        query = _ended(before).where(JobRow.swept.op("&")(kind.bit) == 0)
-        if kind is Kind.CHECKPOINTS:
-            query = query.where(JobRow.id.not_in(self._read_jobs()))
-        return self._page(query, JobRow.id, limit, after)
+        query = _select_ended(before).where(JobRow.swept.op("&")(kind.swept_bit) == 0)
+        if kind is JobDataKind.CHECKPOINTS:
+            query = query.where(JobRow.id.not_in(self._list_parent_jobs()))
+        return self._fetch_ids(query, JobRow.id, limit, after)
 
-    def _read_jobs(self) -> set[str]:
+    def _list_parent_jobs(self) -> set[str]:
         """Ids of the jobs from whose checkpoints unfinished jobs continue."""
-        query = select(_PARENT).where(JobRow.status.not_in(_ENDED), _PARENT.startswith("job_", autoescape=True))
+        query = select(_PARENT_NAME).where(
+            JobRow.status.not_in(_TERMINAL_STATUSES), _PARENT_NAME.startswith("job_", autoescape=True)
+        )
         with self._database.reading() as session:
             return {name.partition(":")[0] for name in session.scalars(query.distinct()) if name is not None}
 
-    def mark_swept(self, job_id: str, kind: Kind) -> None:
+    def mark_swept(self, job_id: str, kind: JobDataKind) -> None:
         """Record that the job has no such data any more."""
-        swept = JobRow.swept.op("|")(kind.bit)
+        swept = JobRow.swept.op("|")(kind.swept_bit)
         with self._database.writing() as session:
             session.execute(update(JobRow).where(JobRow.id == job_id).values(swept=swept))
 
@@ -125,7 +127,7 @@ class RetainedRows(Store):
         """Remove up to `limit` events of a job, except changes of status; with `dry_run`, only count all of them.
         Returns how many."""
         where = EventRow.job_id == job_id, EventRow.type != "status"
-        return self._remove(EventRow, EventRow.sequence, *where, limit=limit, dry_run=dry_run)
+        return self._remove_matching(EventRow, EventRow.sequence, *where, limit=limit, dry_run=dry_run)
 
     def thin_points(self, job_id: str, *, most: int, limit: int, dry_run: bool = False) -> int:
         """Remove up to `limit` points of the time series until `most` evenly spread ones are left; with `dry_run`, only
@@ -140,12 +142,12 @@ class RetainedRows(Store):
         share = (PointRow.step - first) * max(most - 1, 1) // (last - first + 1)
         kept = select(func.min(PointRow.step)).where(of_job).group_by(share)
         spare = select(PointRow.step).where(of_job, PointRow.step != last, PointRow.step.not_in(kept)).limit(limit)
-        return self._remove_found(PointRow, PointRow.step, spare, of_job)
+        return self._remove_selected(PointRow, PointRow.step, spare, of_job)
 
-    def remove_old(self, kind: str, *, before: float, limit: int, dry_run: bool) -> int:
+    def remove_old_rows(self, kind: str, *, before: float, limit: int, dry_run: bool) -> int:
         """Remove up to `limit` rows of a kind of `_OLD_ROWS`. With `dry_run`, only count all that are due."""
         table, key, are_due = _OLD_ROWS[kind]
-        return self._remove(table, key, *are_due(before), limit=limit, dry_run=dry_run)
+        return self._remove_matching(table, key, *are_due(before), limit=limit, dry_run=dry_run)
 
     def trim_promotions(self, *, before: float, keep: int, dry_run: bool) -> int:
         """Trim the beginning of the aliases' histories, as `registry.superseded` decides."""
@@ -156,12 +158,12 @@ class RetainedRows(Store):
 
     def _trim_alias(self, tenant: str, alias: str, before: float, keep: int, *, dry_run: bool) -> int:
         with self._database.writing() as session:
-            self._await_turn(session, tenant)
-            history = promotions_of(session, tenant, alias)
-            number = superseded(history, before=before, keep=keep)
+            self._lock_tenant(session, tenant)
+            history = select_promotions(session, tenant, alias)
+            number = count_superseded(history, before=before, keep=keep)
             if not dry_run:
                 of_alias = (PromotionRow.tenant == tenant, PromotionRow.alias == alias)
-                _delete(
+                _delete_rows(
                     session,
                     PromotionRow,
                     *of_alias,
@@ -169,7 +171,7 @@ class RetainedRows(Store):
                 )
             return number
 
-    def superseded_models(self, *, before: float, limit: int, after: str | None) -> Sequence[str]:
+    def list_superseded_models(self, *, before: float, limit: int, after: str | None) -> Sequence[str]:
         """Return ids, ascending, of models that are in no alias's history and have a newer model of the same name."""
         newer = aliased(ModelRow)
         came = select(newer.id).where(
@@ -179,26 +181,26 @@ class RetainedRows(Store):
             newer.created_at <= before,
         )
         promoted = select(PromotionRow.sequence).where(PromotionRow.model == ModelRow.id)
-        return self._page(select(ModelRow.id).where(came.exists(), ~promoted.exists()), ModelRow.id, limit, after)
+        return self._fetch_ids(select(ModelRow.id).where(came.exists(), ~promoted.exists()), ModelRow.id, limit, after)
 
-    def expired_jobs(self, *, before: float, limit: int, after: str | None) -> Sequence[str]:
+    def list_expired_jobs(self, *, before: float, limit: int, after: str | None) -> Sequence[str]:
         """Return ids, ascending, of jobs that ended by `before` and have no model."""
         has_model = select(ModelRow.id).where(ModelRow.job_id == JobRow.id).exists()
-        return self._page(_ended(before).where(~has_model), JobRow.id, limit, after)
+        return self._fetch_ids(_select_ended(before).where(~has_model), JobRow.id, limit, after)
 
-    def foresee_job(self, job_id: str) -> tuple[int, str]:
+    def preview_job_deletion(self, job_id: str) -> tuple[int, str]:
         """Return the number of rows that deleting a job removes, and the prefix of its objects. Raises as
         `delete_job`."""
         with self._database.reading() as session:
-            _check_job(session, owned(session, JobRow, job_id, None))
-        return 1 + sum(self._count(table, table.job_id == job_id) for table in _OF_A_JOB), f"jobs/{job_id}"
+            _check_job_deletable(session, get_owned(session, JobRow, job_id, None))
+        return 1 + sum(self._count(table, table.job_id == job_id) for table in _TABLES_OF_JOB), f"jobs/{job_id}"
 
-    def foresee_model(self, model_id: str) -> tuple[int, str]:
+    def preview_model_deletion(self, model_id: str) -> tuple[int, str]:
         """Return the same for a model."""
         with self._database.reading() as session:
-            model = owned(session, ModelRow, model_id, None)
-            _check_model(session, model)
-            return 1, value_of(Model, model).prefix
+            model = get_owned(session, ModelRow, model_id, None)
+            _check_model_deletable(session, model)
+            return 1, to_dataclass(Model, model).prefix
 
     def delete_job(self, job_id: str, *, by: str, now: float, tenant: str | None = None) -> int:
         """Delete a job with its model and all their rows, and record that its objects are to be deleted. Returns the
@@ -207,24 +209,24 @@ class RetainedRows(Store):
         Raises `NotFoundError`, also for another tenant's job, and `ConflictError` that names the holder.
         """
         with self._database.reading() as session:
-            _check_job(session, owned(session, JobRow, job_id, tenant))
+            _check_job_deletable(session, get_owned(session, JobRow, job_id, tenant))
         number = self._remove_history(job_id)
         with self._database.writing() as session:
-            row = owned(session, JobRow, job_id, tenant, lock=True)
-            self._await_turn(session, row.tenant)
-            _check_job(session, row)
+            row = get_owned(session, JobRow, job_id, tenant, lock=True)
+            self._lock_tenant(session, row.tenant)
+            _check_job_deletable(session, row)
             size = session.scalar(select(ModelRow.size).where(ModelRow.job_id == job_id)) or 0
-            number += sum(_delete(session, table, table.job_id == job_id) for table in _OF_A_JOB)
-            number += _delete(session, JobRow, JobRow.id == job_id)
-            _note_deletion(session, f"jobs/{job_id}", by, now, tenant=row.tenant, size=size)
+            number += sum(_delete_rows(session, table, table.job_id == job_id) for table in _TABLES_OF_JOB)
+            number += _delete_rows(session, JobRow, JobRow.id == job_id)
+            _record_deletion(session, f"jobs/{job_id}", by, now, tenant=row.tenant, size=size)
             return number
 
     def _remove_history(self, job_id: str) -> int:
         """Remove most events and the time series of a job that is being deleted, in parts: all at once would keep other
         writers waiting. Returns how many rows."""
-        number, remove_points = 0, partial(self._remove, PointRow, PointRow.step, PointRow.job_id == job_id)
+        number, remove_points = 0, partial(self._remove_matching, PointRow, PointRow.step, PointRow.job_id == job_id)
         for remove in (partial(self.remove_events, job_id), remove_points):
-            while removed := remove(limit=_PART):
+            while removed := remove(limit=_BATCH_ROWS):
                 number += removed
         return number
 
@@ -232,22 +234,22 @@ class RetainedRows(Store):
         """Delete a model, and record that its objects are to be deleted; its job stays. Returns and raises as
         `delete_job`."""
         with self._database.writing() as session:
-            model = owned(session, ModelRow, model_id, tenant)
-            self._await_turn(session, model.tenant)
-            _check_model(session, model)
+            model = get_owned(session, ModelRow, model_id, tenant)
+            self._lock_tenant(session, model.tenant)
+            _check_model_deletable(session, model)
             if model.job_id is not None:
                 job = session.get_one(JobRow, model.job_id, with_for_update=True)
                 job.state = {**job.state, "distilled_model": None, "artifact_uri": None}
                 job.version += 1
-            _note_deletion(session, value_of(Model, model).prefix, by, now, tenant=model.tenant, size=model.size)
-            return _delete(session, ModelRow, ModelRow.id == model_id)
+            _record_deletion(session, to_dataclass(Model, model).prefix, by, now, tenant=model.tenant, size=model.size)
+            return _delete_rows(session, ModelRow, ModelRow.id == model_id)
 
-    def deletions(self, *, now: float, limit: int, after: str | None) -> Sequence[str]:
+    def list_due_deletions(self, *, now: float, limit: int, after: str | None) -> Sequence[str]:
         """Return prefixes, ascending, whose objects are due for deletion."""
         due = select(DeletionRow.prefix).where(DeletionRow.created_at <= now)
-        return self._page(due, DeletionRow.prefix, limit, after)
+        return self._fetch_ids(due, DeletionRow.prefix, limit, after)
 
-    def forget_deletion(self, prefix: str) -> None:
+    def finish_deletion(self, prefix: str) -> None:
         """Remove the record of a deletion, once the prefix's objects are gone."""
         with self._database.writing() as session:
             session.execute(delete(DeletionRow).where(DeletionRow.prefix == prefix))
@@ -260,11 +262,11 @@ class RetainedRows(Store):
                 for table in Base.metadata.sorted_tables
             }
 
-    def _await_turn(self, session: Session, tenant: str) -> None:
+    def _lock_tenant(self, session: Session, tenant: str) -> None:
         """Wait until no other transaction changes the tenant's deployments or aliases."""
-        self._database.take_turns(session, deployments_lock_key(tenant))
+        self._database.lock(session, deployments_lock_key(tenant))
 
-    def _page(
+    def _fetch_ids(
         self, query: Select[str], key: InstrumentedAttribute[str], limit: int, after: str | None
     ) -> Sequence[str]:
         if after is not None:
@@ -276,7 +278,7 @@ class RetainedRows(Store):
         with self._database.reading() as session:
             return session.scalar(select(func.count()).select_from(table).where(*where)) or 0
 
-    def _remove(
+    def _remove_matching(
         self,
         table: type[Base],
         key: InstrumentedAttribute[Any],
@@ -286,9 +288,9 @@ class RetainedRows(Store):
     ) -> int:
         if dry_run:
             return self._count(table, *where)
-        return self._remove_found(table, key, select(key).where(*where).order_by(key).limit(limit), *where)
+        return self._remove_selected(table, key, select(key).where(*where).order_by(key).limit(limit), *where)
 
-    def _remove_found(
+    def _remove_selected(
         self, table: type[Base], key: InstrumentedAttribute[Any], query: Select[Any], *where: ColumnElement[bool]
     ) -> int:
         """Remove the rows whose keys the query finds; it runs before the transaction that writes, which it would make
@@ -298,18 +300,18 @@ class RetainedRows(Store):
         if not keys:
             return 0
         with self._database.writing() as session:
-            return _delete(session, table, key.in_(keys), *where)
+            return _delete_rows(session, table, key.in_(keys), *where)
 
 
-def _ended(before: float) -> Select[str]:
-    return select(JobRow.id).where(JobRow.status.in_(_ENDED), JobRow.finished_at <= before)
+def _select_ended(before: float) -> Select[str]:
+    return select(JobRow.id).where(JobRow.status.in_(_TERMINAL_STATUSES), JobRow.finished_at <= before)
 
 
-def _delete(session: Session, table: type[Base], *where: ColumnElement[bool]) -> int:
+def _delete_rows(session: Session, table: type[Base], *where: ColumnElement[bool]) -> int:
     return session.connection().execute(delete(table).where(*where)).rowcount
 
 
-def _note_deletion(session: Session, prefix: str, by: str, now: float, *, tenant: str, size: int) -> None:
+def _record_deletion(session: Session, prefix: str, by: str, now: float, *, tenant: str, size: int) -> None:
     """Record that a prefix's objects are to be deleted. `size`: bytes that the tenant's quota counts until then."""
     known = session.get(DeletionRow, prefix)
     if known is None:
@@ -317,22 +319,22 @@ def _note_deletion(session: Session, prefix: str, by: str, now: float, *, tenant
         session.execute(insert(DeletionRow).values(values))
 
 
-def _check_job(session: Session, job: JobRow) -> None:
+def _check_job_deletable(session: Session, job: JobRow) -> None:
     model = session.scalar(select(ModelRow.id).where(ModelRow.job_id == job.id))
-    _check_unheld(f"job {job.id}", _hold(session, job, model, job.tenant), field="job_id")
+    _raise_if_blocked(f"job {job.id}", _find_blocker(session, job, model, job.tenant), field="job_id")
 
 
-def _check_model(session: Session, model: ModelRow) -> None:
+def _check_model_deletable(session: Session, model: ModelRow) -> None:
     job = None if model.job_id is None else session.get_one(JobRow, model.job_id)
-    _check_unheld(f"model {model.id}", _hold(session, job, model.id, model.tenant), field="model")
+    _raise_if_blocked(f"model {model.id}", _find_blocker(session, job, model.id, model.tenant), field="model")
 
 
-def _check_unheld(what: str, hold: str | None, *, field: str) -> None:
+def _raise_if_blocked(what: str, hold: str | None, *, field: str) -> None:
     if hold is not None:
         raise ConflictError(f"{what} cannot be deleted: {hold}", field=field, value=what)
 
 
-def _hold(session: Session, job: JobRow | None, model: str | None, tenant: str) -> str | None:
+def _find_blocker(session: Session, job: JobRow | None, model: str | None, tenant: str) -> str | None:
     """Return what protects a tenant's job or model from deletion; None if nothing does. Only objects of the same tenant
     do. `job`: None for an imported model, which needs no ended job."""
     job_id, status = ("", JobStatus.SUCCEEDED) if job is None else (job.id, JobStatus(job.status))
@@ -357,20 +359,20 @@ def _hold(session: Session, job: JobRow | None, model: str | None, tenant: str) 
     return f"job {children[0]} reads it; wait for that job's end, or cancel it" if children else None
 
 
-_PLACES: Mapping[Kind, Sequence[str]] = {
-    Kind.EVENT_OBJECTS: ("events", "control"),
-    Kind.PREPARED_DATA: ("data", "answers", "starts", "evaluation"),
-    Kind.CHECKPOINTS: ("checkpoints",),
-    Kind.LOGS: ("logs.txt", "logs.json"),
-    Kind.TRACKING: ("tracking",),
+_NAMES_OF_KIND: Mapping[JobDataKind, Sequence[str]] = {
+    JobDataKind.EVENT_OBJECTS: ("events", "control"),
+    JobDataKind.PREPARED_DATA: ("data", "answers", "starts", "evaluation"),
+    JobDataKind.CHECKPOINTS: ("checkpoints",),
+    JobDataKind.LOGS: ("logs.txt", "logs.json"),
+    JobDataKind.TRACKING: ("tracking",),
 }
 """Names below an attempt's prefix."""
-_KIND_OF_NAME = {name: kind for kind, names in _PLACES.items() for name in names}
-_OF_ATTEMPT = re.compile(r"jobs/[^/]+/(?:trials/[^/]+/jobs/[^/]+/)?attempts/\d+/([^/]+)")
+_KIND_OF_NAME = {name: kind for kind, names in _NAMES_OF_KIND.items() for name in names}
+_ATTEMPT_OBJECT = re.compile(r"jobs/[^/]+/(?:trials/[^/]+/jobs/[^/]+/)?attempts/\d+/([^/]+)")
 
 
 @dataclass(frozen=True)
-class Swept:
+class RemovedAmount:
     """Amount of one kind of data that was removed, or would be."""
 
     kind: str
@@ -378,12 +380,12 @@ class Swept:
     objects: int = 0
     bytes: int = 0
 
-    def __add__(self, other: Swept) -> Swept:
-        return Swept(self.kind, self.rows + other.rows, self.objects + other.objects, self.bytes + other.bytes)
+    def __add__(self, other: RemovedAmount) -> RemovedAmount:
+        return RemovedAmount(self.kind, self.rows + other.rows, self.objects + other.objects, self.bytes + other.bytes)
 
 
 @dataclass(frozen=True)
-class Counts:
+class StoredAmounts:
     """Size of database and store when they were last counted."""
 
     rows: Mapping[str, int] = field(default_factory=dict)
@@ -403,35 +405,35 @@ class ObjectBatch:
     """Key to continue after; None if there are no more."""
 
 
-class RetainedObjects:
+class RetentionStore:
     """Objects that retention removes. Every method raises `StorageError`."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
-    def places(self, job_id: str, kind: Kind) -> Sequence[str]:
+    def list_locations(self, job_id: str, kind: JobDataKind) -> Sequence[str]:
         """Return prefixes and keys of one kind of a job's data, including a sweep's trials, which have stores of their
         own."""
         own, trials = attempts_prefix(job_id), trials_prefix(job_id)
         roots = [own, *(f"{trials}/{name}/{own}" for name in self._store.list_directories(trials))]
         attempts = [f"{root}/{number}" for root in roots for number in self._store.list_directories(root)]
-        return [f"{attempt}/{name}" for attempt in attempts for name in _PLACES[kind]]
+        return [f"{attempt}/{name}" for attempt in attempts for name in _NAMES_OF_KIND[kind]]
 
     def remove(self, place: str, *, limit: int) -> ObjectBatch:
         """Remove at most `limit` objects at a place: manifests first, so that no directory looks complete."""
         if (itself := self._store.head(place)) is not None:
             self._store.delete(place)
             return ObjectBatch(1, itself.size, None)
-        found, last = self.list(place, limit=limit, after=None)
+        found, last = self.list_objects(place, limit=limit, after=None)
         if found:
-            self._hide(place)
+            self._remove_manifests(place)
         if last is None:
             self._store.delete_prefix(place)  # with what a process that died was writing there, which is not listed
         else:
             self._store.delete_many([info.key for info in found])
         return ObjectBatch(len(found), sum(info.size for info in found), last)
 
-    def _hide(self, place: str) -> None:
+    def _remove_manifests(self, place: str) -> None:
         """Remove the manifests of the directory and of those in it, so that none looks complete while its files go."""
         directories = [place, *(join_key(place, name) for name in self._store.list_directories(place))]
         for directory in directories:
@@ -441,20 +443,20 @@ class RetainedObjects:
         """Count the objects that `remove` would remove."""
         if after is None and (itself := self._store.head(place)) is not None:
             return ObjectBatch(1, itself.size, None)
-        found, last = self.list(place, limit=limit, after=after)
+        found, last = self.list_objects(place, limit=limit, after=after)
         return ObjectBatch(len(found), sum(info.size for info in found), last)
 
-    def list(self, prefix: str, *, limit: int, after: str | None) -> tuple[Sequence[ObjectInfo], str | None]:
+    def list_objects(self, prefix: str, *, limit: int, after: str | None) -> tuple[Sequence[ObjectInfo], str | None]:
         """Return at most `limit` objects, and the key of the last one if there are more."""
         found = list(islice(self._store.list(prefix, start_after=after), limit + 1))
         return (found, None) if len(found) <= limit else (found[:limit], found[limit - 1].key)
 
 
-def kind_of(key: str) -> str:
+def classify_object(key: str) -> str:
     """Return the kind of an object, as counts name it."""
     if key.startswith(f"{IMPORTED}/"):
         return "artifacts"
-    match = _OF_ATTEMPT.match(key)
+    match = _ATTEMPT_OBJECT.match(key)
     if match is None:
         return "other"
     name = match.group(1)
@@ -464,39 +466,39 @@ def kind_of(key: str) -> str:
 DAY_S = 86400.0
 SWEEPER = "retention"
 """Author of deletions that no request caused."""
-_PAGE = 100
+_IDS_PER_QUERY = 100
 """Jobs or models per query."""
-_ROWS = 2000
+_MAX_ROWS_PER_TRANSACTION = 2000
 """Most rows that one transaction removes."""
-_OBJECTS = 500
+_MAX_OBJECTS_PER_STEP = 500
 """Most objects that one step removes."""
-_COUNTED = 2000
+_MAX_COUNTED_PER_STEP = 2000
 """Most objects that one step counts."""
-_DELETIONS_S = 60.0
+_DELETIONS_INTERVAL_S = 60.0
 """Seconds between two removals of deleted objects."""
-_TICK_S = 1.0
+_MAX_TICK_S = 1.0
 """Seconds after which a tick begins no further step."""
-_MOST_FAILURES = 3
+_MAX_FAILURES = 3
 """Failures of the store in a row after which a round ends."""
 
 
 @dataclass
-class Sweeper:
+class RetentionSweeper:
     """Removes what is kept no longer, in rounds; each tick does a bounded part of a round."""
 
-    rows: RetainedRows
-    objects: RetainedObjects
+    rows: RetentionRepository
+    objects: RetentionStore
     settings: Settings
     """Says how long what is kept: 0 days for ever."""
     clock: Clock
     _: KW_ONLY
     monotonic: Callable[[], float] = time.monotonic
     """Clock by which a tick's time is limited."""
-    counts: Counts = field(default=Counts(), init=False)
+    stored: StoredAmounts = field(default=StoredAmounts(), init=False)
     """Empty until this process has counted."""
-    swept: dict[str, Swept] = field(default_factory=dict, init=False)
+    removed: dict[str, RemovedAmount] = field(default_factory=dict, init=False)
     """Amounts that this process has removed, by kind."""
-    _round: Iterator[Swept] | None = field(default=None, init=False)
+    _round: Iterator[RemovedAmount] | None = field(default=None, init=False)
     _next_round: float = field(default=0.0, init=False)
     _next_deletions: float = field(default=0.0, init=False)
     _failures: int = field(default=0, init=False)
@@ -506,15 +508,15 @@ class Sweeper:
         if self._round is None:
             now = self.clock()
             if is_due(self._next_round, now, within=self.settings.sweep_interval_s):
-                self._round = self._whole_round()
-            elif is_due(self._next_deletions, now, within=_DELETIONS_S):
-                self._round = self._between_rounds()
+                self._round = self._run_full_round()
+            elif is_due(self._next_deletions, now, within=_DELETIONS_INTERVAL_S):
+                self._round = self._run_deletions()
             else:
                 return
-        until = self.monotonic() + _TICK_S
+        until = self.monotonic() + _MAX_TICK_S
         try:
             for swept in self._round:
-                self.swept[swept.kind] = self.swept.get(swept.kind, Swept(swept.kind)) + swept
+                self.removed[swept.kind] = self.removed.get(swept.kind, RemovedAmount(swept.kind)) + swept
                 if self.monotonic() >= until:
                     return
         except Exception:
@@ -522,90 +524,96 @@ class Sweeper:
             raise
         self._round = None
 
-    def _whole_round(self) -> Iterator[Swept]:
-        yield from self.round()
-        yield from self._count()
+    def _run_full_round(self) -> Iterator[RemovedAmount]:
+        yield from self.run_round()
+        yield from self._count_stored()
         self._next_round = self.clock() + self.settings.sweep_interval_s
 
-    def _between_rounds(self) -> Iterator[Swept]:
+    def _run_deletions(self) -> Iterator[RemovedAmount]:
         """Remove the objects of what was deleted since: their tenant's quota counts them until then."""
         self._failures = 0
-        yield from self._deleted(dry_run=False)
-        self._next_deletions = self.clock() + _DELETIONS_S
+        yield from self._sweep_deletions(dry_run=False)
+        self._next_deletions = self.clock() + _DELETIONS_INTERVAL_S
 
-    def round(self, *, dry_run: bool = False) -> Iterator[Swept]:
+    def run_round(self, *, dry_run: bool = False) -> Iterator[RemovedAmount]:
         """Remove everything that is kept no longer, in steps of bounded size, and yield what each has removed.
         `dry_run`: remove nothing, and yield what a round would remove. Raises `DatabaseUnavailableError`, and
         `StorageError` if the store fails several times in a row."""
         now, rows = self.clock(), self.rows
         self._failures = 0
-        yield from self._deleted(dry_run=dry_run)
-        for kind in Kind:
-            if (before := self._due_before(kind, now)) is not None:
-                yield from self._of_ended_jobs(kind, before, dry_run=dry_run)
-        yield from self._old_rows(now, dry_run=dry_run)
-        if (before := self._due_before("models", now)) is not None:
-            superseded = _all(partial(rows.superseded_models, before=before))
-            yield from self._unused("model", superseded, rows.foresee_model, rows.delete_model, dry_run=dry_run)
-        if (before := self._due_before("jobs", now)) is not None:
-            expired = _all(partial(rows.expired_jobs, before=before))
-            yield from self._unused("job", expired, rows.foresee_job, rows.delete_job, dry_run=dry_run)
+        yield from self._sweep_deletions(dry_run=dry_run)
+        for kind in JobDataKind:
+            if (before := self._get_cutoff(kind, now)) is not None:
+                yield from self._sweep_ended_jobs(kind, before, dry_run=dry_run)
+        yield from self._sweep_old_rows(now, dry_run=dry_run)
+        if (before := self._get_cutoff("models", now)) is not None:
+            count_superseded = _iterate_pages(partial(rows.list_superseded_models, before=before))
+            yield from self._sweep_unused(
+                "model", count_superseded, rows.preview_model_deletion, rows.delete_model, dry_run=dry_run
+            )
+        if (before := self._get_cutoff("jobs", now)) is not None:
+            expired = _iterate_pages(partial(rows.list_expired_jobs, before=before))
+            yield from self._sweep_unused("job", expired, rows.preview_job_deletion, rows.delete_job, dry_run=dry_run)
         if not dry_run:
-            yield from self._deleted(dry_run=False)
+            yield from self._sweep_deletions(dry_run=False)
 
-    def _due_before(self, kind: str, now: float) -> float | None:
+    def _get_cutoff(self, kind: str, now: float) -> float | None:
         """Return the time until which rows or objects of this kind are due; None if they are kept for ever."""
         days: float = getattr(self.settings, f"retention_{kind}_days")
         return now - days * DAY_S if days else None
 
-    def _of_ended_jobs(self, kind: Kind, before: float, *, dry_run: bool) -> Iterator[Swept]:
-        for job_id in _all(partial(self.rows.ended_jobs, kind, before=before)):
+    def _sweep_ended_jobs(self, kind: JobDataKind, before: float, *, dry_run: bool) -> Iterator[RemovedAmount]:
+        for job_id in _iterate_pages(partial(self.rows.list_ended_jobs, kind, before=before)):
             try:
-                yield from self._of_job(job_id, kind, dry_run=dry_run)
+                yield from self._sweep_job(job_id, kind, dry_run=dry_run)
             except StorageError as error:
                 self._note_failure(job_id, error)
                 continue
             self._failures = 0
             if not dry_run:
                 self.rows.mark_swept(job_id, kind)
-            yield Swept(kind)
+            yield RemovedAmount(kind)
 
-    def _of_job(self, job_id: str, kind: Kind, *, dry_run: bool) -> Iterator[Swept]:
-        if kind is Kind.EVENTS:
-            yield from _remove_rows(kind, partial(self.rows.remove_events, job_id, limit=_ROWS), dry_run=dry_run)
-        elif kind is Kind.METRICS:
+    def _sweep_job(self, job_id: str, kind: JobDataKind, *, dry_run: bool) -> Iterator[RemovedAmount]:
+        if kind is JobDataKind.EVENTS:
+            yield from _remove_rows(
+                kind, partial(self.rows.remove_events, job_id, limit=_MAX_ROWS_PER_TRANSACTION), dry_run=dry_run
+            )
+        elif kind is JobDataKind.METRICS:
             most = self.settings.retention_metric_points
             yield from _remove_rows(
-                kind, partial(self.rows.thin_points, job_id, most=most, limit=_ROWS), dry_run=dry_run
+                kind,
+                partial(self.rows.thin_points, job_id, most=most, limit=_MAX_ROWS_PER_TRANSACTION),
+                dry_run=dry_run,
             )
         else:
-            for place in self.objects.places(job_id, kind):
+            for place in self.objects.list_locations(job_id, kind):
                 yield from self._sweep_prefix(place, kind, dry_run=dry_run)
 
-    def _sweep_prefix(self, place: str, kind: str, *, dry_run: bool) -> Iterator[Swept]:
+    def _sweep_prefix(self, place: str, kind: str, *, dry_run: bool) -> Iterator[RemovedAmount]:
         after: str | None = None
         while True:
             if dry_run:
-                batch = self.objects.measure(place, limit=_OBJECTS, after=after)
+                batch = self.objects.measure(place, limit=_MAX_OBJECTS_PER_STEP, after=after)
             else:
-                batch = self.objects.remove(place, limit=_OBJECTS)
-            yield Swept(kind, objects=batch.objects, bytes=batch.bytes)
+                batch = self.objects.remove(place, limit=_MAX_OBJECTS_PER_STEP)
+            yield RemovedAmount(kind, objects=batch.objects, bytes=batch.bytes)
             after = batch.next
             if after is None:
                 return
 
-    def _old_rows(self, now: float, *, dry_run: bool) -> Iterator[Swept]:
+    def _sweep_old_rows(self, now: float, *, dry_run: bool) -> Iterator[RemovedAmount]:
         """Remove old rows, page by page. Sessions have an end of their own."""
         trim = partial(self.rows.trim_promotions, keep=self.settings.retention_rollbacks)
         removals: dict[str, Callable[..., int]] = {"promotions": trim}
         for kind in ("sessions", "deliveries", "idempotency_keys", "audit"):
-            removals[kind] = partial(self.rows.remove_old, kind, limit=_ROWS)
+            removals[kind] = partial(self.rows.remove_old_rows, kind, limit=_MAX_ROWS_PER_TRANSACTION)
         for kind, remove in removals.items():
-            before = now if kind == "sessions" else self._due_before(kind, now)
+            before = now if kind == "sessions" else self._get_cutoff(kind, now)
             if before is not None:
                 yield from _remove_rows(kind, partial(remove, before=before), dry_run=dry_run)
 
-    def _unused(
+    def _sweep_unused(
         self,
         what: str,
         ids: Iterator[str],
@@ -613,24 +621,24 @@ class Sweeper:
         remove: Callable[..., int],
         *,
         dry_run: bool,
-    ) -> Iterator[Swept]:
+    ) -> Iterator[RemovedAmount]:
         """Remove those of these jobs or models that nothing uses."""
         kind = f"{what}s"
         for each in ids:
             try:
                 if dry_run:
                     number, prefix = foresee(each)
-                    yield Swept(kind, rows=number)
+                    yield RemovedAmount(kind, rows=number)
                     yield from self._sweep_prefix(prefix, kind, dry_run=True)
                 else:
-                    yield Swept(kind, rows=remove(each, by=SWEEPER, now=self.clock()))
+                    yield RemovedAmount(kind, rows=remove(each, by=SWEEPER, now=self.clock()))
             except (ConflictError, NotFoundError) as error:
                 get_logger(loop=SWEEPER).debug(f"{what} stays", **{f"{what}_id": each}, reason=error.message)
 
-    def _deleted(self, *, dry_run: bool) -> Iterator[Swept]:
+    def _sweep_deletions(self, *, dry_run: bool) -> Iterator[RemovedAmount]:
         """Remove the objects of deleted jobs and models. A prefix whose objects cannot be removed is tried again in the
         next round."""
-        for prefix in _all(partial(self.rows.deletions, now=self.clock())):
+        for prefix in _iterate_pages(partial(self.rows.list_due_deletions, now=self.clock())):
             try:
                 yield from self._sweep_prefix(prefix, "deleted", dry_run=dry_run)
             except StorageError as error:
@@ -638,40 +646,40 @@ class Sweeper:
                 continue
             self._failures = 0
             if not dry_run:
-                self.rows.forget_deletion(prefix)
+                self.rows.finish_deletion(prefix)
 
     def _note_failure(self, subject: str, error: StorageError) -> None:
         """Log a failure of the store; raise it if the store has failed several times in a row."""
         self._failures += 1
         get_logger(loop=SWEEPER).warning("not swept", subject=subject, reason=error.message)
-        if self._failures >= _MOST_FAILURES:
+        if self._failures >= _MAX_FAILURES:
             raise error
 
-    def _count(self) -> Iterator[Swept]:
+    def _count_stored(self) -> Iterator[RemovedAmount]:
         rows, objects, sizes = self.rows.count_rows(), Counter[str](), Counter[str]()
-        found, after = self.objects.list("", limit=_COUNTED, after=None)
+        found, after = self.objects.list_objects("", limit=_MAX_COUNTED_PER_STEP, after=None)
         while found:
             for info in found:
-                objects[kind_of(info.key)] += 1
-                sizes[kind_of(info.key)] += info.size
+                objects[classify_object(info.key)] += 1
+                sizes[classify_object(info.key)] += info.size
             if after is None:
                 break
-            yield Swept("counted")
-            found, after = self.objects.list("", limit=_COUNTED, after=after)
-        self.counts = Counts(rows, objects, sizes)
+            yield RemovedAmount("counted")
+            found, after = self.objects.list_objects("", limit=_MAX_COUNTED_PER_STEP, after=after)
+        self.stored = StoredAmounts(rows, objects, sizes)
 
 
-def _remove_rows(kind: str, remove: Callable[..., int], *, dry_run: bool) -> Iterator[Swept]:
+def _remove_rows(kind: str, remove: Callable[..., int], *, dry_run: bool) -> Iterator[RemovedAmount]:
     """Remove rows, a bounded number at a time; a dry run counts them all at once."""
     while gone := remove(dry_run=dry_run):
-        yield Swept(kind, rows=gone)
+        yield RemovedAmount(kind, rows=gone)
         if dry_run:
             return
 
 
-def _all(page: Callable[..., Sequence[str]]) -> Iterator[str]:
+def _iterate_pages(page: Callable[..., Sequence[str]]) -> Iterator[str]:
     """Ids of all pages."""
     after: str | None = None
-    while ids := page(limit=_PAGE, after=after):
+    while ids := page(limit=_IDS_PER_QUERY, after=after):
         yield from ids
         after = ids[-1]

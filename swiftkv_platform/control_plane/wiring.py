@@ -14,30 +14,30 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.concurrency import run_in_threadpool
 
-from swiftkv_platform.control_plane.access.audit import Floods, SqlAudit
+from swiftkv_platform.control_plane.access.audit import AuditTrail, RefusalLimiter
 from swiftkv_platform.control_plane.access.sessions import KeyUses, Sessions
-from swiftkv_platform.control_plane.access.tenants import Tenants, tenant_access
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies, get_source_access
 from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.database.session import open_database
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
 from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
-from swiftkv_platform.control_plane.files.rows import FileRepository
+from swiftkv_platform.control_plane.files.repository import FileRepository
 from swiftkv_platform.control_plane.files.service import FileSweeper
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms, ControlPlaneMetrics, Readiness
-from swiftkv_platform.control_plane.hooks.rows import Outbox
-from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, send_webhook, webhook_rules
-from swiftkv_platform.control_plane.http.clients import Turns
+from swiftkv_platform.control_plane.hooks.outbox import Outbox
+from swiftkv_platform.control_plane.hooks.webhooks import WebhookDeliverer, make_webhook_rules, send_webhook
+from swiftkv_platform.control_plane.http.concurrency import TenantConcurrencyLimiter
 from swiftkv_platform.control_plane.jobs.logs import EventFollowers, LogFollowers, WatchedJobs
 from swiftkv_platform.control_plane.jobs.queue import list_nodes
 from swiftkv_platform.control_plane.jobs.reconciler import OrphanCleaner, PollSchedule, Reconciler
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.loops import ControlLoop, Leadership, Leases
-from swiftkv_platform.control_plane.models.rows import Registry
-from swiftkv_platform.control_plane.parsing import import_parsers, spec_parsers, upload_parsers
+from swiftkv_platform.control_plane.models.repository import ModelRepository
+from swiftkv_platform.control_plane.parsing import make_import_parsers, make_spec_parsers, make_upload_parsers
 from swiftkv_platform.control_plane.ray.jobs import Entrypoint, RayJobs
-from swiftkv_platform.control_plane.retention import RetainedObjects, RetainedRows, Sweeper
+from swiftkv_platform.control_plane.retention import RetentionRepository, RetentionStore, RetentionSweeper
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.limits import SIGN_IN_BURST, SIGN_INS_PER_MINUTE
 from swiftkv_platform.logs import get_logger
@@ -72,13 +72,13 @@ def build_components(settings: Settings) -> Components:
         database.upgrade()
     else:
         database.check_schema()
-    policies = Tenants(settings.tenants_file)
+    policies = TenantPolicies(settings.tenants_file)
     objects = open_store(settings.resolved_storage_uri, patient=False)  # requests fail fast, the reconciler repeats
     return Components(
         database=database,
         jobs=JobRepository(database, policies),
         deployments=DeploymentRepository(database),
-        registry=Registry(database),
+        registry=ModelRepository(database),
         leases=Leases(database),
         cluster=RayJobs(
             settings.ray_dashboard_url,
@@ -90,7 +90,7 @@ def build_components(settings: Settings) -> Components:
             settings.resolved_serve_dashboard_url,
             settings.serve_url,
             api_keys_file=settings.serve_api_keys_file,
-            access=partial(tenant_access, settings, policies),
+            access=partial(get_source_access, settings, policies),
             oidc_file=settings.serve_oidc_file,
             allowed_hosts=settings.allowed_hosts,
         ),
@@ -124,7 +124,7 @@ async def run_control_plane(
     _set_request_state(app, settings, credentials, parts)
     holder = f"{socket.gethostname()[:40]}-{uuid4().hex[:12]}"
     leaderships = {name: Leadership(parts.leases, name, holder, parts.clock) for name in LOOPS}
-    deliverer = Deliverer(parts.outbox, webhook_rules(settings), send_webhook, parts.clock)
+    deliverer = WebhookDeliverer(parts.outbox, make_webhook_rules(settings), send_webhook, parts.clock)
     reconciler = Reconciler(
         parts,
         settings,
@@ -135,7 +135,9 @@ async def run_control_plane(
         concurrency=_JOBS_AT_ONCE,
     )
     orphans = OrphanCleaner(parts)
-    sweeper = Sweeper(RetainedRows(parts.database), RetainedObjects(parts.objects), settings, parts.clock)
+    sweeper = RetentionSweeper(
+        RetentionRepository(parts.database), RetentionStore(parts.objects), settings, parts.clock
+    )
 
     def retain() -> None:
         orphans.tick()
@@ -153,7 +155,7 @@ async def run_control_plane(
     loops = [
         ControlLoop(
             name,
-            leaderships[name].guard(histograms.timed(name, step)),
+            leaderships[name].guard_step(histograms.time_step(name, step)),
             interval_s=settings.reconcile_interval_s,
             clock=parts.clock,
         )
@@ -195,27 +197,27 @@ def _set_request_state(app: FastAPI, settings: Settings, credentials: Credential
     app.state.sign_ins = RateLimiter(
         SIGN_INS_PER_MINUTE.default, parts.clock, burst=SIGN_IN_BURST.default, caller_kind="address"
     )
-    app.state.audit = SqlAudit(parts.database)
-    app.state.floods = Floods(parts.clock)
-    app.state.turns = Turns()
+    app.state.audit = AuditTrail(parts.database)
+    app.state.refusal_limiter = RefusalLimiter(parts.clock)
+    app.state.concurrency_limiter = TenantConcurrencyLimiter()
     app.state.watches = WatchedJobs(parts.jobs, parts.clock)
-    app.state.followers = EventFollowers(app.state.watches.events, app.state.turns)
+    app.state.followers = EventFollowers(app.state.watches.events, app.state.concurrency_limiter)
     app.state.streams = ConcurrencyLimiter(
         "streams", ConcurrencyLimits(settings.max_streams_of_key, settings.max_streams_of_tenant, settings.max_streams)
     )
     logs = ConcurrencyLimits(
         settings.max_followed_logs_of_key, settings.max_followed_logs_of_tenant, settings.max_followed_logs
     )
-    app.state.log_followers = LogFollowers(parts, logs, app.state.turns)
+    app.state.log_followers = LogFollowers(parts, logs, app.state.concurrency_limiter)
     app.state.rate_limit = RateLimiter(settings.requests_per_minute, parts.clock)
-    app.state.spec_parsers = spec_parsers()
-    app.state.upload_parsers = upload_parsers()
-    app.state.import_parsers = import_parsers()
+    app.state.spec_parsers = make_spec_parsers()
+    app.state.upload_parsers = make_upload_parsers()
+    app.state.import_parsers = make_import_parsers()
 
 
 def _release_leases(leaderships: Iterable[Leadership]) -> None:
     for leadership in leaderships:
         try:
-            leadership.resign()
+            leadership.release()
         except DatabaseUnavailableError as error:
             get_logger().info("lease not released; it expires", reason=error.message)

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from sqlalchemy import Table, func, insert, select
 from sqlalchemy.orm import Session
 
-from swiftkv_platform.control_plane.database.session import Database, current_revision
+from swiftkv_platform.control_plane.database.session import Database, get_current_revision
 from swiftkv_platform.control_plane.database.tables import Base, LeaseRow, SessionRow
 from swiftkv_platform.errors import (
     ArtifactCorruptError,
@@ -97,7 +97,7 @@ def back_up(database: Database, store: ObjectStore, directory: Path, *, objects:
         with database.reading() as session:
             if not database.is_sqlite:
                 session.connection(execution_options={"isolation_level": "REPEATABLE READ"})  # one view of all tables
-            schema = current_revision(session.connection()) or "none"
+            schema = get_current_revision(session.connection()) or "none"
             for table in list_tables():
                 path = _get_table_path(directory, table.name)
                 number = _write_rows(session, table, path)
@@ -134,7 +134,7 @@ def restore(database: Database, store: ObjectStore, directory: Path, *, allow_mi
         backup = _read_summary(directory)
         _verify_checksums(directory, backup)
         with database.reading() as session:
-            present = current_revision(session.connection())
+            present = get_current_revision(session.connection())
         if present != backup.schema_revision:
             raise InvalidInputError(
                 f"the backup has schema {backup.schema_revision}, the database {present or 'none'}; restore with the "

@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from swiftkv_platform.control_plane.access.audit import AuditEntry, SqlAudit
+from swiftkv_platform.control_plane.access.audit import AuditEntry, AuditTrail
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.browser.scenes import Page, address, expect
@@ -56,10 +56,10 @@ def test_entries_are_selected_by_actor_route_outcome_and_time(server: Server, pa
 
 @pytest.mark.soak("a long scene")
 def test_a_long_trail_is_read_page_by_page(server: Server, page: Page) -> None:
-    trail, now = SqlAudit(server.parts.database), time.time()  # retention removes entries after a year
+    trail, now = AuditTrail(server.parts.database), time.time()  # retention removes entries after a year
     for number in range(120):
         caller = ("ann", "key_1", "acme", "::1")
-        trail.store(
+        trail.store_entry(
             AuditEntry(f"aud_{number:04d}", now - 120 + number, "req", *caller, "POST", "/x", f"x-{number}", 200)
         )
     page.goto(f"{address(server)}/#/audit?actor=ann")

@@ -7,13 +7,13 @@ from uuid import uuid4
 
 import pytest
 
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.models.rows import Registry
+from swiftkv_platform.control_plane.models.repository import ModelRepository
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import ObjectStore
 from tests.support.fakes.object_store import InMemoryObjectStore
@@ -66,7 +66,7 @@ def _server(request: pytest.FixtureRequest, name: str) -> S3Server:
 
 @pytest.fixture
 def jobs(database: Database) -> JobRepository:
-    return JobRepository(database, Tenants())
+    return JobRepository(database, TenantPolicies())
 
 
 @pytest.fixture
@@ -75,8 +75,8 @@ def catalog(database: Database) -> DeploymentRepository:
 
 
 @pytest.fixture
-def registry(database: Database) -> Registry:
-    return Registry(database)
+def registry(database: Database) -> ModelRepository:
+    return ModelRepository(database)
 
 
 @pytest.fixture

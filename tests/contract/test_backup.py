@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import SessionRow
@@ -15,8 +15,8 @@ from swiftkv_platform.control_plane.deployments.deployment import Deployment
 from swiftkv_platform.control_plane.jobs.job import JobStatus, MetricPoint
 from swiftkv_platform.control_plane.jobs.repository import Idempotency, JobRepository
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.models.rows import Registry
-from swiftkv_platform.control_plane.retention import RetainedRows
+from swiftkv_platform.control_plane.models.repository import ModelRepository
+from swiftkv_platform.control_plane.retention import RetentionRepository
 from swiftkv_platform.errors import ArtifactCorruptError, ConflictError, InvalidInputError, ObjectNotFoundError
 from swiftkv_platform.local.backup import back_up, restore
 from swiftkv_platform.specs.deployment import ResolvedDeployment
@@ -41,7 +41,7 @@ def fresh(tmp_path: Path, empty_database: Path) -> Database:
 
 def fill(database: Database, objects: LocalObjectStore) -> tuple[str, str]:
     """Store a job whose model is deployed and promoted; return the ids of job and deployment."""
-    jobs, registry = JobRepository(database, Tenants()), Registry(database)
+    jobs, registry = JobRepository(database, TenantPolicies()), ModelRepository(database)
     job = store(jobs, make_job(metadata={"team": "blau-grün"}), key="once")
     worker = FakeWorker(objects, job.id)
     worker.artifact()
@@ -52,7 +52,7 @@ def fill(database: Database, objects: LocalObjectStore) -> tuple[str, str]:
     ended = replace(job, status=JobStatus.SUCCEEDED, finished_at=200, distilled_model=model.id, artifact_uri=uri)
     points = [MetricPoint(step, 1, 1.5, {"loss": 0.1, "count": 3}) for step in range(700)]
     jobs.update(ended, events=[message(job, f"line\n{number}") for number in range(3)], points=points, model=model)
-    RegistryService(registry, lambda: 300.0, Tenants()).promote(
+    RegistryService(registry, lambda: 300.0, TenantPolicies()).promote(
         model.id, "production", tenant=TENANT, by="ann", reason="good"
     )
     spec = ResolvedDeployment(id="dep_1", model=model.id, artifact_uri=uri)
@@ -74,18 +74,20 @@ def test_everything_comes_back_in_a_database_of_the_other_kind(
     elsewhere = LocalObjectStore(tmp_path / "elsewhere")
     with closing(fresh):
         restore(fresh, elsewhere, tmp_path / "backup")
-        before, after = JobRepository(database, Tenants()), JobRepository(fresh, Tenants())
+        before, after = JobRepository(database, TenantPolicies()), JobRepository(fresh, TenantPolicies())
         page = Page(limit=1000, order="asc")
         assert after.events(job_id, page) == before.events(job_id, page)
         assert after.points(job_id, page) == before.points(job_id, page)
         restored, job = after.get(job_id, tenant=TENANT), before.get(job_id, tenant=TENANT)
         assert replace(restored, artifact_uri=None) == replace(job, artifact_uri=None)
-        deployment = Registry(fresh).get_deployment(deployment_id, tenant=TENANT)
+        deployment = ModelRepository(fresh).get_deployment(deployment_id, tenant=TENANT)
         uri = f"{elsewhere.uri}/{job.attempt_id.artifact_prefix}"
         assert restored.artifact_uri == deployment.spec.artifact_uri == uri
-        assert Registry(fresh).promotions(tenant=TENANT) == Registry(database).promotions(tenant=TENANT)
-        counts = {**RetainedRows(database).count_rows(), "sessions": 0}
-        assert RetainedRows(fresh).count_rows() == counts
+        assert ModelRepository(fresh).list_promotions(tenant=TENANT) == ModelRepository(database).list_promotions(
+            tenant=TENANT
+        )
+        counts = {**RetentionRepository(database).count_rows(), "sessions": 0}
+        assert RetentionRepository(fresh).count_rows() == counts
         assert after.find_by_idempotency_key(TENANT, Idempotency("once", "a")) == restored
         assert list(elsewhere.list("")) == list(objects.list(""))
         again = after.update(restored, events=[message(job, "numbers go on after the greatest")])
@@ -137,7 +139,7 @@ def test_a_damaged_backup_writes_no_row(
     with closing(fresh):
         with pytest.raises((ArtifactCorruptError, InvalidInputError)):
             restore(fresh, LocalObjectStore(tmp_path / "elsewhere"), directory)
-        assert set(RetainedRows(fresh).count_rows().values()) == {0}
+        assert set(RetentionRepository(fresh).count_rows().values()) == {0}
 
 
 def test_objects_that_are_only_listed_must_be_there(
@@ -151,7 +153,7 @@ def test_objects_that_are_only_listed_must_be_there(
         with pytest.raises(ArtifactCorruptError, match="--allow-missing"):
             restore(fresh, LocalObjectStore(tmp_path / "elsewhere"), tmp_path / "backup")
         restore(fresh, objects, tmp_path / "backup")
-        assert RetainedRows(fresh).count_rows()["jobs"] == 1
+        assert RetentionRepository(fresh).count_rows()["jobs"] == 1
 
 
 def test_an_interrupted_restore_is_repeated(

@@ -9,18 +9,18 @@ from sqlalchemy import text
 
 from swiftkv_platform.contract.attempts import new_file_id
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import Page, new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
-from swiftkv_platform.control_plane.files.rows import File, FileRepository
-from swiftkv_platform.control_plane.hooks.rows import Outbox
+from swiftkv_platform.control_plane.files.repository import File, FileRepository
+from swiftkv_platform.control_plane.hooks.outbox import Outbox
 from swiftkv_platform.control_plane.jobs.job import JobStatus, start, status_event
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.models.rows import Registry
+from swiftkv_platform.control_plane.models.repository import ModelRepository
 from swiftkv_platform.errors import (
     ConflictError,
     InvalidInputError,
@@ -116,12 +116,12 @@ def test_a_deployment_that_cannot_be_read_hides_no_other(
     damaged, sound = (catalog.create_deployment(make_deployment(model, path)) for path in ("/damaged", "/sound"))
     with database.writing() as session:
         session.execute(text(f"UPDATE deployments SET spec = {damage} WHERE id = :id"), {"id": damaged.spec.id})
-    assert (catalog.list_all_deployments().items, catalog.list_all_deployments().left_out) == (
+    assert (catalog.list_all_deployments().items, catalog.list_all_deployments().unreadable_ids) == (
         [sound],
         [damaged.spec.id],
     )
     listed = catalog.list_deployments(Page(), tenant=TENANT)
-    assert (listed.items, listed.left_out) == ([sound], [damaged.spec.id])
+    assert (listed.items, listed.unreadable_ids) == ([sound], [damaged.spec.id])
     with pytest.raises(UnreadableRowError, match=damaged.spec.id):
         catalog.get_deployment(damaged.spec.id, tenant=TENANT)
     held: list[Demand] = []
@@ -167,13 +167,13 @@ def test_what_is_wanted_at_once_is_given_once_and_changed_one_after_another(
     versions = [each.version for each in at_once(partial(change, number) for number in range(8))]
     assert sorted(versions) == list(range(2, 10))
     assert len(catalog.get_deployment(holder.spec.id, tenant=TENANT).spec.engine) == 9
-    registry = Registry(database)
-    service = RegistryService(registry, lambda: 1.0, Tenants())
+    registry = ModelRepository(database)
+    service = RegistryService(registry, lambda: 1.0, TenantPolicies())
     at_once(
         partial(service.promote, model.id, f"alias{number % 2}", tenant=TENANT, by="ann", reason="better")
         for number in range(8)
     )
-    assert sorted((each.alias, each.version) for each in registry.promotions(tenant=TENANT)) == [
+    assert sorted((each.alias, each.version) for each in registry.list_promotions(tenant=TENANT)) == [
         ("alias0", 1),
         ("alias1", 1),
     ]
@@ -208,16 +208,16 @@ def files(database: Database) -> FileRepository:
 def test_a_file_comes_back_as_it_was_stored_to_its_tenant_alone(files: FileRepository) -> None:
     file, other = files.add(make_file(expires_at=1 << 40)), files.add(make_file(tenant="other"))
     assert files.get(file.id, tenant=TENANT) == file
-    assert files.find([file.id, other.id], tenant=TENANT) == {file.id: file}
+    assert files.find_existing([file.id, other.id], tenant=TENANT) == {file.id: file}
     assert files.list(Page(), tenant=TENANT).items == [file]
-    assert files.known([file.id, other.id, new_file_id()]) == {file.id, other.id}
+    assert files.list_existing_ids([file.id, other.id, new_file_id()]) == {file.id, other.id}
     for attempt in (lambda: files.get(other.id, tenant=TENANT), lambda: files.remove(other.id, tenant=TENANT)):
         with pytest.raises(NotFoundError):
             attempt()
     with pytest.raises(InvalidInputError, match="after"):
         files.list(Page(after=other.id), tenant=TENANT)
-    assert files.expired(2.0**40, limit=5) == [file]
-    assert files.expired(2.0**40 - 1, limit=5) == []
+    assert files.list_expired(2.0**40, limit=5) == [file]
+    assert files.list_expired(2.0**40 - 1, limit=5) == []
 
 
 def test_no_file_goes_while_a_live_job_uses_it_and_no_job_comes_after_it(
@@ -264,7 +264,7 @@ def test_a_change_and_its_delivery_are_stored_together(jobs: JobRepository, outb
     [first] = outbox.claim(now=200.0, until=260.0, limit=10)
     assert (first.event.data["status"], first.tenant, first.job_name) == ("queued", "acme", "test")
     assert (first.webhook.url, first.metadata, first.attempts) == (HOOK["url"], {"team": "blue"}, 0)
-    outbox.delivered(first.sequence, 201.0)
+    outbox.mark_delivered(first.sequence, 201.0)
     assert outbox.claim(now=300.0, until=360.0, limit=10) == []
     jobs.update(started, events=[event])
     [second] = outbox.claim(now=300.0, until=360.0, limit=10)
@@ -278,11 +278,11 @@ def test_a_jobs_deliveries_to_one_address_wait_for_each_other(jobs: JobRepositor
     jobs.update(started, events=[event])
     first = outbox.claim(now=200.0, until=260.0, limit=10)
     assert [delivery.event.job_id for delivery in first] == [job.id, other.id]
-    outbox.put_off(first[0].sequence, "answered with 500", 205.0)
+    outbox.reschedule(first[0].sequence, "answered with 500", 205.0)
     assert outbox.claim(now=204.0, until=264.0, limit=10) == []
     [again] = outbox.claim(now=205.0, until=265.0, limit=10)
     assert (again.sequence, again.attempts) == (first[0].sequence, 1)
-    outbox.give_up(again.sequence, "answered with 500")
+    outbox.mark_failed(again.sequence, "answered with 500")
     assert [delivery.event for delivery in outbox.claim(now=206.0, until=266.0, limit=10)] == [event]
 
 
@@ -310,7 +310,9 @@ def test_of_many_who_claim_at_once_one_gets_each(jobs: JobRepository, outbox: Ou
 def test_deliveries_to_a_receiver_that_is_left_out_wait(jobs: JobRepository, outbox: Outbox) -> None:
     for url in ("https://A.example/hook", "https://a.example", "https://a.example.org/x", "https://a.example:8443/x"):
         store(jobs, make_job(webhook={**HOOK, "url": url}))
-    claimed = outbox.claim(now=200.0, until=260.0, limit=10, without=["https://a.example", "https://b_.example"])
+    claimed = outbox.claim(
+        now=200.0, until=260.0, limit=10, excluded_origins=["https://a.example", "https://b_.example"]
+    )
     assert [delivery.webhook.url for delivery in claimed] == ["https://a.example.org/x", "https://a.example:8443/x"]
     rest = outbox.claim(now=200.0, until=260.0, limit=10)
     assert [delivery.webhook.url for delivery in rest] == ["https://A.example/hook", "https://a.example"]

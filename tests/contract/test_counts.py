@@ -11,7 +11,7 @@ from sqlalchemy import insert, select, update
 from sqlalchemy.engine.cursor import CursorFetchStrategy
 
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import TenantPolicy, Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies, TenantPolicy
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import DeploymentRow, PromotionRow
@@ -20,8 +20,8 @@ from swiftkv_platform.control_plane.deployments.deployment import Deployment, De
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.models.rows import Registry
-from swiftkv_platform.control_plane.retention import RetainedRows
+from swiftkv_platform.control_plane.models.repository import ModelRepository
+from swiftkv_platform.control_plane.retention import RetentionRepository
 from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.contract.test_catalog import make_deployment
@@ -63,7 +63,7 @@ def repeat(
         session.execute(insert(table), [{**values, **change(each)} for each in range(number)])
 
 
-def many_deployments(database: Database, catalog: Registry, model: Model) -> Deployment:
+def many_deployments(database: Database, catalog: ModelRepository, model: Model) -> Deployment:
     """Store 3,000 deployments of the tenant; return one."""
     first = catalog.create_deployment(make_deployment(model, "/first"))
     first = replace(first, spec=first.spec.model_copy(update={"id": first.spec.id}))
@@ -77,7 +77,7 @@ def many_deployments(database: Database, catalog: Registry, model: Model) -> Dep
 
 
 def test_a_write_among_3000_deployments_reads_few_of_them(
-    database: Database, registry: Registry, models: list[Model], monkeypatch: pytest.MonkeyPatch
+    database: Database, registry: ModelRepository, models: list[Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, other = models[:2]
     own = many_deployments(database, registry, first)
@@ -89,7 +89,7 @@ def test_a_write_among_3000_deployments_reads_few_of_them(
 
     def keep() -> None:
         with pytest.raises(ConflictError, match="serves"):
-            RetainedRows(database).delete_model(first.id, by="ann", now=1.0, tenant=TENANT)
+            RetentionRepository(database).delete_model(first.id, by="ann", now=1.0, tenant=TENANT)
 
     writes: dict[str, Callable[[], object]] = {
         "create": lambda: registry.create_deployment(
@@ -97,13 +97,13 @@ def test_a_write_among_3000_deployments_reads_few_of_them(
         ),
         "scale": lambda: registry.change_deployment(own.spec.id, scale, tenant=TENANT),
         "state": lambda: registry.set_deployment_state(own.spec.id, DeploymentState(DeploymentStatus.RUNNING)),
-        "promote": lambda: RegistryService(registry, lambda: 1.0, Tenants()).promote(
+        "promote": lambda: RegistryService(registry, lambda: 1.0, TenantPolicies()).promote(
             other.id, "production", tenant=TENANT, by="ann", reason="better"
         ),
         "keep": keep,
         "delete": lambda: registry.set_deployment_state(own.spec.id, DeploymentState(DeploymentStatus.DELETING)),
         "remove": lambda: registry.remove_deployment(own.spec.id),
-        "demand": lambda: JobRepository(database, Tenants()).held(TENANT),
+        "demand": lambda: JobRepository(database, TenantPolicies()).held(TENANT),
     }
     for name, write in writes.items():
         with fetched(monkeypatch) as numbers:
@@ -113,7 +113,7 @@ def test_a_write_among_3000_deployments_reads_few_of_them(
 
 
 def test_a_round_parses_only_deployments_that_have_changed(
-    database: Database, registry: Registry, models: list[Model], monkeypatch: pytest.MonkeyPatch
+    database: Database, registry: ModelRepository, models: list[Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, read = many_deployments(database, registry, models[0]), list[str]()
     before = registry.list_all_deployments()
@@ -143,9 +143,9 @@ def test_a_round_parses_only_deployments_that_have_changed(
 
 
 def test_a_promotion_or_rollback_reads_little_of_a_long_history(
-    database: Database, registry: Registry, models: list[Model], monkeypatch: pytest.MonkeyPatch
+    database: Database, registry: ModelRepository, models: list[Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    promotions = RegistryService(registry, lambda: 1.0, Tenants())
+    promotions = RegistryService(registry, lambda: 1.0, TenantPolicies())
     first = promotions.promote(models[0].id, "production", tenant=TENANT, by="ann", reason="better")
 
     def later(number: int) -> dict[str, Any]:
@@ -156,15 +156,15 @@ def test_a_promotion_or_rollback_reads_little_of_a_long_history(
     changes: dict[str, Callable[[], object]] = {
         "again": lambda: promotions.promote(models[0].id, "production", tenant=TENANT, by="ann", reason="x"),
         "other": lambda: promotions.promote(models[2].id, "production", tenant=TENANT, by="ann", reason="x"),
-        "back": lambda: promotions.rollback("production", tenant=TENANT, by="ann", reason="x"),
-        "further": lambda: promotions.rollback("production", tenant=TENANT, by="ann", reason="x"),
+        "back": lambda: promotions.roll_back("production", tenant=TENANT, by="ann", reason="x"),
+        "further": lambda: promotions.roll_back("production", tenant=TENANT, by="ann", reason="x"),
         "find": lambda: promotions.find("production", TENANT),
     }
     for name, change in changes.items():
         with fetched(monkeypatch) as numbers:
             change()
         assert 0 < sum(numbers) <= FEW, name
-    newest = registry.promotions(tenant=TENANT)[-1]
+    newest = registry.list_promotions(tenant=TENANT)[-1]
     assert (newest.action, newest.version, newest.model) == ("rollback", MANY + 4, models[1].id)
 
 
@@ -194,7 +194,7 @@ def test_a_promotion_or_rollback_reads_little_of_a_long_history(
     ],
 )
 def test_routes_interfere_whichever_comes_first(
-    catalog: Registry, models: list[Model], held: str, wanted: str, interfere: bool
+    catalog: ModelRepository, models: list[Model], held: str, wanted: str, interfere: bool
 ) -> None:
     holder = catalog.create_deployment(make_deployment(models[0], held))
     outcome = at_once([partial(catalog.create_deployment, make_deployment(models[0], wanted))])[0]
@@ -203,7 +203,7 @@ def test_routes_interfere_whichever_comes_first(
         assert (outcome.field, holder.spec.id in str(outcome)) == ("route_prefix", True), outcome
 
 
-def test_of_interfering_routes_wanted_at_once_one_is_given(catalog: Registry, models: list[Model]) -> None:
+def test_of_interfering_routes_wanted_at_once_one_is_given(catalog: ModelRepository, models: list[Model]) -> None:
     routes = [f"/x/v1/{number}" for number in range(3)] + ["/x"] * 3
     made = at_once(partial(catalog.create_deployment, make_deployment(models[0], route)) for route in routes)
     given = {each.spec.route_prefix for each in made if isinstance(each, Deployment)}
@@ -211,7 +211,7 @@ def test_of_interfering_routes_wanted_at_once_one_is_given(catalog: Registry, mo
     assert all(isinstance(each, Deployment | ConflictError) for each in made)
 
 
-def served(registry: Registry, model: Model, **fields: Any) -> Deployment:
+def served(registry: ModelRepository, model: Model, **fields: Any) -> Deployment:
     deployment = make_deployment(model, "/served")
     return registry.create_deployment(
         replace(deployment, spec=ResolvedDeployment.model_validate({**deployment.spec.model_dump(), **fields}))
@@ -226,7 +226,7 @@ def columns_of(database: Database) -> list[tuple[Any, ...]]:
 
 
 def test_what_an_earlier_program_writes_meanwhile_is_counted_from_the_next_round(
-    database: Database, registry: Registry, models: list[Model]
+    database: Database, registry: ModelRepository, models: list[Model]
 ) -> None:
     """During a rolling upgrade, an earlier program stores deployments without the columns."""
     own = served(registry, models[0], alias="production")
@@ -235,17 +235,17 @@ def test_what_an_earlier_program_writes_meanwhile_is_counted_from_the_next_round
         session.execute(update(DeploymentRow).values(alias=None, replicas=0, gpus=0.0, cpus=0.0))
     registry.list_all_deployments()
     assert columns_of(database) == whole
-    RegistryService(registry, lambda: 1.0, Tenants()).promote(
+    RegistryService(registry, lambda: 1.0, TenantPolicies()).promote(
         models[1].id, "production", tenant=TENANT, by="ann", reason="x"
     )
     assert registry.get_deployment(own.spec.id, tenant=TENANT).spec.model == models[1].id
 
 
 def test_a_candidate_is_kept_as_the_served_model_is(
-    database: Database, registry: Registry, models: list[Model]
+    database: Database, registry: ModelRepository, models: list[Model]
 ) -> None:
     candidate = {"model": models[1].id, "artifact_uri": models[1].artifact_uri}
     own = served(registry, models[0], candidate=candidate)
     for model in models[:2]:
         with pytest.raises(ConflictError, match=own.spec.id):
-            RetainedRows(database).delete_model(model.id, by="ann", now=1.0, tenant=TENANT)
+            RetentionRepository(database).delete_model(model.id, by="ann", now=1.0, tenant=TENANT)

@@ -103,7 +103,7 @@ def write(database: Database) -> Any:
 def keep_checking(database: Database) -> None:
     """Check until a check raises: a server takes a moment to reload its settings."""
     while True:
-        database.check()
+        database.check_available()
 
 
 @pytest.mark.slow("starts two servers, and waits until connections are given up")
@@ -126,5 +126,5 @@ def test_the_standby_serves_once_it_takes_writes(
         with pytest.raises(DatabaseUnavailableError):
             keep_checking(database)
         standby.control("promote")
-        database.check()
+        database.check_available()
         assert write(database) == standby.port

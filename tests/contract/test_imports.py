@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.http.clients import Client
-from swiftkv_platform.control_plane.models.imports import ModelImports
-from swiftkv_platform.control_plane.parsing import import_parsers
+from swiftkv_platform.control_plane.http.concurrency import Client
+from swiftkv_platform.control_plane.models.imports import ModelImporter
+from swiftkv_platform.control_plane.parsing import make_import_parsers
 from swiftkv_platform.errors import ModelError, QuotaExceededError
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import S3Source
@@ -30,17 +30,17 @@ def put_student(store: ObjectStore, directory: Path) -> None:
     publish_directory(store, directory, "student", kind="artifact", lineage={"teacher": "tiny"}, metrics={"kl": 0.1})
 
 
-def imports(database: Database, directory: Path, quota: int | None = None) -> ModelImports:
+def imports(database: Database, directory: Path, quota: int | None = None) -> ModelImporter:
     (directory / "tenants.yaml").write_text(json.dumps({"default": {"max_stored_bytes": quota}}))
     parts = make_components(database, LocalObjectStore(directory / "own"), clock=lambda: 100.0)
-    parts = replace(parts, policies=Tenants(directory / "tenants.yaml"))
-    return ModelImports(parts, Settings(_env_file=None), Client(), import_parsers())  # type: ignore[call-arg]
+    parts = replace(parts, policies=TenantPolicies(directory / "tenants.yaml"))
+    return ModelImporter(parts, Settings(_env_file=None), Client(), make_import_parsers())  # type: ignore[call-arg]
 
 
 def test_a_model_comes_from_a_bucket(database: Database, s3_store: ObjectStore, tmp_path: Path) -> None:
     put_student(s3_store, tmp_path / "made")
     service = imports(database, tmp_path)
-    model = service.add(f"{s3_store.uri}/student", None, CALLER)
+    model = service.import_model(f"{s3_store.uri}/student", None, CALLER)
     assert (model.lineage["teacher"], model.metrics, model.job_id) == ("tiny", {"kl": 0.1}, None)
     fetch_directory(service.parts.objects, model.prefix, tmp_path / "fetched")
     for path in (tmp_path / "made").iterdir():
@@ -53,7 +53,7 @@ def test_a_model_of_a_bucket_beyond_the_quota_is_not_read(
     put_student(s3_store, tmp_path / "made")
     monkeypatch.setattr(type(s3_store), "stream", lambda *_arguments, **_options: pytest.fail("it is read"))
     with pytest.raises(QuotaExceededError):
-        imports(database, tmp_path, quota=1_000_000).add(f"{s3_store.uri}/student", None, CALLER)
+        imports(database, tmp_path, quota=1_000_000).import_model(f"{s3_store.uri}/student", None, CALLER)
     assert not (tmp_path / "own").exists()
 
 

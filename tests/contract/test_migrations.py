@@ -27,15 +27,15 @@ from sqlalchemy import (
 )
 
 from swiftkv_platform.contract.attempts import new_file_id
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import Page
-from swiftkv_platform.control_plane.database.session import Database, alembic_config, newest_revision
+from swiftkv_platform.control_plane.database.session import Database, get_newest_revision, make_alembic_config
 from swiftkv_platform.control_plane.database.tables import Base, DeploymentRow, JobRow, UseRow
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, ResolvedDeployment
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.models.rows import Registry
+from swiftkv_platform.control_plane.models.repository import ModelRepository
 from swiftkv_platform.errors import InvalidInputError
 from tests.support.old_home import ARCHIVES
 from tests.support.postgres import emptied
@@ -103,7 +103,7 @@ def check_newest(database: Database) -> None:
 def fill(database: Database) -> None:
     """Store rows with each column that a migration fills. It leaves out ended jobs, and documents that it cannot
     read."""
-    jobs, registry = JobRepository(database, Tenants()), Registry(database)
+    jobs, registry = JobRepository(database, TenantPolicies()), ModelRepository(database)
     models = []
     for _ in range(3):
         ended = store(jobs, make_job())
@@ -137,12 +137,12 @@ def fill(database: Database) -> None:
     with database.writing() as session:
         row = update(DeploymentRow).where(DeploymentRow.id == "dep_damaged")
         session.execute(row.values(spec=[], replicas=0, cpus=0.0))
-    service = RegistryService(registry, lambda: 1.0, Tenants())
+    service = RegistryService(registry, lambda: 1.0, TenantPolicies())
     for alias, at in (("a", 0), ("b", 1), ("a", 1), ("a", 2)):
         service.promote(models[at].id, alias, tenant=TENANT, by="ann", reason="better")
 
 
-@pytest.mark.parametrize("revision", sorted(ADDED.keys() - {newest_revision()} | {"0001"}))
+@pytest.mark.parametrize("revision", sorted(ADDED.keys() - {get_newest_revision()} | {"0001"}))
 def test_a_database_at_any_former_revision_is_upgraded_with_its_rows(database: Database, revision: str) -> None:
     fill(database)
     kept = ["jobs", "models", "deployments", "uses", *(["promotions"] if revision >= "0004" else [])]
@@ -191,7 +191,7 @@ def test_two_who_migrate_at_once_take_turns(postgres_url: str) -> None:
         first.downgrade("base")
         with ThreadPoolExecutor(1) as pool:
             with first._migrating() as session:
-                command.upgrade(alembic_config(session.connection()), "head")
+                command.upgrade(make_alembic_config(session.connection()), "head")
                 other = pool.submit(second.upgrade)
                 waiting = text("SELECT count(*) FROM pg_locks WHERE NOT granted")
                 while not session.scalar(waiting) and not other.done():
@@ -251,12 +251,12 @@ def test_the_database_that_an_earlier_version_wrote_is_upgraded_and_read(
             database.check_schema()
         database.upgrade()
         database.check_schema()
-        found = JobRepository(database, Tenants()).list(Page(limit=9), tenant="default")
+        found = JobRepository(database, TenantPolicies()).list(Page(limit=9), tenant="default")
         assert {job.spec.name: job.status for job in found.items} == {
             "finished": JobStatus.SUCCEEDED,
             "paused": JobStatus.PAUSED,
         }
-        assert found.left_out == []
+        assert found.unreadable_ids == []
 
 
 @pytest.mark.parametrize(("revision", "is_usable"), [("0999", True), ("1001", False)])
@@ -270,4 +270,4 @@ def test_an_older_program_starts_on_a_later_schema_unless_that_is_in_the_next_th
             step()
     with database.writing() as session:
         assert session.scalar(select(VERSION.c.version_num)) == revision
-        session.execute(update(VERSION).values(version_num=newest_revision()))
+        session.execute(update(VERSION).values(version_num=get_newest_revision()))

@@ -13,8 +13,8 @@ import pytest
 from sqlalchemy import Connection, event, make_url, text
 
 from swiftkv_platform.control_plane.database import postgresql
-from swiftkv_platform.control_plane.database.postgresql import Timeouts, engine_options
-from swiftkv_platform.control_plane.database.session import Database, current_revision
+from swiftkv_platform.control_plane.database.postgresql import Timeouts, make_engine_options
+from swiftkv_platform.control_plane.database.session import Database, get_current_revision
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.object_store import LocalObjectStore
@@ -106,7 +106,7 @@ def test_a_process_that_was_frozen_in_a_transaction_has_lost_it(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server ends the connection with an error that the driver takes for a mistake of the caller."""
-    monkeypatch.setattr(postgresql, "_LONGEST_IDLE_S", 0.05)
+    monkeypatch.setattr(postgresql, "_IDLE_TIMEOUT_S", 0.05)
     with closing(Database(postgres_url)) as database:
         with pytest.raises(DatabaseUnavailableError, match="idle-in-transaction"):
             ask(database, between=lambda: time.sleep(0.5))
@@ -126,7 +126,7 @@ def test_a_pooler_may_give_each_transaction_another_connection(postgres_url: str
 def test_connections_notice_a_lost_network_unless_the_address_says_otherwise() -> None:
     settings = Settings(database_tcp_timeout_s=40, database_pool_recycle_s=7, _env_file=None)
     timeouts = Timeouts(tcp_s=settings.database_tcp_timeout_s, recycle_s=settings.database_pool_recycle_s)
-    own = engine_options(make_url("postgresql+psycopg://db/swiftkv?connect_timeout=3&keepalives_idle=1"), timeouts)
+    own = make_engine_options(make_url("postgresql+psycopg://db/swiftkv?connect_timeout=3&keepalives_idle=1"), timeouts)
     assert own == {
         "pool_pre_ping": True,
         "pool_recycle": 7,
@@ -138,7 +138,7 @@ def test_connections_notice_a_lost_network_unless_the_address_says_otherwise() -
             "prepare_threshold": None,
         },
     }
-    assert "connect_args" not in engine_options(make_url("mysql://db/swiftkv"), timeouts)
+    assert "connect_args" not in make_engine_options(make_url("mysql://db/swiftkv"), timeouts)
 
 
 def test_a_read_only_primary_is_unavailable_and_not_ready(postgres_url: str, tmp_path: Path) -> None:
@@ -189,13 +189,13 @@ def test_a_migration_that_meets_a_read_only_server_changes_nothing_and_can_be_re
         event.remove(database._engine, "before_cursor_execute", demote)
         assert statements == number, "no statement followed"
         with database.reading() as session:
-            assert current_revision(session.connection()) == "0005"
+            assert get_current_revision(session.connection()) == "0005"
         database.upgrade()
         database.check_schema()
 
 
 def test_a_file_that_cannot_be_written_is_not_ready(sqlite_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    sqlite_database.check()
+    sqlite_database.check_available()
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(DatabaseUnavailableError, match="read-only"):
-        sqlite_database.check()
+        sqlite_database.check_available()

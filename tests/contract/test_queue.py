@@ -14,7 +14,7 @@ from sqlalchemy import (
 
 from swiftkv_platform.contract.attempts import new_file_id
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import Fence
 from swiftkv_platform.control_plane.database.session import (
     Database,
@@ -104,35 +104,35 @@ def test_a_claim_takes_neither_what_has_changed_nor_what_follows_a_job_that_does
 
 def test_a_lease_is_held_by_one_until_it_runs_out_or_is_given_up(database: Database) -> None:
     leases = Leases(database)
-    assert leases.take("jobs", "a", now=100.0, until=105.0)
-    assert leases.take("deployments", "b", now=100.0, until=105.0)
-    assert not leases.take("jobs", "b", now=104.0, until=109.0)
-    assert leases.take("jobs", "a", now=104.0, until=109.0), "renewed"
-    assert not leases.take("jobs", "b", now=108.0, until=113.0)
-    assert leases.take("jobs", "b", now=109.0, until=114.0), "the lease of a has run out"
-    leases.give_up("jobs", "a")
-    assert not leases.take("jobs", "a", now=110.0, until=115.0), "another's lease cannot be given up"
-    leases.give_up("jobs", "b")
-    takers = [partial(leases.take, "jobs", str(number), now=110.0, until=115.0) for number in range(8)]
+    assert leases.acquire("jobs", "a", now=100.0, until=105.0)
+    assert leases.acquire("deployments", "b", now=100.0, until=105.0)
+    assert not leases.acquire("jobs", "b", now=104.0, until=109.0)
+    assert leases.acquire("jobs", "a", now=104.0, until=109.0), "renewed"
+    assert not leases.acquire("jobs", "b", now=108.0, until=113.0)
+    assert leases.acquire("jobs", "b", now=109.0, until=114.0), "the lease of a has run out"
+    leases.release("jobs", "a")
+    assert not leases.acquire("jobs", "a", now=110.0, until=115.0), "another's lease cannot be given up"
+    leases.release("jobs", "b")
+    takers = [partial(leases.acquire, "jobs", str(number), now=110.0, until=115.0) for number in range(8)]
     assert sum(token is not None for token in at_once(takers)) == 1
 
 
 def test_nothing_is_stored_under_a_lease_that_is_anothers(database: Database, jobs: JobRepository) -> None:
     leases, job = Leases(database), store(jobs, make_job())
-    token = leases.take("jobs", "a", now=100.0, until=105.0)
+    token = leases.acquire("jobs", "a", now=100.0, until=105.0)
     assert token is not None
     fence = Fence("jobs", "a", token)
     job = jobs.update(job, fence=fence)
-    assert leases.take("jobs", "a", now=104.0, until=109.0) == token, "renewed"
-    assert leases.take("jobs", "b", now=110.0, until=115.0) == token + 1
+    assert leases.acquire("jobs", "a", now=104.0, until=109.0) == token, "renewed"
+    assert leases.acquire("jobs", "b", now=110.0, until=115.0) == token + 1
     for _ in range(2):  # also once the other has given it up
         with pytest.raises(LeaseLostError):
             jobs.update(job, fence=fence)
         with pytest.raises(LeaseLostError):
             jobs.claim(starting([job]), most=1, fits=anything_fits, fence=fence)
-        leases.give_up("jobs", "b")
+        leases.release("jobs", "b")
     assert jobs.get(job.id, tenant=TENANT) == job
-    assert leases.take("jobs", "a", now=111.0, until=116.0) == token + 2
+    assert leases.acquire("jobs", "a", now=111.0, until=116.0) == token + 2
     with pytest.raises(LeaseLostError):
         jobs.update(job, fence=fence)
 
@@ -183,6 +183,6 @@ def test_only_typed_references_of_the_same_tenant_use_an_object(database: Databa
 def test_a_database_that_is_away_is_said_to_be(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}")  # a directory
     with pytest.raises(DatabaseUnavailableError):
-        JobRepository(database, Tenants()).on_cluster()
+        JobRepository(database, TenantPolicies()).on_cluster()
     with pytest.raises(InvalidInputError, match="postgresql"):
         Database("nonsense")

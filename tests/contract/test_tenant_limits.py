@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.control_plane.access.holdings import used_bytes
 from swiftkv_platform.control_plane.access.sessions import Sessions
-from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy, Tenants
+from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicies, TenantPolicy
+from swiftkv_platform.control_plane.access.usage import sum_stored_bytes
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.files.rows import FileRepository
-from swiftkv_platform.control_plane.hooks.rows import Outbox
+from swiftkv_platform.control_plane.files.repository import FileRepository
+from swiftkv_platform.control_plane.hooks.outbox import Outbox
 from swiftkv_platform.control_plane.jobs.job import status_event
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.models.rows import Registry
-from swiftkv_platform.control_plane.retention import RetainedRows
+from swiftkv_platform.control_plane.models.repository import ModelRepository
+from swiftkv_platform.control_plane.retention import RetentionRepository
 from swiftkv_platform.errors import ConflictError, QuotaExceededError, UnauthenticatedError
 from swiftkv_platform.limits import SESSIONS, Scope, list_limits
 from swiftkv_platform.security import principals
@@ -31,7 +31,7 @@ from tests.support.records import TENANT, make_job, store
 from tests.support.threads import at_once
 
 
-def service(registry: Registry, **limits: int) -> RegistryService:
+def service(registry: ModelRepository, **limits: int) -> RegistryService:
     return RegistryService(registry, clock=lambda: 1.0, policies=_Policies(**limits))  # type: ignore[arg-type]
 
 
@@ -47,7 +47,7 @@ class _Policies:
 
 def add_deployment(database: Database, models: list[Model], policy: TenantPolicy) -> object:
     route = f"/{new_id('dep')}"
-    return Registry(database).create_deployment(make_deployment(models[0], route), policy=policy)
+    return ModelRepository(database).create_deployment(make_deployment(models[0], route), policy=policy)
 
 
 def add_file(database: Database, _models: list[Model], policy: TenantPolicy) -> object:
@@ -55,20 +55,20 @@ def add_file(database: Database, _models: list[Model], policy: TenantPolicy) -> 
 
 
 def add_import(database: Database, models: list[Model], policy: TenantPolicy) -> object:
-    registry, model = Registry(database), replace(models[0], id=new_id("mdl"), job_id=None, size=10)
-    registry.note_import(model.prefix, by="ann", now=1.0)
-    return registry.add_model(model, policy=policy, now=1.0)
+    registry, model = ModelRepository(database), replace(models[0], id=new_id("mdl"), job_id=None, size=10)
+    registry.begin_import(model.prefix, by="ann", now=1.0)
+    return registry.register_import(model, policy=policy, now=1.0)
 
 
 def add_alias(database: Database, models: list[Model], policy: TenantPolicy) -> object:
-    promotions = service(Registry(database), max_aliases=policy.max_aliases or 0)
+    promotions = service(ModelRepository(database), max_aliases=policy.max_aliases or 0)
     alias = f"a{new_id('prm')[-20:].lower()}"
     return promotions.promote(models[0].id, alias, tenant=TENANT, by="ann", reason="better")
 
 
 def add_job(database: Database, _models: list[Model], policy: TenantPolicy) -> object:
     job = make_job()
-    return JobRepository(database, Tenants()).create(job, status_event(job, now=100), policy=policy)
+    return JobRepository(database, TenantPolicies()).create(job, status_event(job, now=100), policy=policy)
 
 
 ADD = {
@@ -120,13 +120,13 @@ def test_many_at_once_store_no_more_bytes_than_the_quota(
 
 def stored_bytes(database: Database) -> int:
     with database.reading() as session:
-        return used_bytes(session, TENANT)
+        return sum_stored_bytes(session, TENANT)
 
 
 @pytest.mark.parametrize("kind", ["model", "job"])
 def test_what_is_deleted_counts_until_its_objects_are_gone(database: Database, models: list[Model], kind: str) -> None:
     """Otherwise a tenant that imports and deletes in turn would store any number of bytes until the next sweep."""
-    retained, [model, *others] = RetainedRows(database), models
+    retained, [model, *others] = RetentionRepository(database), models
     stored = stored_bytes(database)
     options: dict[str, Any] = {"by": "ann", "now": 5.0, "tenant": TENANT}
     assert model.job_id is not None
@@ -135,8 +135,8 @@ def test_what_is_deleted_counts_until_its_objects_are_gone(database: Database, m
     else:
         retained.delete_job(model.job_id, **options)
     assert stored_bytes(database) == stored
-    [prefix] = retained.deletions(now=5.0, limit=9, after=None)
-    retained.forget_deletion(prefix)
+    [prefix] = retained.list_due_deletions(now=5.0, limit=9, after=None)
+    retained.finish_deletion(prefix)
     assert stored_bytes(database) == sum(other.size for other in others)
 
 
@@ -146,14 +146,14 @@ def test_every_kind_is_limited_without_a_tenants_file() -> None:
     assert {name: getattr(DEFAULT_POLICY, name) for name in stored} == {name: limits[name] for name in stored}
 
 
-def test_an_aliass_history_keeps_its_newest_changes(registry: Registry, models: list[Model]) -> None:
+def test_an_aliass_history_keeps_its_newest_changes(registry: ModelRepository, models: list[Model]) -> None:
     promotions = service(registry, max_alias_changes=4)
     for number in range(9):
         promotions.promote(models[number % 3].id, "production", tenant=TENANT, by="ann", reason="better")
-    assert [item.version for item in registry.promotions(tenant=TENANT)] == [6, 7, 8, 9]
-    found = [promotions.rollback("production", tenant=TENANT, by="ann", reason="worse").model for _ in range(2)]
+    assert [item.version for item in registry.list_promotions(tenant=TENANT)] == [6, 7, 8, 9]
+    found = [promotions.roll_back("production", tenant=TENANT, by="ann", reason="worse").model for _ in range(2)]
     assert found == [models[1].id, models[0].id]
-    history = registry.promotions(tenant=TENANT)
+    history = registry.list_promotions(tenant=TENANT)
     assert [(item.action, item.version) for item in history] == [
         ("promote", 8),
         ("promote", 9),
@@ -161,7 +161,7 @@ def test_an_aliass_history_keeps_its_newest_changes(registry: Registry, models: 
         ("rollback", 11),
     ]
     with pytest.raises(ConflictError, match=f"stood for no model before {models[0].id}"):
-        promotions.rollback("production", tenant=TENANT, by="ann", reason="worse")
+        promotions.roll_back("production", tenant=TENANT, by="ann", reason="worse")
     assert promotions.find("production", TENANT).id == models[0].id
 
 
@@ -171,12 +171,12 @@ def test_a_key_has_as_many_sessions_as_it_may(database: Database, tmp_path: Path
     keys = {name: create_key(path, name=name, tenant="acme", scopes=reads) for name in ("ann", "bob")}
     sessions = Sessions(database, KeyRing(path), lambda: next(clock), lifetime_s=9999)
     for name, number in (("bob", 3), ("ann", SESSIONS.default + 5)):
-        ids[name] = [sessions.open(keys[name], sessions.identify(keys[name])).id for _ in range(number)]
+        ids[name] = [sessions.create(keys[name], sessions.authenticate(keys[name])).id for _ in range(number)]
     for ended in ids["ann"][:5]:
         with pytest.raises(UnauthenticatedError, match="has ended"):
-            sessions.find(ended)
-    assert {sessions.find(each).key.name for each in ids["ann"][5:]} == {"ann"}
-    assert {sessions.find(each).key.name for each in ids["bob"]} == {"bob"}
+            sessions.get(ended)
+    assert {sessions.get(each).key.name for each in ids["ann"][5:]} == {"ann"}
+    assert {sessions.get(each).key.name for each in ids["bob"]} == {"bob"}
 
 
 def test_deliveries_beyond_the_limit_count_as_failed(database: Database) -> None:
@@ -187,6 +187,6 @@ def test_deliveries_beyond_the_limit_count_as_failed(database: Database) -> None
     outbox = Outbox(database)
     assert outbox.count_by_status() == {"pending": 4, "delivered": 0, "failed": 2}
     for delivery in outbox.claim(now=200.0, until=260.0, limit=10):
-        outbox.delivered(delivery.sequence, 201.0)
+        outbox.mark_delivered(delivery.sequence, 201.0)
     store(jobs, make_job(webhook=HOOK))
     assert outbox.count_by_status() == {"pending": 1, "delivered": 4, "failed": 2}

@@ -142,6 +142,8 @@ def health(url: str) -> Any:
 def replica_pids(dashboard_url: str, deployment: str) -> list[int]:
     """Return the process ids of the replicas that take requests, in ascending order."""
     with closing(RayDashboard(dashboard_url, timeout_s=30.0)) as dashboard:
-        details = dashboard.document(dashboard.request("GET", "/api/serve/applications/"), "read the state of Serve")
+        details = dashboard.parse_object(
+            dashboard.request("GET", "/api/serve/applications/"), "read the state of Serve"
+        )
     replicas = details["applications"][deployment]["deployments"]["Replica"]["replicas"]
     return sorted(replica["pid"] for replica in replicas if replica["state"] == "RUNNING")

@@ -13,8 +13,8 @@ from swiftkv_platform.control_plane.deployments.deployment import Deployment, De
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
 from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
-from swiftkv_platform.control_plane.models.model import Model, imported_prefix
-from swiftkv_platform.control_plane.models.rows import Registry
+from swiftkv_platform.control_plane.models.model import Model, get_import_prefix
+from swiftkv_platform.control_plane.models.repository import ModelRepository
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.integration.conftest import wait_for
@@ -30,13 +30,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.soak("starts two heads")]
 
 def test_deployments_move_to_another_cluster_without_a_request_lost(tmp_path: Path, sqlite_database: Database) -> None:
     model = save_swiftkv(tmp_path / "model", 256)
-    artifact = publish(model, tmp_path / "store", imported_prefix("mdl_one"))
+    artifact = publish(model, tmp_path / "store", get_import_prefix("mdl_one"))
     expected = {"mdl_one": greedy_answers(artifact)}
     rows = DeploymentRepository(sqlite_database)
     registered = Model("mdl_one", "default", "one", None, 0, 1, str(artifact), "d" * 64, 7, {}, {})
-    registry = Registry(sqlite_database)
-    registry.note_import(registered.prefix, by="default", now=1.0)
-    registry.add_model(registered, now=1.0)
+    registry = ModelRepository(sqlite_database)
+    registry.begin_import(registered.prefix, by="default", now=1.0)
+    registry.register_import(registered, now=1.0)
     spec = ResolvedDeployment(id="dep_one", model="mdl_one", artifact_uri=str(artifact), engine={"num_threads": 1})
     rows.create_deployment(Deployment(spec, "default", 1))
 

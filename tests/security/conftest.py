@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.database.session import Database
@@ -93,7 +93,7 @@ def deployment_plane(
     parts = make_components(database, objects)
     if tenants is not None:
         (directory / "tenants.yaml").write_text(tenants)
-        parts = replace(parts, policies=Tenants(directory / "tenants.yaml"))
+        parts = replace(parts, policies=TenantPolicies(directory / "tenants.yaml"))
     if keys and not (directory / "keys.json").exists():
         create_key(directory / "keys.json", name="operator", tenant="operators", scopes=frozenset({Scope.ADMIN}))
     chosen = Settings(

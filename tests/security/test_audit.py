@@ -8,10 +8,10 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import event, text
 
-from swiftkv_platform.control_plane.access.audit import AuditEntry, AuditFilter, SqlAudit
+from swiftkv_platform.control_plane.access.audit import AuditEntry, AuditFilter, AuditTrail
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.retention import RetainedRows
+from swiftkv_platform.control_plane.retention import RetentionRepository
 from swiftkv_platform.local.backup import list_tables
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
 from tests.unit.control_plane.routes.conftest import SPEC, Start, StillClock
@@ -39,7 +39,7 @@ class House:
 
     def entries(self) -> list[AuditEntry]:
         """All entries, oldest first."""
-        return list(SqlAudit(self.server.parts.database).list(Page(None, 1000, "asc"), AuditFilter()).items)
+        return list(AuditTrail(self.server.parts.database).list_entries(Page(None, 1000, "asc"), AuditFilter()).items)
 
     def told(self, *names: str) -> list[tuple[Any, ...]]:
         """The values of these fields of all entries, oldest first."""
@@ -202,13 +202,13 @@ def test_entries_are_selected_and_paged(house: House) -> None:
 
 
 def test_old_entries_are_swept_and_all_are_in_backups(sqlite_database: Database) -> None:
-    trail = SqlAudit(sqlite_database)
+    trail = AuditTrail(sqlite_database)
     for number in range(5):
         caller = ("ann", "key", "acme", "::1")
-        trail.store(AuditEntry(f"aud_{number}", float(number), "req", *caller, "POST", "/x", None, 200))
-    rows = RetainedRows(sqlite_database)
-    assert rows.remove_old("audit", before=2.0, limit=9, dry_run=True) == 3
-    assert rows.remove_old("audit", before=2.0, limit=2, dry_run=False) == 2
-    assert rows.remove_old("audit", before=2.0, limit=2, dry_run=False) == 1
-    assert [each.id for each in trail.list(Page(None, 9, "asc"), AuditFilter()).items] == ["aud_3", "aud_4"]
+        trail.store_entry(AuditEntry(f"aud_{number}", float(number), "req", *caller, "POST", "/x", None, 200))
+    rows = RetentionRepository(sqlite_database)
+    assert rows.remove_old_rows("audit", before=2.0, limit=9, dry_run=True) == 3
+    assert rows.remove_old_rows("audit", before=2.0, limit=2, dry_run=False) == 2
+    assert rows.remove_old_rows("audit", before=2.0, limit=2, dry_run=False) == 1
+    assert [each.id for each in trail.list_entries(Page(None, 9, "asc"), AuditFilter()).items] == ["aud_3", "aud_4"]
     assert {"audit", "key_uses"} <= {table.name for table in list_tables()}

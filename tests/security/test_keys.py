@@ -14,8 +14,8 @@ from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app as cli
-from swiftkv_platform.control_plane.access.sessions import KeyUses, last_uses
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.sessions import KeyUses, list_last_uses
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key, revoke_key, rotate_key
@@ -108,15 +108,15 @@ def test_a_file_whose_mode_was_mended_is_read_again(path: Path, token: str) -> N
 def test_a_tenants_file_that_breaks_serves_on_as_it_was(tmp_path: Path, text: str) -> None:
     file = tmp_path / "tenants.yaml"
     file.write_text("default: {max_running_jobs: 7}\n")
-    tenants = Tenants(file)
+    tenants = TenantPolicies(file)
     file.write_text(text)
     with capture_logs() as logs:
-        assert {tenants.policy("acme").max_running_jobs for _ in range(3)} == {7}
+        assert {tenants.get("acme").max_running_jobs for _ in range(3)} == {7}
     assert len(logs) == 1
     with pytest.raises(InvalidInputError, match=r"tenants\.yaml"):
-        Tenants(file)
+        TenantPolicies(file)
     file.write_text("default: {max_running_jobs: 8}\n")
-    assert tenants.policy("acme").max_running_jobs == 8
+    assert tenants.get("acme").max_running_jobs == 8
 
 
 def test_a_key_expires(start: Start, path: Path) -> None:
@@ -165,14 +165,14 @@ def test_a_use_is_written_once_a_minute(start: Start, tmp_path: Path) -> None:
     for _ in range(5):
         server.client.get("/jobs", headers={"authorization": f"Bearer {first}"})
         clock.now += 10.0
-    assert last_uses(database) == {old.id: began}
+    assert list_last_uses(database) == {old.id: began}
     assert len(written) == 1
     clock.now += 10.0
     for token in (second, first, "skv_unknown"):
         server.client.get("/jobs", headers={"authorization": f"Bearer {token}"})
-    assert last_uses(database) == {old.id: began + 60, new.id: began + 60}
-    KeyUses(database, lambda: clock.now + 59.0).note(new)  # as noted by another control plane
-    assert last_uses(database)[new.id] == began + 60
+    assert list_last_uses(database) == {old.id: began + 60, new.id: began + 60}
+    KeyUses(database, lambda: clock.now + 59.0).record(new)  # as noted by another control plane
+    assert list_last_uses(database)[new.id] == began + 60
 
 
 def test_no_request_fails_for_a_use_that_cannot_be_stored(tmp_path: Path) -> None:
@@ -180,8 +180,8 @@ def test_no_request_fails_for_a_use_that_cannot_be_stored(tmp_path: Path) -> Non
     [key] = KeyRing(tmp_path / "keys.json").read()
     database = Database(f"sqlite:///{tmp_path}")  # a directory
     with pytest.raises(DatabaseUnavailableError):
-        last_uses(database)
-    KeyUses(database, lambda: 1000.0).note(key)
+        list_last_uses(database)
+    KeyUses(database, lambda: 1000.0).record(key)
 
 
 def test_the_operator_sees_the_last_use_of_each_key(tmp_path: Path, empty_database: Path) -> None:
@@ -198,7 +198,7 @@ def test_the_operator_sees_the_last_use_of_each_key(tmp_path: Path, empty_databa
     assert (key.name, key.tenant, sorted(key.scopes)) == ("ann", "acme", ["deploy", "jobs:read"])
     new = keys("rotate", "ann", "--overlap", "2d")
     [key, _] = KeyRing(tmp_path / "keys.json").read()
-    KeyUses(Database(f"sqlite:///{tmp_path / 'swiftkv.db'}"), lambda: 1000.0).note(key)
+    KeyUses(Database(f"sqlite:///{tmp_path / 'swiftkv.db'}"), lambda: 1000.0).record(key)
     listed = keys("list")["keys"]
     assert [(key["id"], key["last_used_at"]) for key in listed] == [(made["id"], 1000), (new["id"], None)]
     assert listed[0]["expires_at"] is not None

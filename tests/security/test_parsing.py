@@ -24,8 +24,8 @@ import httpx
 import pytest
 
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.models.imports import _checked
-from swiftkv_platform.control_plane.parsing import ParserPool, spec_parsers
+from swiftkv_platform.control_plane.models.imports import _check_student
+from swiftkv_platform.control_plane.parsing import ParserPool, make_spec_parsers
 from swiftkv_platform.data.checks import check_upload
 from swiftkv_platform.limits import CHECK_CPU_SECONDS, CHECKED_BYTES, MIB, UPLOAD_ROW_VALUES
 from swiftkv_platform.local.ray_head import find_free_ports
@@ -223,9 +223,9 @@ class Counting(ParserPool):
         vars(self).update(vars(parsers))
         self.calls: list[Any] = []
 
-    def _in_process(self, client: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    def _run_in_process(self, client: Any, function: Any, args: Any, kwargs: Any) -> Any:
         self.calls.append(function)
-        return super()._in_process(client, function, args, kwargs)
+        return super()._run_in_process(client, function, args, kwargs)
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def plane(tmp_path: Path, sqlite_database: Database) -> Iterator[DeploymentPlane
 def test_requests_that_wait_for_their_turn_do_nothing_once_their_clients_have_left(
     plane: DeploymentPlane, endless: Path
 ) -> None:
-    plane.app.state.spec_parsers = counting = Counting(spec_parsers())
+    plane.app.state.spec_parsers = counting = Counting(make_spec_parsers())
     authorization = plane.headers("eve")["authorization"]
     connections = [send_spec(plane.url, authorization, sources(endless)) for _ in range(5)]
     wait_until(lambda: counting.calls)
@@ -279,4 +279,4 @@ def test_configurations_of_imported_models_are_parsed_elsewhere(plane: Deploymen
     refused = plane.ask("eve", "POST", "/models/import", {"source": str(student)})
     assert refused.status_code == 422
     assert "not a SwiftKV student" in refused.json()["detail"]
-    assert counting.calls == [_checked] * 2
+    assert counting.calls == [_check_student] * 2

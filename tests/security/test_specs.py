@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.jobs.attempt_events import find_exceeded_limit
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus
 from swiftkv_platform.control_plane.jobs.service import check_job_limits
@@ -122,9 +122,9 @@ def test_a_tenant_may_be_held_to_organisations_of_the_hub(tmp_path: Path) -> Non
     file.write_text(
         "default: {hub_organizations: [meta-llama, gpt2]}\ntenants: {research: {hub_organizations: null}}\n"
     )
-    policies = Tenants(file)
+    policies = TenantPolicies(file)
     acme, research = (
-        SourceRules(()).build_access(name, policies.policy(name).hub_organizations) for name in ("acme", "research")
+        SourceRules(()).build_access(name, policies.get(name).hub_organizations) for name in ("acme", "research")
     )
 
     def job(model: str, data: str = "meta-llama/rows") -> JobSpec:
@@ -210,7 +210,7 @@ def test_the_operators_wandb_key_writes_only_to_entities_that_are_open(start: St
         tenant: create_key(keys, name=tenant, tenant=tenant, scopes=frozenset({Scope.ADMIN}))
         for tenant in ("acme", "research")
     }
-    server = start("http://swiftkv.example", {"policies": Tenants(file)}, api_keys_file=keys)
+    server = start("http://swiftkv.example", {"policies": TenantPolicies(file)}, api_keys_file=keys)
 
     def submit(tenant: str, route: str = "/jobs", **wandb: str) -> httpx.Response:
         body = {**SPEC, "tracking": {"wandb": wandb}}

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.hooks import webhooks
-from swiftkv_platform.control_plane.hooks.rows import Outbox
-from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, WebhookRules, send_webhook
+from swiftkv_platform.control_plane.hooks.outbox import Outbox
+from swiftkv_platform.control_plane.hooks.webhooks import WebhookDeliverer, WebhookRules, send_webhook
 from swiftkv_platform.control_plane.jobs.job import Job, status_event
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.loops import ControlLoop
@@ -117,7 +117,7 @@ class Post:
     @contextmanager
     def delivering(self, *receivers: Receiver, secrets: Path) -> Iterator[None]:
         origins = tuple(receiver.url for receiver in receivers)
-        deliverer = Deliverer(self.outbox, WebhookRules(origins, secrets), send_webhook, clock=lambda: 2000.0)
+        deliverer = WebhookDeliverer(self.outbox, WebhookRules(origins, secrets), send_webhook, clock=lambda: 2000.0)
         loop = ControlLoop("webhooks", deliverer.tick, interval_s=0.01, clock=lambda: 2000.0)
         loop.start()
         try:
@@ -138,7 +138,7 @@ def secrets(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def post(sqlite_database: Database) -> Post:
-    return Post(JobRepository(sqlite_database, Tenants()), Outbox(sqlite_database))
+    return Post(JobRepository(sqlite_database, TenantPolicies()), Outbox(sqlite_database))
 
 
 def test_an_endless_answer_is_not_read(post: Post, secrets: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_receiver_that_hangs_delays_no_other_and_takes_a_few_connections(
 @pytest.mark.parametrize("body", [b"{}", b"x" * (64 << 20)])
 def test_a_delivery_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
     """The deadline holds for an answer that drips, and for a body larger than the buffers, whose write blocks."""
-    monkeypatch.setattr(webhooks, "_DEADLINE_S", 0.5)
+    monkeypatch.setattr(webhooks, "_TOTAL_TIMEOUT_S", 0.5)
     with receiving(dripping if len(body) == 2 else silent) as slow:
         with pytest.raises(ConnectionError):
             send_webhook(slow.url, {}, body)
@@ -190,7 +190,7 @@ def test_an_unexpected_failure_is_told_again_later(post: Post, secrets: Path) ->
         rules = WebhookRules((receiver.url,), secrets)
         # The second time is after the pause of a failed delivery, long before the claim runs out.
         for send, now, status in ((broken, 2000.0, "pending"), (send_webhook, 2006.0, "delivered")):
-            deliverer = Deliverer(post.outbox, rules, send, clock=lambda now=now: now)  # type: ignore[misc]
+            deliverer = WebhookDeliverer(post.outbox, rules, send, clock=lambda now=now: now)  # type: ignore[misc]
             deliverer.tick()
             deliverer.close()
             assert post.outbox.count_by_status()[status] == 1

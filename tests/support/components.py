@@ -5,16 +5,16 @@ from typing import Any
 
 from fastapi.routing import _IncludedRouter
 
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import Clock
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
-from swiftkv_platform.control_plane.files.rows import FileRepository
-from swiftkv_platform.control_plane.hooks.rows import Outbox
+from swiftkv_platform.control_plane.files.repository import FileRepository
+from swiftkv_platform.control_plane.hooks.outbox import Outbox
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.loops import Leases
-from swiftkv_platform.control_plane.models.rows import Registry
+from swiftkv_platform.control_plane.models.repository import ModelRepository
 from swiftkv_platform.control_plane.ray.jobs import Entrypoint
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
@@ -44,9 +44,9 @@ def make_components(
 ) -> Components:
     return Components(
         database=database,
-        jobs=JobRepository(database, Tenants()),
+        jobs=JobRepository(database, TenantPolicies()),
         deployments=DeploymentRepository(database),
-        registry=Registry(database),
+        registry=ModelRepository(database),
         leases=Leases(database),
         outbox=Outbox(database),
         files=FileRepository(database),
@@ -55,6 +55,6 @@ def make_components(
         objects=objects,
         attempts=AttemptStore(objects),
         entrypoint=Entrypoint(("python",), objects.uri),
-        policies=Tenants(),
+        policies=TenantPolicies(),
         clock=clock,
     )

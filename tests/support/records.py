@@ -57,9 +57,9 @@ def snapshot_of(live: Sequence[Job], *, most: int, now: float, without: Collecti
     ready = [job for job in queued if job.not_before <= now and job.id not in without]
     waiting: dict[str, list[QueuedJob]] = {}
     for job in sorted(ready, key=lambda job: (PRIORITIES[job.spec.limits.priority], job.id)):
-        waiting.setdefault(job.tenant, []).append(QueuedJob(job.id, Demand.of(job.spec)))
+        waiting.setdefault(job.tenant, []).append(QueuedJob(job.id, Demand.for_job(job.spec)))
     placed = [job for job in live if job.status.holds_cluster]
-    total = sum((Demand.of(job.spec) for job in [*placed, *queued]), Demand())
+    total = sum((Demand.for_job(job.spec) for job in [*placed, *queued]), Demand())
     return QueueSnapshot(held_by(placed), total, {tenant: jobs[:most] for tenant, jobs in waiting.items()})
 
 
@@ -68,9 +68,9 @@ def held_by(jobs: Sequence[Job]) -> dict[str, Demand]:
     held: dict[str, Demand] = {}
     for job in jobs:
         if job.status.holds_cluster:
-            held[job.tenant] = held.get(job.tenant, Demand()) + Demand.of(job.spec)
+            held[job.tenant] = held.get(job.tenant, Demand()) + Demand.for_job(job.spec)
     return held
 
 
-UNDISPUTED: Any = SimpleNamespace(fence=None, check=lambda: None)
+UNDISPUTED: Any = SimpleNamespace(fence=None, check_leading=lambda: None)
 """Lease of a process that runs alone."""

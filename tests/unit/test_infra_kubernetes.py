@@ -9,7 +9,7 @@ import yaml
 from fastapi.routing import APIRoute
 
 from swiftkv_platform.control_plane import health
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.limits import KEEP_ALIVE_SECONDS
 from swiftkv_platform.serve.app import DRAIN_TIMEOUT_S
@@ -152,8 +152,8 @@ def test_quotas_are_a_file_that_changes_under_the_control_plane() -> None:
     path = f"{mount['mountPath']}/{generator['files'][0]}"
     assert "subPath" not in mount
     assert environments()["ConfigMap-swiftkv-control-plane"]["SWIFTKV_TENANTS_FILE"] == path
-    quotas = Tenants(KUBERNETES / "base" / generator["files"][0])
-    assert quotas.policy("acme") == Tenants().policy("acme"), "no limits until some are set"
+    quotas = TenantPolicies(KUBERNETES / "base" / generator["files"][0])
+    assert quotas.get("acme") == TenantPolicies().get("acme"), "no limits until some are set"
 
 
 def test_an_ingress_leads_to_services_that_exist() -> None:

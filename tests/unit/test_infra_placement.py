@@ -16,7 +16,7 @@ from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.core.generated.autoscaler_pb2 import GangResourceRequest
 
 from swiftkv_platform.control_plane.jobs.queue import ResourceRequest
-from swiftkv_platform.control_plane.ray.places import fit
+from swiftkv_platform.control_plane.ray.placement import can_place
 from swiftkv_platform.jobs.driver import build_task_options
 from swiftkv_platform.jobs.ray_train import scaling_config
 from swiftkv_platform.serve.app import build_app
@@ -133,7 +133,7 @@ def test_the_control_plane_knows_the_groups(monkeypatch: pytest.MonkeyPatch) -> 
         assert group.resources == {key: value for key, value in configs[name].resources.items() if "object" not in key}
     nodes = [dict(group.resources) for group in groups.values() for _ in range(group.max_nodes)]
     for recipe in RECIPES:
-        assert fit(nodes, ResourceRequest.for_job(load_spec(recipe), driver()).bundles), recipe
+        assert can_place(nodes, ResourceRequest.for_job(load_spec(recipe), driver()).bundles), recipe
 
 
 def test_drivers_and_replicas_get_their_nodes(schedule: Schedule) -> None:

@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ulid import ULID
 
 from swiftkv_platform.control_plane.base import Clock, Page, Slice
-from swiftkv_platform.control_plane.database.paging import Store, fetch, unknown_cursor, value_of
-from swiftkv_platform.control_plane.database.session import ALONGSIDE
+from swiftkv_platform.control_plane.database.paging import Repository, fetch_rows, to_dataclass, unknown_cursor_error
+from swiftkv_platform.control_plane.database.session import TRANSACTION_HOOK
 from swiftkv_platform.control_plane.database.tables import AuditRow, DeploymentRow, FileRow, JobRow
 from swiftkv_platform.errors import DatabaseUnavailableError, RateLimitedError
 from swiftkv_platform.logs import get_logger
@@ -57,86 +57,86 @@ class AuditEntry:
     """Number of earlier refusals that were not recorded because there were too many."""
 
 
-_Value = Annotated[str | None, Query(max_length=300)]
-_Time = Annotated[float | None, Query(ge=0.0, le=1e12, allow_inf_nan=False, description="Unix seconds")]
+_FilterText = Annotated[str | None, Query(max_length=300)]
+_FilterTime = Annotated[float | None, Query(ge=0.0, le=1e12, allow_inf_nan=False, description="Unix seconds")]
 
 
 @dataclass(frozen=True)
 class AuditFilter:
     """Values that entries must have, as the query of a request names them; None matches any."""
 
-    tenant: _Value = None
-    actor: _Value = None
-    credential: _Value = None
-    address: _Value = None
-    route: _Value = None
-    object: Annotated[_Value, Query(alias="about")] = None
-    request_id: _Value = None
+    tenant: _FilterText = None
+    actor: _FilterText = None
+    credential: _FilterText = None
+    address: _FilterText = None
+    route: _FilterText = None
+    object: Annotated[_FilterText, Query(alias="about")] = None
+    request_id: _FilterText = None
     status: Annotated[int | None, Query(ge=100, le=599)] = None
-    since: _Time = None
+    since: _FilterTime = None
     """Inclusive."""
-    until: _Time = None
+    until: _FilterTime = None
     """Exclusive."""
 
 
-_EQUAL = ("tenant", "actor", "credential", "address", "route", "object", "request_id", "status")
+_EXACT_FIELDS = ("tenant", "actor", "credential", "address", "route", "object", "request_id", "status")
 
 
-class SqlAudit(Store):
+class AuditTrail(Repository):
     """Audit entries, which do not change once their request is answered."""
 
-    def list(self, page: Page, wanted: AuditFilter) -> Slice[AuditEntry]:
+    def list_entries(self, page: Page, filters: AuditFilter) -> Slice[AuditEntry]:
         """Return a page of matching entries in order of time. Raises `InvalidInputError` for an unknown cursor."""
         query = select(AuditRow)
-        for name in _EQUAL:
-            value = getattr(wanted, name)
+        for name in _EXACT_FIELDS:
+            value = getattr(filters, name)
             if value is not None:
                 query = query.where(getattr(AuditRow, name) == value)
-        if wanted.since is not None:
-            query = query.where(AuditRow.created_at >= wanted.since)
-        if wanted.until is not None:
-            query = query.where(AuditRow.created_at < wanted.until)
+        if filters.since is not None:
+            query = query.where(AuditRow.created_at >= filters.since)
+        if filters.until is not None:
+            query = query.where(AuditRow.created_at < filters.until)
         with self._database.reading() as session:
             if page.after is not None:
                 seen = session.get(AuditRow, page.after)
-                if seen is None or wanted.tenant not in (None, seen.tenant):
-                    raise unknown_cursor(page.after)
-            rows = fetch(session, query, AuditRow.id, page, after=page.after)
-            return Slice([value_of(AuditEntry, row) for row in rows.items], rows.has_more)
+                if seen is None or filters.tenant not in (None, seen.tenant):
+                    raise unknown_cursor_error(page.after)
+            rows = fetch_rows(session, query, AuditRow.id, page, after=page.after)
+            return Slice([to_dataclass(AuditEntry, row) for row in rows.items], rows.has_more)
 
-    def store(self, entry: AuditEntry) -> None:
+    def store_entry(self, entry: AuditEntry) -> None:
         """Write an entry; if a transaction has already added it, update its status and object."""
         with self._database.writing() as session:
             changed = update(AuditRow).where(AuditRow.id == entry.id)
             done = session.connection().execute(changed.values(status=entry.status, object=entry.object))
             if not done.rowcount:
-                _add(session, entry)
+                _insert_entry(session, entry)
 
 
-def _add(session: Session, entry: AuditEntry) -> None:
+def _insert_entry(session: Session, entry: AuditEntry) -> None:
     """Write an entry as a part of the session's transaction."""
     session.execute(insert(AuditRow).values(**asdict(entry)))
 
 
-def _made_in(session: Session) -> str | None:
+def _find_new_id(session: Session) -> str | None:
     """Return the id of the job, deployment or file that the session is about to insert, if any."""
     made = (row.id for row in session.new if isinstance(row, JobRow | DeploymentRow | FileRow))
     return next(made, None)
 
 
 REQUEST_ID_HEADER = "X-Request-ID"
-_LOOKING = frozenset({"GET", "HEAD", "OPTIONS"})
-_ASKING = frozenset({"/jobs/validate"})
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_READ_ONLY_POSTS = frozenset({"/jobs/validate"})
 """`POST` routes that require a right to change something, but change nothing."""
-_REFUSALS = frozenset({401, 403, 429})
-_PER_ADDRESS, _PER_ADDRESS_AT_ONCE = 30, 20
+_REFUSAL_STATUSES = frozenset({401, 403, 429})
+_MAX_PER_ADDRESS, _BURST_PER_ADDRESS = 30, 20
 """Refusals of one address that are recorded in a minute, and at once."""
-_OF_ALL, _OF_ALL_AT_ONCE = 600, 200
-_LONGEST_ADDRESS, _LONGEST_TEXT = 64, 200
+_MAX_TOTAL, _BURST_TOTAL = 600, 200
+_MAX_ADDRESS_CHARS, _MAX_TEXT_CHARS = 64, 200
 _NO_ROUTE = "unmatched"
 
 
-class AuditRecord:
+class RequestAudit:
     """The entry of a request that is under way."""
 
     def __init__(self, request_id: str, address: str, method: str, now: float) -> None:
@@ -153,49 +153,49 @@ class AuditRecord:
             object=None,
             status=0,
         )
-        self._is_open = False
+        self._is_enabled = False
         self._is_stored = False
-        self._only_asks = False
+        self._is_read_only = False
 
-    def identify(self, request: Request, principal: Principal | None, *, name: str, tenant: str) -> None:
+    def set_caller(self, request: Request, principal: Principal | None, *, name: str, tenant: str) -> None:
         """Record the caller and the route."""
         credential = None if principal is None else principal.credential
         self.entry = replace(self.entry, actor=name, credential=credential, tenant=tenant)
-        self.locate(request.scope)
+        self.set_route(request.scope)
 
-    def locate(self, scope: Scope) -> None:
+    def set_route(self, scope: Scope) -> None:
         """Record the route, and the object that its path names."""
         route = getattr(scope.get("route"), "path", None) or _NO_ROUTE
         named = next(iter(scope.get("path_params", {}).values()), None)
         status = self.entry.status or getattr(scope.get("route"), "status_code", None) or 200
-        found = self.entry.object if named is None else _text(str(named), _LONGEST_TEXT)
-        self.entry = replace(self.entry, route=route[:_LONGEST_TEXT], object=found, status=status)
+        found = self.entry.object if named is None else _sanitize(str(named), _MAX_TEXT_CHARS)
+        self.entry = replace(self.entry, route=route[:_MAX_TEXT_CHARS], object=found, status=status)
 
     @property
-    def changes(self) -> bool:
+    def is_change(self) -> bool:
         """Whether the route changes something."""
-        asks = self._only_asks or self.entry.method in _LOOKING
-        return not asks and self.entry.route not in (*_ASKING, _NO_ROUTE)
+        asks = self._is_read_only or self.entry.method in _SAFE_METHODS
+        return not asks and self.entry.route not in (*_READ_ONLY_POSTS, _NO_ROUTE)
 
-    def open(self, *, only_asks: bool = False) -> None:
+    def enable(self, *, is_read_only: bool = False) -> None:
         """Let the next transaction include the entry, once the caller is admitted. `only_asks`: the route changes
         nothing, whatever its method."""
-        self._only_asks = only_asks
-        self._is_open = self.changes
+        self._is_read_only = is_read_only
+        self._is_enabled = self.is_change
 
-    def close(self) -> None:
+    def disable(self) -> None:
         """Join no further transaction: the request is answered."""
-        self._is_open = False
+        self._is_enabled = False
 
-    def join(self, session: Session) -> Callable[[], None]:
+    def join_transaction(self, session: Session) -> Callable[[], None]:
         """Prepare to add the entry to a transaction. Returns a function that adds it, to be called before the
         commit."""
-        if not self._is_open or self._is_stored:
+        if not self._is_enabled or self._is_stored:
             return lambda: None
         made: list[str] = []
 
         def look(flushed: Session, *_: object) -> None:
-            made.extend(found for found in (_made_in(flushed),) if found is not None)
+            made.extend(found for found in (_find_new_id(flushed),) if found is not None)
 
         event.listen(session, "before_flush", look)
 
@@ -203,15 +203,15 @@ class AuditRecord:
             session.flush()
             if made and self.entry.object is None:
                 self.entry = replace(self.entry, object=made[0])
-            event.listen(session, "after_commit", self._note_stored)
-            _add(session, self.entry)
+            event.listen(session, "after_commit", self._mark_stored)
+            _insert_entry(session, self.entry)
 
         return write
 
-    def _note_stored(self, _: Session) -> None:
+    def _mark_stored(self, _: Session) -> None:
         self._is_stored = True
 
-    def settle(self, status: int) -> bool:
+    def set_status(self, status: int) -> bool:
         """Set the status of the answer. Returns whether the entry must still be written, or corrected."""
         is_right = self._is_stored and status == self.entry.status
         self.entry = replace(self.entry, status=status)
@@ -219,32 +219,32 @@ class AuditRecord:
 
 
 @dataclass
-class Floods:
+class RefusalLimiter:
     """Limits on how many refusals are recorded."""
 
     clock: Clock
 
     def __post_init__(self) -> None:
-        self._each = RateLimiter(_PER_ADDRESS, self.clock, burst=_PER_ADDRESS_AT_ONCE, caller_kind="address")
-        self._all = RateLimiter(_OF_ALL, self.clock, burst=_OF_ALL_AT_ONCE, caller_kind="address")
+        self._each = RateLimiter(_MAX_PER_ADDRESS, self.clock, burst=_BURST_PER_ADDRESS, caller_kind="address")
+        self._all = RateLimiter(_MAX_TOTAL, self.clock, burst=_BURST_TOTAL, caller_kind="address")
         self._lock = threading.Lock()
-        self._left_out = 0
+        self._num_suppressed = 0
 
-    def admit(self, address: str) -> int | None:
+    def admit_refusal(self, address: str) -> int | None:
         """Return the number of refusals left out since the last recorded one; None if this one is left out too."""
         try:
             self._each.count_request(address)
             self._all.count_request("")
         except RateLimitedError:
             with self._lock:
-                self._left_out += 1
+                self._num_suppressed += 1
             return None
         with self._lock:
-            left_out, self._left_out = self._left_out, 0
+            left_out, self._num_suppressed = self._num_suppressed, 0
         return left_out
 
 
-class Audit:
+class AuditMiddleware:
     """Middleware that writes the entries, and gives each answer its `X-Request-ID`."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -252,64 +252,64 @@ class Audit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["app"].state
-        trail: SqlAudit | None = getattr(state, "audit", None)
+        trail: AuditTrail | None = getattr(state, "audit", None)
         if scope["type"] != "http" or trail is None:  # an application that is not started serves only pages
             await self._app(scope, receive, send)
             return
         request_id = f"req_{ULID()}"
-        address = _text(scope["client"][0] if scope.get("client") else "unknown", _LONGEST_ADDRESS)
-        record = AuditRecord(request_id, address, scope["method"][:16], state.components.clock())
+        address = _sanitize(scope["client"][0] if scope.get("client") else "unknown", _MAX_ADDRESS_CHARS)
+        record = RequestAudit(request_id, address, scope["method"][:16], state.components.clock())
         scope.setdefault("state", {})["audit"] = record
 
-        async def watched(message: Message) -> None:
+        async def send_audited(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
-                record.close()
-                record.locate(scope)
-                if _is_to_be_written(record, message["status"], state.floods):
-                    await run_in_threadpool(_store, trail, record.entry)
+                record.disable()
+                record.set_route(scope)
+                if _needs_storing(record, message["status"], state.refusal_limiter):
+                    await run_in_threadpool(_store_or_log, trail, record.entry)
             await send(message)
 
-        token = ALONGSIDE.set(record.join)
+        token = TRANSACTION_HOOK.set(record.join_transaction)
         try:
-            await self._app(scope, receive, watched)
+            await self._app(scope, receive, send_audited)
         except Exception:
             # An outer middleware answers unexpected exceptions.
-            record.close()
-            if _is_to_be_written(record, 500, state.floods):
-                await run_in_threadpool(_store, trail, record.entry)
+            record.disable()
+            if _needs_storing(record, 500, state.refusal_limiter):
+                await run_in_threadpool(_store_or_log, trail, record.entry)
             raise
         finally:
-            record.close()
-            ALONGSIDE.reset(token)
+            record.disable()
+            TRANSACTION_HOOK.reset(token)
 
 
-def record_of(request: Request) -> AuditRecord:
+def get_request_audit(request: Request) -> RequestAudit:
     """The entry of the request."""
-    record: AuditRecord = request.state.audit
+    record: RequestAudit = request.state.audit
     return record
 
 
-def _is_to_be_written(record: AuditRecord, status: int, floods: Floods) -> bool:
-    if status in _REFUSALS:
-        left_out = floods.admit(record.entry.address)
-        record.settle(status)
+def _needs_storing(record: RequestAudit, status: int, refusal_limiter: RefusalLimiter) -> bool:
+    if status in _REFUSAL_STATUSES:
+        left_out = refusal_limiter.admit_refusal(record.entry.address)
+        record.set_status(status)
         if left_out is None:
             return False
         record.entry = replace(record.entry, left_out=left_out)
         return True
     # An unknown caller changes nothing: its body was refused before the route, or its session has ended.
-    return record.changes and record.entry.actor is not None and record.settle(status)
+    return record.is_change and record.entry.actor is not None and record.set_status(status)
 
 
-def _store(trail: SqlAudit, entry: AuditEntry) -> None:
+def _store_or_log(trail: AuditTrail, entry: AuditEntry) -> None:
     try:
-        trail.store(entry)
+        trail.store_entry(entry)
     except DatabaseUnavailableError as error:
         # Nothing has changed: a transaction that changes something contains its entry.
         get_logger().error("audit entry not stored", **vars(entry), reason=error.message)
 
 
-def _text(value: str, most: int) -> str:
+def _sanitize(value: str, max_chars: int) -> str:
     """Replace characters that a database may refuse by `?`, and cut the value to `most` characters."""
-    return "".join(each if each.isascii() and each.isprintable() else "?" for each in value)[:most]
+    return "".join(each if each.isascii() and each.isprintable() else "?" for each in value)[:max_chars]

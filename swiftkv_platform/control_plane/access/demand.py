@@ -23,24 +23,26 @@ class Demand:
     replicas: int = 0
 
     @classmethod
-    def of(cls, spec: JobSpec) -> Demand:
+    def for_job(cls, spec: JobSpec) -> Demand:
         resources, workers = spec.resources, spec.max_total_workers
         # A worker's thread takes a core, however small a share it reserves.
         return cls(1, workers * resources.gpus_per_worker, workers * max(resources.cpus_per_worker, 1))
 
     @classmethod
-    def of_deployment(cls, spec: ResolvedDeployment) -> Demand:
+    def for_deployment(cls, spec: ResolvedDeployment) -> Demand:
         resources, replicas = compute_replica_resources(spec.engine), spec.max_replicas
         return cls(0, replicas * resources["num_gpus"], replicas * resources["num_cpus"], replicas)
 
     def __add__(self, other: Demand) -> Demand:
         return Demand(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
 
-    def beyond(self, other: Demand) -> Demand:
+    def subtract_to_zero(self, other: Demand) -> Demand:
         """Return the excess over `other`, part by part, and 0 where there is none."""
         return Demand(*(max(ours - theirs, 0) for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
 
-    def exceeded_limit(self, policy: TenantPolicy, *, adding: Demand | None = None) -> tuple[str, float, float] | None:
+    def find_exceeded_limit(
+        self, policy: TenantPolicy, *, adding: Demand | None = None
+    ) -> tuple[str, float, float] | None:
         """Return name, demand and limit of the first of a tenant's limits that this exceeds; None if it is within all.
         With `adding`, the newly asked part, only limits on resources that it asks for count."""
         for limit, part in _LIMITS.items():
@@ -49,7 +51,7 @@ class Demand:
                 return limit, asked, most
         return None
 
-    def share(self, total: Demand) -> float:
+    def dominant_share(self, total: Demand) -> float:
         """Dominant share: the largest fraction of `total` among jobs, GPUs and CPUs."""
         parts = ((self.jobs, total.jobs), (self.gpus, total.gpus), (self.cpus, total.cpus))
         return max((part / whole for part, whole in parts if whole), default=0.0)

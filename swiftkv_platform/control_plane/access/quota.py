@@ -9,23 +9,28 @@ from fastapi import APIRouter
 
 from swiftkv_platform.control_plane.access.callers import Reader
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.holdings import count, held_by_deployments, held_by_jobs, used_bytes
+from swiftkv_platform.control_plane.access.usage import (
+    count_objects,
+    sum_deployment_demand,
+    sum_job_demand,
+    sum_stored_bytes,
+)
 from swiftkv_platform.control_plane.components import RAY_TIMEOUT_S, ComponentsDep, NodesDep
-from swiftkv_platform.control_plane.http.answers import Answer
+from swiftkv_platform.control_plane.http.responses import ResponseModel
 from swiftkv_platform.control_plane.jobs.job import ON_CLUSTER
-from swiftkv_platform.control_plane.ray.places import Node
+from swiftkv_platform.control_plane.ray.placement import Node
 
 router = APIRouter(tags=["operations"])
 
 
-class HeldAnswer(Answer):
+class HeldAnswer(ResponseModel):
     """GPUs and CPUs of the cluster that jobs or deployments hold."""
 
     gpus: float
     cpus: float
 
 
-class ClusterAnswer(Answer):
+class ClusterAnswer(ResponseModel):
     """GPUs and CPUs of the jobs' cluster, as Ray reported them seconds ago, and those in use by all tenants together.
 
     Nodes that the operator's node groups may still add count as well.
@@ -44,7 +49,7 @@ class ClusterAnswer(Answer):
         return cls(gpus=held["GPU"], total_gpus=total["GPU"], cpus=held["CPU"], total_cpus=total["CPU"])
 
 
-class QuotaAnswer(Answer):
+class QuotaAnswer(ResponseModel):
     """Limits of a tenant, null if there is none, and what its jobs and deployments hold.
 
     Both count at the most they may grow to, and a deployment until its replicas are gone.
@@ -90,8 +95,8 @@ class QuotaAnswer(Answer):
     pending_deliveries: int
     """Webhook deliveries that wait to be sent."""
     max_pending_deliveries: int | None
-    held_by_jobs: HeldAnswer
-    held_by_deployments: HeldAnswer
+    sum_job_demand: HeldAnswer
+    sum_deployment_demand: HeldAnswer
     cluster: ClusterAnswer | None
     """Null if Ray does not answer, or does not report its nodes."""
 
@@ -113,13 +118,13 @@ def get_quota(parts: ComponentsDep, caller: Reader, nodes: NodesDep) -> QuotaAns
     """Quota of the caller's tenant, its use, and the use of the whole cluster."""
     tenant, told = caller.tenant, nodes.get(RAY_TIMEOUT_S, None)
     with parts.database.reading() as session:
-        jobs = held_by_jobs(session, ON_CLUSTER, tenants=[tenant]).get(tenant, Demand())
-        deployments = held_by_deployments(session, tenants=[tenant]).get(tenant, Demand())
-        counts = {name: count(session, limit, tenant) for name, limit in _COUNTS.items()}
-        stored_bytes = used_bytes(session, tenant)
+        jobs = sum_job_demand(session, ON_CLUSTER, tenants=[tenant]).get(tenant, Demand())
+        deployments = sum_deployment_demand(session, tenants=[tenant]).get(tenant, Demand())
+        counts = {name: count_objects(session, limit, tenant) for name, limit in _COUNTS.items()}
+        stored_bytes = sum_stored_bytes(session, tenant)
     return QuotaAnswer.model_validate(
         {
-            **dict(parts.policies.policy(tenant)),
+            **dict(parts.policies.get(tenant)),
             **vars(jobs + deployments),
             **counts,
             "tenant": tenant,

@@ -10,11 +10,11 @@ from fastapi import APIRouter, Depends, Request, Response, status
 from fastapi.responses import FileResponse
 from pydantic import Field
 
-from swiftkv_platform.control_plane.access.audit import AuditEntry, AuditFilter, SqlAudit, record_of
-from swiftkv_platform.control_plane.access.callers import SESSION_COOKIE, SIGN_IN_PATH, current_session, taking_turns
+from swiftkv_platform.control_plane.access.audit import AuditEntry, AuditFilter, AuditTrail, get_request_audit
+from swiftkv_platform.control_plane.access.callers import SESSION_COOKIE, SIGN_IN_PATH, get_session, require_caller
 from swiftkv_platform.control_plane.access.sessions import Session, Sessions
 from swiftkv_platform.control_plane.base import Caller
-from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, NewestFirst, list_answer
+from swiftkv_platform.control_plane.http.responses import ListAnswer, NewestFirst, ResponseModel, make_list_response
 from swiftkv_platform.errors import ForbiddenError, UnauthenticatedError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.security.principals import Principal, Scope
@@ -43,12 +43,12 @@ def sign_in(body: SignIn, request: Request, response: Response) -> None:
     sessions: Sessions | None = request.app.state.sessions
     if sessions is None:
         return
-    principal = sessions.identify(body.api_key)
-    record = record_of(request)
-    record.identify(request, principal, name=principal.name, tenant=principal.tenant)
-    record.open()
-    session = sessions.open(body.api_key, principal)
-    _close(request, sessions)
+    principal = sessions.authenticate(body.api_key)
+    record = get_request_audit(request)
+    record.set_caller(request, principal, name=principal.name, tenant=principal.tenant)
+    record.enable()
+    session = sessions.create(body.api_key, principal)
+    _delete_cookie_session(request, sessions)
     response.set_cookie(
         SESSION_COOKIE,
         session.id,
@@ -62,7 +62,7 @@ def sign_in(body: SignIn, request: Request, response: Response) -> None:
 @router.get(SIGN_IN_PATH, include_in_schema=False)
 def show_session(request: Request) -> dict[str, object]:
     """Return the session's key and end, null without a session, and whether the caller may read the audit trail."""
-    session = _session_or_none(request)
+    session = _find_session(request)
     if session is None:
         return {"session": None, "reads_audit": request.app.state.authenticator is None}
     told = {"name": session.key.name, "tenant": session.key.tenant, "expires_at": int(session.expires_at)}
@@ -74,29 +74,29 @@ def sign_out(request: Request, response: Response) -> None:
     """End the session."""
     sessions: Sessions | None = request.app.state.sessions
     if sessions is not None:
-        session = _session_or_none(request)
+        session = _find_session(request)
         if session is not None:
-            record = record_of(request)
-            record.identify(request, session.key, name=session.key.name, tenant=session.key.tenant)
-            record.open()
-        _close(request, sessions)
+            record = get_request_audit(request)
+            record.set_caller(request, session.key, name=session.key.name, tenant=session.key.tenant)
+            record.enable()
+        _delete_cookie_session(request, sessions)
     response.delete_cookie(SESSION_COOKIE, httponly=True, samesite="strict", secure=request.url.scheme == "https")
 
 
-def _session_or_none(request: Request) -> Session | None:
+def _find_session(request: Request) -> Session | None:
     try:
-        return current_session(request)
+        return get_session(request)
     except UnauthenticatedError:
         return None
 
 
-def _close(request: Request, sessions: Sessions) -> None:
+def _delete_cookie_session(request: Request, sessions: Sessions) -> None:
     cookie = request.cookies.get(SESSION_COOKIE)
     if cookie:
-        sessions.close(cookie)
+        sessions.delete(cookie)
 
 
-class AuditAnswer(Answer):
+class AuditAnswer(ResponseModel):
     """A request that changed something, tried to, or was refused access."""
 
     id: str
@@ -127,7 +127,7 @@ class AuditAnswer(Answer):
         return cls.model_validate({**vars(entry), "object": "audit.entry", "about": entry.object})
 
 
-def seen_tenant(request: Request, caller: Annotated[Caller, taking_turns("reading")]) -> str | None:
+def get_visible_tenant(request: Request, caller: Annotated[Caller, require_caller("reading")]) -> str | None:
     """Return the tenant whose entries the caller may see; None for all tenants. Raises `ForbiddenError`."""
     principal: Principal | None = getattr(request.state, "principal", None)
     if principal is None or principal.operator:
@@ -139,7 +139,7 @@ def seen_tenant(request: Request, caller: Annotated[Caller, taking_turns("readin
 @router.get("/audit")
 def list_audit(
     request: Request,
-    seen: Annotated[str | None, Depends(seen_tenant)],
+    seen: Annotated[str | None, Depends(get_visible_tenant)],
     wanted: Annotated[AuditFilter, Depends()],
     page: NewestFirst,
 ) -> ListAnswer[AuditAnswer]:
@@ -148,6 +148,6 @@ def list_audit(
     if seen is not None and asked not in (None, seen):
         message = f"tenant is {asked!r}; this key sees only the entries of {seen!r}, an operator's key those of all"
         raise ForbiddenError(message, field="tenant")
-    trail: SqlAudit = request.app.state.audit
-    found = trail.list(page, replace(wanted, tenant=seen or asked))
-    return list_answer(found, AuditAnswer.of, order=page.order)
+    trail: AuditTrail = request.app.state.audit
+    found = trail.list_entries(page, replace(wanted, tenant=seen or asked))
+    return make_list_response(found, AuditAnswer.of, order=page.order)

@@ -24,13 +24,13 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.keys import ApiKey
 from swiftkv_platform.security.principals import Authenticator, Principal
 
-_MOST_ENDED = 100
+_MAX_ENDED_AT_ONCE = 100
 """Most excess sessions of a key that a new one ends; earlier versions did not limit them."""
 _ID_BYTES = 32
-_LONGEST_NAME = 64
+_MAX_NAME_CHARS = 64
 """Characters of a stored name."""
 _SEAL = b"swiftkv session seal\0"
-_INTERVAL_S = 60.0
+_MIN_INTERVAL_S = 60.0
 """Least seconds between two stored uses of a key."""
 
 
@@ -59,29 +59,29 @@ class Sessions:
         self._clock = clock
         self._lifetime_s = lifetime_s
 
-    def identify(self, api_key: str) -> Principal:
+    def authenticate(self, api_key: str) -> Principal:
         """Return the caller that a key or token belongs to. Raises `UnauthenticatedError`."""
         return self._authenticator.authenticate(f"Bearer {api_key}")
 
-    def open(self, api_key: str, key: Principal) -> Session:
+    def create(self, api_key: str, key: Principal) -> Session:
         """Begin a session of `key`, the caller that `identify` returned for `api_key`. Sessions that have ended are
         deleted, and the key's oldest ones beyond `SESSIONS`."""
         session_id, now = secrets.token_urlsafe(_ID_BYTES), self._clock()
         expires_at = now + self._lifetime_s
         if key.expires_at is not None:
             expires_at = min(expires_at, float(key.expires_at))
-        name = _stored_name(key)
+        name = _limit_name(key)
         row = SessionRow(
-            id_sha256=_digest(session_id),
+            id_sha256=_hash_id(session_id),
             key_name=name,
-            sealed_key=_seal(session_id, api_key.strip().encode()).hex(),
+            sealed_key=_xor_with_pad(session_id, api_key.strip().encode()).hex(),
             created_at=now,
             expires_at=expires_at,
         )
         of_key = select(SessionRow.id_sha256).where(SessionRow.key_name == name)
-        excess = of_key.order_by(SessionRow.expires_at.desc()).offset(SESSIONS.default - 1).limit(_MOST_ENDED)
+        excess = of_key.order_by(SessionRow.expires_at.desc()).offset(SESSIONS.default - 1).limit(_MAX_ENDED_AT_ONCE)
         with self._database.writing() as transaction:
-            self._database.take_turns(transaction, f"sessions of {name}")
+            self._database.lock(transaction, f"sessions of {name}")
             transaction.execute(delete(SessionRow).where(SessionRow.expires_at <= now))
             if oldest := transaction.scalars(excess).all():
                 transaction.execute(delete(SessionRow).where(SessionRow.id_sha256.in_(oldest)))
@@ -89,40 +89,40 @@ class Sessions:
         get_logger().info("signed in", tenant=key.tenant, key=key.name)
         return Session(session_id, key, f"Bearer {api_key}", now, expires_at)
 
-    def find(self, session_id: str) -> Session:
+    def get(self, session_id: str) -> Session:
         """Return the session of a cookie. Raises `UnauthenticatedError`; a session whose key is no longer valid is
         ended."""
         with self._database.reading() as transaction:
-            stored = transaction.get(SessionRow, _digest(session_id))
+            stored = transaction.get(SessionRow, _hash_id(session_id))
         if stored is None or stored.expires_at <= self._clock():
             raise UnauthenticatedError("the session has ended; sign in again", field="Cookie")
-        authorization = f"Bearer {_seal(session_id, bytes.fromhex(stored.sealed_key)).decode(errors='replace')}"
+        authorization = f"Bearer {_xor_with_pad(session_id, bytes.fromhex(stored.sealed_key)).decode(errors='replace')}"
         try:
             api_key = self._authenticator.authenticate(authorization)
         except UnauthenticatedError:
-            self.close(session_id)
+            self.delete(session_id)
             raise
         return Session(session_id, api_key, authorization, stored.created_at, stored.expires_at)
 
-    def close(self, session_id: str) -> None:
+    def delete(self, session_id: str) -> None:
         """End a session; no error if it has ended already."""
         with self._database.writing() as transaction:
-            transaction.execute(delete(SessionRow).where(SessionRow.id_sha256 == _digest(session_id)))
+            transaction.execute(delete(SessionRow).where(SessionRow.id_sha256 == _hash_id(session_id)))
 
 
-def _stored_name(key: Principal) -> str:
+def _limit_name(key: Principal) -> str:
     """Return the name by which a caller's sessions are counted: unique, or the digest of a unique name that is too
     long, as those of token holders are."""
     name = f"{key.tenant}/{key.name}"
-    return name if len(name) <= _LONGEST_NAME else hashlib.sha256(name.encode()).hexdigest()
+    return name if len(name) <= _MAX_NAME_CHARS else hashlib.sha256(name.encode()).hexdigest()
 
 
-def _digest(session_id: str) -> str:
+def _hash_id(session_id: str) -> str:
     """Hash a session's id; 256 random bits need no salt."""
     return hashlib.sha256(session_id.encode()).hexdigest()
 
 
-def _seal(session_id: str, text: bytes) -> bytes:
+def _xor_with_pad(session_id: str, text: bytes) -> bytes:
     """Seal `text` with a session's id, or open a sealed text: a one-time pad, since an id seals one key.
 
     A sealed text that was tampered with opens to a key that the key file does not have.
@@ -138,11 +138,11 @@ class KeyUses:
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database = database
         self._clock = clock
-        self._noted: dict[str, float] = {}
+        self._last_recorded: dict[str, float] = {}
         """Unix seconds by key id; as many as there are keys in the file."""
         self._lock = threading.Lock()
 
-    def note(self, principal: Principal) -> None:
+    def record(self, principal: Principal) -> None:
         """Store that a key was used now, unless that was done within the last minute.
 
         Raises nothing if the database does not answer: the failure is logged, and a use a minute later is stored.
@@ -151,9 +151,9 @@ class KeyUses:
             return
         now = self._clock()
         with self._lock:
-            if now - self._noted.get(principal.id, -_INTERVAL_S) < _INTERVAL_S:
+            if now - self._last_recorded.get(principal.id, -_MIN_INTERVAL_S) < _MIN_INTERVAL_S:
                 return
-            self._noted[principal.id] = now
+            self._last_recorded[principal.id] = now
         try:
             self._store(principal.id, now)
         except DatabaseUnavailableError as error:
@@ -164,15 +164,15 @@ class KeyUses:
     def _store(self, key_id: str, now: float) -> None:
         """Store a use, unless another control plane has stored one in the last minute."""
         with self._database.writing() as session:
-            self._database.take_turns(session, f"uses of {key_id}")
+            self._database.lock(session, f"uses of {key_id}")
             seen = session.get(KeyUseRow, key_id)
             if seen is None:
                 session.add(KeyUseRow(key_id=key_id, last_used_at=int(now)))
-            elif seen.last_used_at <= now - _INTERVAL_S:
+            elif seen.last_used_at <= now - _MIN_INTERVAL_S:
                 seen.last_used_at = int(now)
 
 
-def last_uses(database: Database) -> Mapping[str, int]:
+def list_last_uses(database: Database) -> Mapping[str, int]:
     """Return Unix seconds of the last use by key id."""
     with database.reading() as session:
         return {row.key_id: row.last_used_at for row in session.scalars(select(KeyUseRow))}

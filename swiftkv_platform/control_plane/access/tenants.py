@@ -91,7 +91,7 @@ class _TenantsFile(FiniteModel):
     tenants: dict[str, TenantPolicy] = {}
 
 
-class Tenants:
+class TenantPolicies:
     """The policies of the last good version of a file; without a file all tenants have the default policy.
 
     Raises `InvalidInputError` for a file that cannot be used from the start.
@@ -99,9 +99,9 @@ class Tenants:
 
     def __init__(self, path: Path | None = None) -> None:
         hint = f"accepted are `default`, `tenants` and, for each tenant, {', '.join(TenantPolicy.model_fields)}"
-        self._file = None if path is None else OperatorFile(path, _parse, field="tenants_file", hint=hint)
+        self._file = None if path is None else OperatorFile(path, _parse_policies, field="tenants_file", hint=hint)
 
-    def policy(self, tenant: str) -> TenantPolicy:
+    def get(self, tenant: str) -> TenantPolicy:
         """Return the tenant's policy; fields that it leaves out are those of `default`."""
         if self._file is None:
             return DEFAULT_POLICY
@@ -120,7 +120,7 @@ class Tenants:
 DEFAULT_POLICY = TenantPolicy()
 
 
-def _parse(content: bytes) -> _TenantsFile:
+def _parse_policies(content: bytes) -> _TenantsFile:
     try:
         document: Any = load_yaml(content.decode())
     except yaml.YAMLError as error:
@@ -128,13 +128,13 @@ def _parse(content: bytes) -> _TenantsFile:
     return _TenantsFile.model_validate(document if document is not None else {})
 
 
-def source_rules(settings: Settings) -> SourceRules:
+def make_source_rules(settings: Settings) -> SourceRules:
     return SourceRules(settings.resolved_source_roots, code_tasks=settings.allow_code_tasks)
 
 
-def tenant_access(settings: Settings, policies: Tenants, tenant: str | None) -> Access:
+def get_source_access(settings: Settings, policies: TenantPolicies, tenant: str | None) -> Access:
     """Return the sources that a tenant may read; without a tenant, only the hub if the rules restrict roots."""
-    rules = source_rules(settings)
+    rules = make_source_rules(settings)
     if tenant is None:
         return Access(roots=None if rules.roots is None else ())
-    return rules.build_access(tenant, policies.policy(tenant).hub_organizations)
+    return rules.build_access(tenant, policies.get(tenant).hub_organizations)

@@ -23,14 +23,14 @@ from swiftkv_platform.logs import get_logger
 PAGE_BYTES = _PAGE.default
 """Max bytes of texts and documents in the rows of a page. A page is made in one go, while other requests wait, and its
 objects take some ten times as much memory."""
-_ROW_BYTES = 256
+_ROW_OVERHEAD_BYTES = 256
 """Bytes that a row counts in addition to its texts and documents."""
-_PARAMETERS = 500
+_MAX_PARAMETERS = 500
 """Most parameters of a statement, since databases limit them."""
 Row = TypeVar("Row")
 Owned = TypeVar("Owned", JobRow, ModelRow, DeploymentRow, FileRow)
 Item = TypeVar("Item")
-_LISTS: dict[type[Base], tuple[str, str, str]] = {
+_TABLE_NAMES: dict[type[Base], tuple[str, str, str]] = {
     JobRow: ("job", "/jobs", "job_id"),
     ModelRow: ("model", "/models", "model"),
     DeploymentRow: ("deployment", "/deployments", "deployment_id"),
@@ -39,24 +39,24 @@ _LISTS: dict[type[Base], tuple[str, str, str]] = {
 """Word for a row of each table, the route that lists it, and the field that names it."""
 
 
-class Store:
+class Repository:
     """Rows of a `Database`."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
 
-def owned(session: Session, table: type[Owned], row_id: str, tenant: str | None, *, lock: bool = False) -> Owned:
+def get_owned(session: Session, table: type[Owned], row_id: str, tenant: str | None, *, lock: bool = False) -> Owned:
     """Return a tenant's row; any tenant's if `tenant` is None. Raises `NotFoundError`, also for another tenant's
     row."""
     row = session.get(table, row_id, with_for_update=lock)
     if row is None or tenant not in (None, row.tenant):
-        kind, route, field = _LISTS[table]
+        kind, route, field = _TABLE_NAMES[table]
         raise NotFoundError(f"there is no {kind} {row_id}; GET {route} lists them", field=field, value=row_id)
     return row
 
 
-def page_of(
+def fetch_page(
     session: Session,
     table: type[Owned],
     page: Page,
@@ -67,9 +67,9 @@ def page_of(
     if page.after is not None:
         seen = session.get(table, page.after)
         if seen is None or seen.tenant != tenant:
-            raise unknown_cursor(page.after)
+            raise unknown_cursor_error(page.after)
     query: Select[Any] = select(table).where(table.tenant == tenant, *where)
-    return fetch(session, query, table.id, page, after=page.after)
+    return fetch_rows(session, query, table.id, page, after=page.after)
 
 
 class _OctetLength(GenericFunction[int]):
@@ -80,40 +80,40 @@ class _OctetLength(GenericFunction[int]):
 
 
 @compiles(_OctetLength, "sqlite")  # has `octet_length` since 3.43
-def _on_sqlite(function: _OctetLength, compiler: Any, **options: Any) -> str:
+def _compile_on_sqlite(function: _OctetLength, compiler: Any, **options: Any) -> str:
     return str(compiler.process(func.length(cast(next(iter(function.clauses)), LargeBinary)), **options))
 
 
-def stored_bytes(table: Any) -> ColumnElement[int]:
+def row_bytes_expression(table: Any) -> ColumnElement[int]:
     """Return the bytes of the texts and documents of a table's row, to be computed by the database."""
-    sizes: ColumnElement[int] = literal(_ROW_BYTES)
+    sizes: ColumnElement[int] = literal(_ROW_OVERHEAD_BYTES)
     for column in table.__table__.columns:
         if isinstance(column.type, String | JSON):
             sizes = sizes + func.coalesce(_OctetLength(cast(column, String)), 0)
     return sizes
 
 
-def fitting(sizes: Iterable[int]) -> int:
+def count_fitting(sizes: Iterable[int]) -> int:
     """Return how many of the first rows fit into `PAGE_BYTES`, at least 1. Reads no size after the first that does
     not."""
     totals = itertools.accumulate(sizes)
     return max(sum(1 for _ in itertools.takewhile(lambda total: total <= PAGE_BYTES, totals)), 1)
 
 
-def value_of(kind: type[Item], row: Base, **changes: Any) -> Item:
+def to_dataclass(kind: type[Item], row: Base, **changes: Any) -> Item:
     """Build a dataclass from the row's columns of the same names as its fields; `changes` override them."""
     names = {field.name for field in fields(kind)} - changes.keys()  # type: ignore[arg-type]  # a dataclass
     return kind(**{name: getattr(row, name) for name in names}, **changes)
 
 
-def fetch(
+def fetch_rows(
     session: Session,
     query: Select[Row],
     key: InstrumentedAttribute[Any],
     page: Page,
     *,
     after: Any,
-    extra: ColumnElement[int] | None = None,
+    extra_bytes: ColumnElement[int] | None = None,
 ) -> Slice[Row]:
     """Fetch at most `page.limit` whole rows, ordered by the unique column `key`, beginning after its value `after`. The
     page ends before its rows exceed `PAGE_BYTES`, after one row at least; other rows are not loaded.
@@ -121,12 +121,12 @@ def fetch(
     Args:
         extra: bytes that will be loaded in addition to each row.
     """
-    ordered = _after(query, key, page, after)
-    size = stored_bytes(key.class_) + (0 if extra is None else func.coalesce(extra, 0))
+    ordered = _order_after(query, key, page, after)
+    size = row_bytes_expression(key.class_) + (0 if extra_bytes is None else func.coalesce(extra_bytes, 0))
     sizes = session.execute(
         ordered.with_only_columns(size, maintain_column_froms=True).limit(page.limit).execution_options(yield_per=100)
     )
-    limit = min(fitting(each[0] for each in sizes), page.limit)
+    limit = min(count_fitting(each[0] for each in sizes), page.limit)
     sizes.close()
     rows = session.scalars(ordered.limit(limit)).all()
     # A query for the key alone, since the next row may be the largest.
@@ -134,15 +134,15 @@ def fetch(
     return Slice(rows, has_more=len(rows) == limit and session.execute(beyond).first() is not None)
 
 
-def fetch_names(
+def fetch_column(
     session: Session, query: Select[str], key: InstrumentedAttribute[Any], page: Page, *, after: Any
 ) -> Slice[str]:
     """Fetch at most `page.limit` values of the short column `key`, which `query` selects, ordered by it."""
-    found = session.scalars(_after(query, key, page, after).limit(page.limit + 1)).all()
+    found = session.scalars(_order_after(query, key, page, after).limit(page.limit + 1)).all()
     return Slice(found[: page.limit], has_more=len(found) > page.limit)
 
 
-def _after(query: Select[Any], key: InstrumentedAttribute[Any], page: Page, after: Any) -> Select[Any]:
+def _order_after(query: Select[Any], key: InstrumentedAttribute[Any], page: Page, after: Any) -> Select[Any]:
     """Put the query in the page's order, beginning after the value `after` of `key`."""
     ascending = page.order == "asc"
     if after is not None:
@@ -150,13 +150,13 @@ def _after(query: Select[Any], key: InstrumentedAttribute[Any], page: Page, afte
     return query.order_by(key.asc() if ascending else key.desc())
 
 
-def in_parts(values: Sequence[Item]) -> Iterator[Sequence[Item]]:
+def split_into_batches(values: Sequence[Item]) -> Iterator[Sequence[Item]]:
     """Yield the values in parts that fit into one statement."""
-    for start in range(0, len(values), _PARAMETERS):
-        yield values[start : start + _PARAMETERS]
+    for start in range(0, len(values), _MAX_PARAMETERS):
+        yield values[start : start + _MAX_PARAMETERS]
 
 
-def readable(rows: Iterable[Row], read: Callable[[Row], Item]) -> tuple[list[Item], list[str]]:
+def parse_readable(rows: Iterable[Row], read: Callable[[Row], Item]) -> tuple[list[Item], list[str]]:
     """Return the rows converted by `read`, and the ids of the rows that cannot be read."""
     items: list[Item] = []
     left_out: list[str] = []
@@ -169,7 +169,7 @@ def readable(rows: Iterable[Row], read: Callable[[Row], Item]) -> tuple[list[Ite
     return items, left_out
 
 
-def unreadable(kind: str, row_id: str, error: ValidationError | TypeError) -> UnreadableRowError:
+def unreadable_row_error(kind: str, row_id: str, error: ValidationError | TypeError) -> UnreadableRowError:
     """Return the error for a row that does not hold what this version of the program stores."""
     why = "its state is not an object"
     if isinstance(error, ValidationError):
@@ -183,7 +183,7 @@ def unreadable(kind: str, row_id: str, error: ValidationError | TypeError) -> Un
     )
 
 
-def unknown_cursor(value: str) -> InvalidInputError:
+def unknown_cursor_error(value: str) -> InvalidInputError:
     return InvalidInputError.for_field(
         "after", value, ", which is not in this list; pass the `last_id` of an earlier page"
     )

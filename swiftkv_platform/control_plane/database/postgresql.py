@@ -13,14 +13,14 @@ from sqlalchemy.orm import Session
 
 from swiftkv_platform.errors import DatabaseUnavailableError
 
-_LONGEST_IDLE_S = 60
+_IDLE_TIMEOUT_S = 60
 """Seconds after which PostgreSQL ends a transaction that runs no statement."""
 _GRACE_S = 10.0
 """Seconds beyond the statement timeout after which the client gives up, so that the server's own timeout comes
 first."""
 _READ_ONLY = "25006"
 """SQLSTATE `read_only_sql_transaction`."""
-_TAKES_LIBPQ_OPTIONS = ("psycopg", "psycopg2")
+_LIBPQ_DRIVERS = ("psycopg", "psycopg2")
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Timeouts:
     """Age at which a pooled connection is replaced."""
 
 
-def engine_options(url: URL, timeouts: Timeouts) -> dict[str, Any]:
+def make_engine_options(url: URL, timeouts: Timeouts) -> dict[str, Any]:
     """Return options of `create_engine` with which connections notice a lost server."""
     options: dict[str, Any] = {"pool_pre_ping": True, "pool_recycle": timeouts.recycle_s}
-    if url.get_backend_name() == "postgresql" and url.get_driver_name() in _TAKES_LIBPQ_OPTIONS:
+    if url.get_backend_name() == "postgresql" and url.get_driver_name() in _LIBPQ_DRIVERS:
         interval = max(timeouts.tcp_s // 4, 1)
         wanted = {
             "connect_timeout": timeouts.connect_s,
@@ -59,13 +59,13 @@ def engine_options(url: URL, timeouts: Timeouts) -> dict[str, Any]:
     return options
 
 
-def prepare(engine: Engine, timeouts: Timeouts) -> None:
+def set_connection_timeouts(engine: Engine, timeouts: Timeouts) -> None:
     """Set timeouts on every connection of a PostgreSQL engine, on the server and in the client."""
 
     def configure(connection: Any, _: object) -> None:
         # A process frozen in a transaction holds its locks: without a limit, another control plane would wait for ever.
         with connection.cursor() as cursor:
-            cursor.execute(f"SET idle_in_transaction_session_timeout = '{_LONGEST_IDLE_S}s'")
+            cursor.execute(f"SET idle_in_transaction_session_timeout = '{_IDLE_TIMEOUT_S}s'")
             cursor.execute(f"SET statement_timeout = {round(1000 * timeouts.statement_s)}")
         connection.commit()
 
@@ -73,23 +73,23 @@ def prepare(engine: Engine, timeouts: Timeouts) -> None:
     if engine.dialect.driver == "psycopg":
 
         def connect(_dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:
-            connection = _connection_class().connect(*arguments, **options)
-            connection.answers_within_s = timeouts.statement_s + _GRACE_S
+            connection = _make_connection_class().connect(*arguments, **options)
+            connection.response_timeout_s = timeouts.statement_s + _GRACE_S
             return connection
 
         event.listen(engine, "do_connect", connect)
 
 
-def take_as_long_as_it_takes(session: Session) -> Callable[[], None]:
+def lift_statement_timeout(session: Session) -> Callable[[], None]:
     """Lift the statement timeouts for this transaction, for a migration. Returns a function that restores them."""
     connection = session.connection()
     connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
     driver = connection.connection.driver_connection
-    before = getattr(driver, "answers_within_s", None)
+    before = getattr(driver, "response_timeout_s", None)
     if before is None:
         return lambda: None
-    driver.answers_within_s = None  # type: ignore[union-attr]
-    return lambda: setattr(driver, "answers_within_s", before)
+    driver.response_timeout_s = None  # type: ignore[union-attr]
+    return lambda: setattr(driver, "response_timeout_s", before)
 
 
 def is_read_only(error: BaseException) -> bool:
@@ -97,12 +97,12 @@ def is_read_only(error: BaseException) -> bool:
     return getattr(error, "sqlstate", None) == _READ_ONLY or getattr(error, "pgcode", None) == _READ_ONLY
 
 
-def takes_writes(session: Session) -> bool:
+def accepts_writes(session: Session) -> bool:
     """Whether the session's server accepts writes."""
     return bool(session.connection().exec_driver_sql("SHOW transaction_read_only").scalar_one() == "off")
 
 
-def read_only(engine: Engine) -> DatabaseUnavailableError:
+def read_only_error(engine: Engine) -> DatabaseUnavailableError:
     """Return the error for a server that accepts no writes. Closes all pooled connections, since another server may be
     the primary now."""
     engine.dispose()
@@ -112,27 +112,27 @@ def read_only(engine: Engine) -> DatabaseUnavailableError:
 
 
 @cache
-def _connection_class() -> Any:
+def _make_connection_class() -> Any:
     """Return a subclass of psycopg's connection that gives up waiting. A frozen server, or a proxy that forwards
     nothing more, still acknowledges packets, so that neither TCP's timeouts nor the server's end the wait."""
     import psycopg
 
     class _Connection(psycopg.Connection[Any]):
-        answers_within_s: float | None = None
+        response_timeout_s: float | None = None
 
         def wait(self, gen: Any, *arguments: Any, **options: Any) -> Any:
-            if self.answers_within_s is not None:
-                gen = _while_it_answers(gen, self.answers_within_s, self._give_up)
+            if self.response_timeout_s is not None:
+                gen = _wait_with_timeout(gen, self.response_timeout_s, self._give_up)
             return super().wait(gen, *arguments, **options)
 
         def _give_up(self) -> None:
             self.pgconn.finish()  # in an unknown state
-            raise psycopg.OperationalError(f"no answer within {self.answers_within_s:g} s")
+            raise psycopg.OperationalError(f"no answer within {self.response_timeout_s:g} s")
 
     return _Connection
 
 
-def _while_it_answers(
+def _wait_with_timeout(
     gen: Generator[Any, Any, Any], seconds: float, give_up: Callable[[], None]
 ) -> Generator[Any, Any, Any]:
     """Run `gen`, and call `give_up` once nothing has come for `seconds`. Values sent to it say what is ready on the

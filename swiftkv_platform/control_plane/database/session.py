@@ -22,12 +22,12 @@ from sqlalchemy.orm import Session
 
 from swiftkv_platform.control_plane.database.postgresql import (
     Timeouts,
-    engine_options,
+    accepts_writes,
     is_read_only,
-    prepare,
-    read_only,
-    take_as_long_as_it_takes,
-    takes_writes,
+    lift_statement_timeout,
+    make_engine_options,
+    read_only_error,
+    set_connection_timeouts,
 )
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.settings import Settings
@@ -35,9 +35,9 @@ from swiftkv_platform.settings import Settings
 DEFAULT_TIMEOUTS = Timeouts()
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _BUSY_TIMEOUT_S = 10.0
-_WRITES = "swiftkv_writes"
+_WRITES_OPTION = "swiftkv_writes"
 
-ALONGSIDE: ContextVar[Callable[[Session], Callable[[], None]] | None] = ContextVar("alongside", default=None)
+TRANSACTION_HOOK: ContextVar[Callable[[Session], Callable[[], None]] | None] = ContextVar("alongside", default=None)
 """Hook of the request under way, called with each transaction that writes; the function it returns is called before the
 commit."""
 
@@ -54,7 +54,7 @@ class Database:
 
     def __init__(self, url: str, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> None:
         self._engine = _open_engine(url, timeouts)
-        self._writing_engine = self._engine.execution_options(**{_WRITES: True})
+        self._writing_engine = self._engine.execution_options(**{_WRITES_OPTION: True})
         self.is_sqlite = self._engine.dialect.name == "sqlite"
 
     def reading(self) -> AbstractContextManager[Session]:
@@ -66,24 +66,24 @@ class Database:
         """Open a transaction that is committed at the end. Raises `DatabaseUnavailableError` when the database does not
         answer or accepts no writes."""
         with _transaction(self._writing_engine) as session:
-            join = ALONGSIDE.get()
+            join = TRANSACTION_HOOK.get()
             write = None if join is None else join(session)
             yield session
             if write is not None:
                 write()
 
-    def take_turns(self, session: Session, what: str) -> None:
+    def lock(self, session: Session, key: str) -> None:
         """Hold an advisory lock named `what` until the transaction ends. SQLite needs none: its writers take turns
         anyway."""
         if not self.is_sqlite:
-            session.execute(select(func.pg_advisory_xact_lock(func.hashtext(what))))
+            session.execute(select(func.pg_advisory_xact_lock(func.hashtext(key))))
 
-    def check(self) -> None:
+    def check_available(self) -> None:
         """Raise `DatabaseUnavailableError` unless the database answers and accepts writes."""
         with self.reading() as session:
             session.execute(text("SELECT 1"))
-            if self._engine.dialect.name == "postgresql" and not takes_writes(session):
-                raise read_only(self._engine)
+            if self._engine.dialect.name == "postgresql" and not accepts_writes(session):
+                raise read_only_error(self._engine)
         file = self._engine.url.database if self.is_sqlite else None
         if file and not os.access(file, os.W_OK):
             raise DatabaseUnavailableError(f"the database is read-only: {file} cannot be written")
@@ -92,10 +92,10 @@ class Database:
         """Bring the schema to the newest revision, in one transaction. A schema of a later version that this program
         can use is left as it is. Concurrent upgrades take turns. Raises as `check_schema`."""
         with self._migrating() as session:
-            config = alembic_config(session.connection())
+            config = make_alembic_config(session.connection())
             known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
-            present = current_revision(session.connection())
-            if present is not None and present > newest_revision():
+            present = get_current_revision(session.connection())
+            if present is not None and present > get_newest_revision():
                 _check_revision(present)
                 return
             if present is not None and present not in known:
@@ -111,8 +111,8 @@ class Database:
         try:
             with self.writing() as session:
                 if self._engine.dialect.name == "postgresql":
-                    restore = take_as_long_as_it_takes(session)
-                self.take_turns(session, "migrations")
+                    restore = lift_statement_timeout(session)
+                self.lock(session, "migrations")
                 yield session
         finally:
             if restore is not None:
@@ -125,7 +125,7 @@ class Database:
         """
         try:
             with self._migrating() as session:
-                command.downgrade(alembic_config(session.connection()), revision)
+                command.downgrade(make_alembic_config(session.connection()), revision)
         except CommandError as error:
             message = f"revision is {revision!r}: {error}; expected the number of an earlier migration, such as 0005"
             raise InvalidInputError(message, field="revision", value=revision) from error
@@ -134,38 +134,38 @@ class Database:
         """Raise `InvalidInputError` unless the schema is at the newest revision, or at a later one that this program
         can use."""
         with self.reading() as session:
-            _check_revision(current_revision(session.connection()))
+            _check_revision(get_current_revision(session.connection()))
 
     def close(self) -> None:
         self._engine.dispose()
 
 
-def current_revision(connection: Connection) -> str | None:
+def get_current_revision(connection: Connection) -> str | None:
     """The schema's Alembic revision; None for an empty database."""
     return MigrationContext.configure(connection).get_current_revision()
 
 
-def newest_revision() -> str:
+def get_newest_revision() -> str:
     """The Alembic revision that this program needs."""
-    head = ScriptDirectory.from_config(alembic_config()).get_current_head()
+    head = ScriptDirectory.from_config(make_alembic_config()).get_current_head()
     assert head is not None, "the package holds its migrations"
     return head
 
 
-def can_use(present: str | None) -> bool:
+def can_use_revision(present: str | None) -> bool:
     """Whether this program can use a schema: the newest revision that it knows, or a compatible later one.
 
     Migrations add only what earlier programs can do without. One after which earlier programs cannot go on begins the
     next thousand, such as 1001 after 0015.
     """
-    wanted = newest_revision()
+    wanted = get_newest_revision()
     return present is not None and present >= wanted and present[:-3] == wanted[:-3]
 
 
 def _check_revision(present: str | None) -> None:
-    if can_use(present):
+    if can_use_revision(present):
         return
-    wanted = newest_revision()
+    wanted = get_newest_revision()
     way_out = "run `python -m swiftkv_platform.control_plane.database`"
     if present is not None and present > wanted:
         way_out = "a later version has migrated it irreversibly; run that version"
@@ -173,7 +173,7 @@ def _check_revision(present: str | None) -> None:
     raise InvalidInputError(message, field="database_url", value=present)
 
 
-def alembic_config(connection: Connection | None = None) -> Config:
+def make_alembic_config(connection: Connection | None = None) -> Config:
     config = Config(attributes={"connection": connection})
     config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
@@ -189,7 +189,7 @@ def _transaction(engine: Engine) -> Iterator[Session]:
         # The driver's own text, not SQLAlchemy's: the latter repeats the statement with its parameters.
         cause = getattr(error, "orig", None) or error
         if is_read_only(cause):
-            raise read_only(engine) from error
+            raise read_only_error(engine) from error
         is_away = isinstance(error, (OperationalError, InterfaceError, PoolTimeoutError))
         # A server also closes connections with errors of other kinds, for example when a process was frozen.
         if is_away or getattr(error, "connection_invalidated", False):
@@ -212,10 +212,10 @@ def _open_engine(url: str, timeouts: Timeouts) -> Engine:
     try:
         parsed = make_url(url)
         if parsed.get_backend_name() != "sqlite":
-            options = engine_options(parsed, timeouts)
+            options = make_engine_options(parsed, timeouts)
             engine = create_engine(parsed, json_serializer=_to_json, json_deserializer=_from_json, **options)
             if parsed.get_backend_name() == "postgresql":
-                prepare(engine, timeouts)
+                set_connection_timeouts(engine, timeouts)
             return engine
         engine = create_engine(
             parsed, connect_args={"timeout": _BUSY_TIMEOUT_S}, json_serializer=_to_json, json_deserializer=_from_json
@@ -256,5 +256,5 @@ def _configure_sqlite(connection: Any, _: object) -> None:
 def _begin_sqlite(connection: Connection) -> None:
     # A transaction that reads first and then wants to write fails at once, without the busy timeout, if another one has
     # written in between; so those that will write take the write lock at their start.
-    writes = connection.get_execution_options().get(_WRITES, False)
+    writes = connection.get_execution_options().get(_WRITES_OPTION, False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

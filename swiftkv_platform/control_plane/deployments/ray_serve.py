@@ -15,7 +15,7 @@ import httpx
 
 from swiftkv_platform.contract.autoscaling import REVISION_HEADER, compute_replica_resources, make_autoscaling_config
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
-from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, last_error
+from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, extract_last_error
 from swiftkv_platform.errors import InvalidInputError, UnreadableRowError
 from swiftkv_platform.limits import KEEP_ALIVE_SECONDS
 from swiftkv_platform.sources import UNRESTRICTED, Access
@@ -181,7 +181,7 @@ class RayServe:
         if keep:
             applications += _list_deployed_configs(self._get_details().get("applications", {}), keep)
         config = {"http_options": self._http_options, "applications": applications}
-        self._dashboard.check(self._dashboard.request("PUT", _PATH, json=config), "configure Serve")
+        self._dashboard.check_success(self._dashboard.request("PUT", _PATH, json=config), "configure Serve")
         self._revisions.set_wanted({deployment.id: _compute_revision(deployment) for deployment in deployments})
 
     def status(self) -> Mapping[str, DeploymentState]:
@@ -192,7 +192,7 @@ class RayServe:
         return {name: self._find_state(name, application, listening) for name, application in applications.items()}
 
     def _get_details(self) -> Mapping[str, Any]:
-        return self._dashboard.document(self._dashboard.request("GET", _PATH), "read the state of Serve")
+        return self._dashboard.parse_object(self._dashboard.request("GET", _PATH), "read the state of Serve")
 
     def close(self) -> None:
         self._dashboard.close()
@@ -302,7 +302,7 @@ def _parse_state(application: Mapping[str, Any], listening: bool) -> DeploymentS
     # The application's own message only says which deployment failed, if one did.
     deployments: Iterable[Mapping[str, Any]] = application.get("deployments", {}).values()
     messages = [*(deployment["message"] for deployment in deployments), application["message"]]
-    message = next((last_error(text) for text in messages if text), "")
+    message = next((extract_last_error(text) for text in messages if text), "")
     if status is DeploymentStatus.RUNNING and not listening:
         return DeploymentState(DeploymentStatus.DEPLOYING, "no healthy HTTP proxy of Ray Serve yet", replicas)
     return DeploymentState(status, message, replicas)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.deployments.deployment import (
     Deployment,
@@ -16,7 +16,13 @@ from swiftkv_platform.control_plane.deployments.deployment import (
 )
 from swiftkv_platform.control_plane.loops import Leadership
 from swiftkv_platform.control_plane.ray.jobs import RayJobs
-from swiftkv_platform.control_plane.ray.places import Bundle, fit, open_to_deployments, plain, take
+from swiftkv_platform.control_plane.ray.placement import (
+    Bundle,
+    can_place,
+    limit_deployments,
+    normalize_resources,
+    reserve,
+)
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.deployment import ResolvedDeployment
@@ -44,11 +50,11 @@ class ReplicaGrant:
 class ReplicaScheduler:
     """Divides the part of the nodes' resources that deployments may use (`share`) between tenants."""
 
-    def __init__(self, nodes: Sequence[Bundle], share: float, policies: Tenants) -> None:
+    def __init__(self, nodes: Sequence[Bundle], share: float, policies: TenantPolicies) -> None:
         self._nodes = nodes
         self._policies = policies
         self._total = {name: sum(node.get(name, 0.0) for node in nodes) for name in _OPTIONS}
-        self._open = {name: open_to_deployments(most, share) for name, most in self._total.items()}
+        self._open = {name: limit_deployments(most, share) for name, most in self._total.items()}
 
     def grant_replicas(
         self,
@@ -68,7 +74,7 @@ class ReplicaScheduler:
             present: those that have been applied, by id; they keep their replicas whatever drains.
             draining: demand that draining replicas still hold, by tenant; its new replicas do not get that as well.
         """
-        free, left = [plain(node) for node in self._nodes], dict(self._open)
+        free, left = [normalize_resources(node) for node in self._nodes], dict(self._open)
         whole = Demand(0, self._open["GPU"], self._open["CPU"])
         replicas = {item.spec.id: 0 for item in deployments}
         full: set[str] = set()
@@ -77,7 +83,7 @@ class ReplicaScheduler:
             held[tenant] = Demand()
             turns[tenant] = _interleave([item.spec for item in deployments if item.tenant == tenant], full)
         while turns:
-            tenant = min(turns, key=lambda name: held[name].share(whole) / self._policies.policy(name).weight)
+            tenant = min(turns, key=lambda name: held[name].dominant_share(whole) / self._policies.get(name).weight)
             spec = next(turns[tenant], None)
             if spec is None:
                 del turns[tenant]
@@ -86,8 +92,8 @@ class ReplicaScheduler:
             is_new = was is None or replica_resources(was) != needs or replicas[spec.id] >= was.max_replicas
             kept = draining.get(tenant, _NOTHING) if is_new else _NOTHING
             open_now = {"CPU": left["CPU"] - kept.cpus, "GPU": left["GPU"] - kept.gpus}
-            if fit([open_now], [needs]) and take(free, [needs]):
-                take([left], [needs])
+            if can_place([open_now], [needs]) and reserve(free, [needs]):
+                reserve([left], [needs])
                 replicas[spec.id] += 1
                 held[tenant] += Demand(0, needs["GPU"], needs["CPU"])
             else:
@@ -102,11 +108,11 @@ class ReplicaScheduler:
         opened = _join_words(f"{self._open[name]:g} of {self._total[name]:g} {name}" for name in needs)
         each = _join_words(f"{amount:g} {name}" for name, amount in needs.items())
         alone = f"a replica needs {each} ({_join_words(options)})"
-        if not fit(self._nodes, [needs]):
+        if not can_place(self._nodes, [needs]):
             largest = {name: max((node.get(name, 0.0) for node in self._nodes), default=0.0) for name in needs}
             most = _join_words(f"{amount:g} {name}" for name, amount in largest.items())
             return ReplicaGrant(0, f"{alone}, and the largest nodes have {most}; request less per replica")
-        if not fit([self._open], [needs]):
+        if not can_place([self._open], [needs]):
             return ReplicaGrant(0, f"{alone}, and only {opened} are available to deployments; request less per replica")
         bound = "min_replicas" if replicas < spec.min_replicas else "max_replicas"
         placed = f"{replicas} of {bound} {getattr(spec, bound)} can be scheduled ({each} each)"
@@ -121,11 +127,11 @@ def find_released(
     """Yield deployments that lose replicas when `after` replaces `before`, and what these replicas hold."""
     now = {spec.id: spec for spec in after}
     for spec in before:
-        then, held = now.get(spec.id), Demand.of_deployment(spec)
+        then, held = now.get(spec.id), Demand.for_deployment(spec)
         left = (
             held
             if then is None or replica_resources(then) != replica_resources(spec)
-            else held.beyond(Demand.of_deployment(then))
+            else held.subtract_to_zero(Demand.for_deployment(then))
         )
         if left != _NOTHING:
             yield spec, left
@@ -181,7 +187,7 @@ class DeploymentReconciler:
         """Run one round. Raises `ClusterUnavailableError`, `DatabaseUnavailableError` and `LeaseLostError`; the next
         round catches up."""
         found = self._parts.deployments.list_all_deployments()
-        deployments, kept = found.items, found.left_out
+        deployments, kept = found.items, found.unreadable_ids
         if kept and list(kept) != list(self.unreadable):
             get_logger(loop="deployments").error("unreadable deployments keep serving unchanged", ids=kept)
         self.unreadable = kept
@@ -203,7 +209,7 @@ class DeploymentReconciler:
             applied = {spec.id: spec for spec in self._applied or ()}
             stale = {spec.id for spec in wanted if spec != applied.get(spec.id) and spec.id in states}
             self._applied = None
-            self._lease.check()  # another control plane may have applied something newer
+            self._lease.check_leading()  # another control plane may have applied something newer
             self._parts.serving.apply(wanted, keep=kept)
             self._record_draining(wanted)
             self._applied = wanted
@@ -243,12 +249,12 @@ class DeploymentReconciler:
     def _find_nodes(self) -> Sequence[Bundle] | None:
         told, now = self._cluster.capacity(), self._parts.clock()
         nodes = None if told is None else [node.total for node in told]
-        if nodes is not None and (fit(nodes, self._believed or ()) or now > self._believed_at + _NODE_GRACE_S):
+        if nodes is not None and (can_place(nodes, self._believed or ()) or now > self._believed_at + _NODE_GRACE_S):
             self._believed, self._believed_at = nodes, now
         return self._believed
 
     def _store_state(self, deployment: Deployment, state: DeploymentState | None) -> None:
-        self._lease.check()
+        self._lease.check_leading()
         deleting = deployment.state.status is DeploymentStatus.DELETING
         if state is None and deleting:
             self._parts.deployments.remove_deployment(deployment.spec.id)

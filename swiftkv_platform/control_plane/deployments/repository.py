@@ -11,10 +11,18 @@ from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.holdings import check_number, held_by
 from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
+from swiftkv_platform.control_plane.access.usage import check_count_quota, sum_demand
 from swiftkv_platform.control_plane.base import Page, Slice
-from swiftkv_platform.control_plane.database.paging import Store, fetch, in_parts, owned, page_of, readable, unreadable
+from swiftkv_platform.control_plane.database.paging import (
+    Repository,
+    fetch_page,
+    fetch_rows,
+    get_owned,
+    parse_readable,
+    split_into_batches,
+    unreadable_row_error,
+)
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import DeploymentRow, ModelRow, PromotionRow
 from swiftkv_platform.control_plane.deployments.deployment import (
@@ -35,7 +43,7 @@ _Parsed = tuple[int, Any, Deployment]
 """A row's version and stored state, and the deployment that it holds."""
 
 
-class DeploymentRepository(Store):
+class DeploymentRepository(Repository):
     """Deployments of all tenants. Each method is one transaction."""
 
     def __init__(self, database: Database) -> None:
@@ -58,10 +66,10 @@ class DeploymentRepository(Store):
         with self._database.writing() as session:
             # 1. the tenant's number of deployments and its other holdings  2. the route  3. the row
             self._lock_deployments(session, deployment.tenant)
-            check_number(session, "max_deployments", deployment.tenant, policy)
+            check_count_quota(session, "max_deployments", deployment.tenant, policy)
             if admit is not None:
-                admit(held_by(session, deployment.tenant, without=deployment.spec.id))
-            self._database.take_turns(session, "deployment routes")
+                admit(sum_demand(session, deployment.tenant, exclude=deployment.spec.id))
+            self._database.lock(session, "deployment routes")
             _check_route(session, deployment)
             deployment = replace(deployment, spec=_resolve_alias(session, deployment.spec, deployment.tenant))
             session.add(
@@ -81,12 +89,12 @@ class DeploymentRepository(Store):
     def get_deployment(self, deployment_id: str, *, tenant: str) -> Deployment:
         """Return a deployment. Raises `NotFoundError`."""
         with self._database.reading() as session:
-            return read_deployment(owned(session, DeploymentRow, deployment_id, tenant))
+            return read_deployment(get_owned(session, DeploymentRow, deployment_id, tenant))
 
     def list_deployments(self, page: Page, *, tenant: str) -> Slice[Deployment]:
         with self._database.reading() as session:
-            rows = page_of(session, DeploymentRow, page, tenant)
-            deployments, left_out = readable(rows.items, read_deployment)
+            rows = fetch_page(session, DeploymentRow, page, tenant)
+            deployments, left_out = parse_readable(rows.items, read_deployment)
             return Slice(deployments, rows.has_more, left_out)
 
     def list_all_deployments(self) -> Slice[Deployment]:
@@ -100,15 +108,17 @@ class DeploymentRepository(Store):
             present = {row_id: (version, state) for row_id, version, state in session.execute(heads)}
             parsed = {row_id: self._parsed[row_id] for row_id in present.keys() & self._parsed.keys()}
             parsed = {row_id: found for row_id, found in parsed.items() if found[:2] == present[row_id]}
-            for ids in in_parts([row_id for row_id in present if row_id not in parsed]):
+            for ids in split_into_batches([row_id for row_id in present if row_id not in parsed]):
                 rows += session.scalars(select(DeploymentRow).where(DeploymentRow.id.in_(ids)))
-        read, left_out = readable(rows, lambda row: (row, read_deployment(row)))
+        read, left_out = parse_readable(rows, lambda row: (row, read_deployment(row)))
         for row, deployment in read:
             parsed[row.id] = (row.version, row.state, deployment)
             if any(getattr(row, name) != value for name, value in _make_columns(deployment.spec).items()):
                 self._renew_columns(row.id)
         self._parsed = parsed
-        return Slice([parsed[row_id][2] for row_id in present if row_id in parsed], has_more=False, left_out=left_out)
+        return Slice(
+            [parsed[row_id][2] for row_id in present if row_id in parsed], has_more=False, unreadable_ids=left_out
+        )
 
     def _renew_columns(self, deployment_id: str) -> None:
         """Set the columns of a row that an earlier version of this program wrote, which knows only its spec."""
@@ -121,8 +131,8 @@ class DeploymentRepository(Store):
         """Return the newest deployments that serve a model."""
         query = select(DeploymentRow).where(DeploymentRow.model == model_id, DeploymentRow.tenant == tenant)
         with self._database.reading() as session:
-            rows = fetch(session, query, DeploymentRow.id, Page(limit=limit), after=None).items
-            return readable(rows, read_deployment)[0]
+            rows = fetch_rows(session, query, DeploymentRow.id, Page(limit=limit), after=None).items
+            return parse_readable(rows, read_deployment)[0]
 
     def change_deployment(self, deployment_id: str, change: DeploymentChange, *, tenant: str) -> Deployment:
         """Store what `change` returns for the present deployment; other changes of the tenant's deployments wait.
@@ -133,12 +143,12 @@ class DeploymentRepository(Store):
         """
         with self._database.writing() as session:
             self._lock_deployments(session, tenant)
-            row = owned(session, DeploymentRow, deployment_id, tenant, lock=True)
+            row = get_owned(session, DeploymentRow, deployment_id, tenant, lock=True)
             deployment = read_deployment(row)
             if deployment.state.status is DeploymentStatus.DELETING:
                 message = f"deployment {deployment_id} is being deleted; create another one"
                 raise ConflictError(message, field="deployment_id", value=deployment_id)
-            spec, state = change(deployment, held_by(session, tenant, without=deployment_id))
+            spec, state = change(deployment, sum_demand(session, tenant, exclude=deployment_id))
             write_deployment(row, _resolve_alias(session, spec, tenant), state)
             return read_deployment(row)
 
@@ -159,7 +169,7 @@ class DeploymentRepository(Store):
 
     def _lock_deployments(self, session: Session, tenant: str) -> None:
         """Wait until no other transaction changes the tenant's wanted deployments or its aliases."""
-        self._database.take_turns(session, deployments_lock_key(tenant))
+        self._database.lock(session, deployments_lock_key(tenant))
 
     def remove_deployment(self, deployment_id: str) -> None:
         """Delete the row of a deployment that is no longer served."""
@@ -213,7 +223,7 @@ def read_deployment(row: DeploymentRow) -> Deployment:
         spec = ResolvedDeployment.model_validate(row.spec, context=STORED_CONTEXT)
         return Deployment(spec, row.tenant, row.created_at, _STATE.validate_python(row.state), row.version)
     except (ValidationError, TypeError) as error:
-        raise unreadable("deployment", row.id, error) from error
+        raise unreadable_row_error("deployment", row.id, error) from error
 
 
 def write_deployment(row: DeploymentRow, spec: ResolvedDeployment, state: DeploymentState) -> None:
@@ -229,7 +239,7 @@ def write_deployment(row: DeploymentRow, spec: ResolvedDeployment, state: Deploy
 
 def _make_columns(spec: ResolvedDeployment) -> dict[str, Any]:
     """Return the columns that hold parts of a spec."""
-    demand = Demand.of_deployment(spec)
+    demand = Demand.for_deployment(spec)
     return {
         "model": spec.model,
         "alias": spec.alias,

@@ -14,24 +14,31 @@ from pydantic import ConfigDict, Field
 from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 
-from swiftkv_platform.control_plane.access.callers import Asker, Deployer, Fetcher, Reader, Streamed, authorization
+from swiftkv_platform.control_plane.access.callers import (
+    Deployer,
+    Fetcher,
+    InferenceCaller,
+    Reader,
+    StreamSlot,
+    get_authorization,
+)
 from swiftkv_platform.control_plane.components import ComponentsDep, SettingsDep
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.service import DeploymentService
-from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, NewestFirst, list_answer
-from swiftkv_platform.control_plane.http.changes import IfMatch, MergePatch, merge_patch_of, tag
-from swiftkv_platform.control_plane.http.clients import Turns
+from swiftkv_platform.control_plane.http.concurrency import TenantConcurrencyLimiter
+from swiftkv_platform.control_plane.http.merge_patch import IfMatch, MergePatch, derive_merge_patch, set_etag
+from swiftkv_platform.control_plane.http.responses import ListAnswer, NewestFirst, ResponseModel, make_list_response
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 from swiftkv_platform.web.bodies import BodyRoute
 
 
-@merge_patch_of(DeploymentSpec)
+@derive_merge_patch(DeploymentSpec)
 class DeploymentChange(MergePatch):
     """Changes of a deployment, as a JSON merge patch (RFC 7396); fields that are left out keep their value."""
 
 
-class ReplicaMetricsAnswer(Answer):
+class ReplicaMetricsAnswer(ResponseModel):
     """Measurements of one replica since it was started."""
 
     replica: str
@@ -41,7 +48,7 @@ class ReplicaMetricsAnswer(Answer):
     `_count`. Totals only grow; rates are differences between two answers."""
 
 
-class DeploymentMetricsAnswer(Answer):
+class DeploymentMetricsAnswer(ResponseModel):
     """The metrics of the replicas that answered."""
 
     object: Literal["deployment.metrics"] = "deployment.metrics"
@@ -50,7 +57,7 @@ class DeploymentMetricsAnswer(Answer):
     replicas: list[ReplicaMetricsAnswer]
 
 
-class _DeploymentHead(Answer):
+class _DeploymentHead(ResponseModel):
     """First fields of a deployment's answer."""
 
     id: str
@@ -155,7 +162,7 @@ def create_deployment(
     """Serve a model. Answers at once; `status` becomes `running` when it takes requests."""
     deployment = service.create(caller, body)
     response.headers["Location"] = f"/deployments/{deployment.spec.id}"
-    tag(response, deployment.version)
+    set_etag(response, deployment.version)
     return DeploymentAnswer.of(deployment, settings.serve_url)
 
 
@@ -165,7 +172,7 @@ def list_deployments(
 ) -> ListAnswer[DeploymentAnswer]:
     """Deployments, newest first."""
     found = parts.deployments.list_deployments(page, tenant=caller.tenant)
-    return list_answer(found, lambda item: DeploymentAnswer.of(item, settings.serve_url), order=page.order)
+    return make_list_response(found, lambda item: DeploymentAnswer.of(item, settings.serve_url), order=page.order)
 
 
 @router.get("/{deployment_id}")
@@ -174,7 +181,7 @@ def get_deployment(
 ) -> DeploymentAnswer:
     """Return a deployment. `ETag` names its version, which `status` and `replicas` do not change."""
     found = parts.deployments.get_deployment(deployment_id, tenant=caller.tenant)
-    tag(response, found.version)
+    set_etag(response, found.version)
     return DeploymentAnswer.of(found, settings.serve_url)
 
 
@@ -188,7 +195,7 @@ async def get_deployment_metrics(
     if not found.state.replicas:
         return DeploymentMetricsAnswer(time=parts.clock(), replicas=[])
     url = DeploymentAnswer.of(found, settings.serve_url).url
-    key = await run_in_threadpool(authorization, request)
+    key = await run_in_threadpool(get_authorization, request)
     replicas = await read_replica_metrics(url, found.state.replicas, authorization=key)
     return DeploymentMetricsAnswer(time=parts.clock(), replicas=replicas)
 
@@ -210,8 +217,8 @@ def change_deployment(
     Concurrent changes of different fields both take effect; of two that contradict each other the later one is answered
     with 409. With `If-Match` only that version is changed (else 412).
     """
-    changed = service.update(deployment_id, caller, body.changes(), expected=expected)
-    tag(response, changed.version)
+    changed = service.update(deployment_id, caller, body.dump_set_fields(), expected=expected)
+    set_etag(response, changed.version)
     return DeploymentAnswer.of(changed, settings.serve_url)
 
 
@@ -230,9 +237,9 @@ class DeploymentProxy:
         body: dict[str, Any],
         request: Request,
         parts: ComponentsDep,
-        caller: Asker,
+        caller: InferenceCaller,
         settings: SettingsDep,
-        _stream: Streamed,
+        _stream: StreamSlot,
     ) -> None:
         self._deployment_id, self._body, self._request = deployment_id, body, request
         self._parts, self._caller, self._settings = parts, caller, settings
@@ -243,7 +250,7 @@ class DeploymentProxy:
         url = await self._find_url()
         client = httpx.AsyncClient(timeout=_ANSWER_TIMEOUT, trust_env=False, verify=_make_ssl_context())
         try:
-            key = await run_in_threadpool(authorization, self._request)  # for replicas that have the key file
+            key = await run_in_threadpool(get_authorization, self._request)  # for replicas that have the key file
             headers = {} if key is None else {"Authorization": key}
             request = client.build_request("POST", f"{url}{path}", json=self._body, headers=headers)
             response = await client.send(request, stream=True)
@@ -260,9 +267,9 @@ class DeploymentProxy:
         return StreamingResponse(response.aiter_raw(), response.status_code, kept, background=BackgroundTask(close))
 
     async def _find_url(self) -> str:
-        turns: Turns = self._request.app.state.turns
+        limiter: TenantConcurrencyLimiter = self._request.app.state.concurrency_limiter
         tenant = self._caller.tenant
-        async with turns.turn(tenant, "asking"):
+        async with limiter.acquire(tenant, "asking"):
             deployments = self._parts.deployments
             found = await run_in_threadpool(deployments.get_deployment, self._deployment_id, tenant=tenant)
             return DeploymentAnswer.of(found, self._settings.serve_url).url

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import tenant_access
+from swiftkv_platform.control_plane.access.tenants import get_source_access
 from swiftkv_platform.control_plane.base import Caller, new_id
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.deployments.deployment import (
@@ -19,7 +19,7 @@ from swiftkv_platform.control_plane.deployments.deployment import (
     DeploymentStatus,
     apply_change,
 )
-from swiftkv_platform.control_plane.http.changes import Expected, contradicted, merged
+from swiftkv_platform.control_plane.http.merge_patch import ExpectedVersions, apply_merge_patch, find_conflict
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.errors import (
     ForbiddenError,
@@ -69,11 +69,16 @@ class DeploymentService:
             self.check_limits(spec, caller.tenant, held)
 
         deployment = Deployment(spec, caller.tenant, int(self.parts.clock()))
-        policy = self.parts.policies.policy(caller.tenant)
+        policy = self.parts.policies.get(caller.tenant)
         return self.parts.deployments.create_deployment(deployment, policy=policy, admit=admit)
 
     def update(
-        self, deployment_id: str, caller: Caller, changes: Mapping[str, Any], *, expected: Expected | None = None
+        self,
+        deployment_id: str,
+        caller: Caller,
+        changes: Mapping[str, Any],
+        *,
+        expected: ExpectedVersions | None = None,
     ) -> Deployment:
         """Change a deployment's wanted `model`, `engine`, number of replicas or other fields.
 
@@ -97,8 +102,8 @@ class DeploymentService:
             if expected is None:
                 _check_conflicts(patch, seen, present)
             else:
-                expected.check(f"deployment {deployment_id}", present.version)
-            spec = _validate_document(merged(present.spec.model_dump(), patch))
+                expected.check_version(f"deployment {deployment_id}", present.version)
+            spec = _validate_document(apply_merge_patch(present.spec.model_dump(), patch))
             self.check_limits(spec, caller.tenant, held, before=present.spec)
             return apply_change(present, spec)
 
@@ -118,7 +123,7 @@ class DeploymentService:
                 field="route_prefix",
                 value=route_prefix,
             )
-        if not self.settings.requires_credentials or route_prefix in self.parts.policies.policy(tenant).route_prefixes:
+        if not self.settings.requires_credentials or route_prefix in self.parts.policies.get(tenant).route_prefixes:
             return route_prefix
         home = f"/{_TENANTS}/{tenant}"
         if route_prefix == home or route_prefix.startswith(f"{home}/"):
@@ -149,7 +154,7 @@ class DeploymentService:
         `OverQuotaError` if the deployment alone exceeds its tenant's quota, and `QuotaExceededError` if it does
         together with `held`.
         """
-        policy = self.parts.policies.policy(tenant)
+        policy = self.parts.policies.get(tenant)
         had_template = None if before is None else before.chat_template
         if (
             self.settings.requires_credentials
@@ -161,8 +166,8 @@ class DeploymentService:
                 "chat_templates: true in the tenants file; leave it out to use the model's own",
                 field="chat_template",
             )
-        wanted = Demand.of_deployment(spec)
-        more = wanted if before is None else wanted.beyond(Demand.of_deployment(before))
+        wanted = Demand.for_deployment(spec)
+        more = wanted if before is None else wanted.subtract_to_zero(Demand.for_deployment(before))
         max_replicas = self.settings.max_deployment_replicas
         if max_replicas is not None and more.replicas and spec.max_replicas > max_replicas:
             raise InvalidInputError(
@@ -171,7 +176,7 @@ class DeploymentService:
                 field="max_replicas",
                 value=spec.max_replicas,
             )
-        alone = wanted.exceeded_limit(policy, adding=more)
+        alone = wanted.find_exceeded_limit(policy, adding=more)
         if alone is not None:
             name, requested, limit = alone
             raise OverQuotaError(
@@ -180,7 +185,7 @@ class DeploymentService:
                 field=name,
                 value=requested,
             )
-        together = (held + wanted).exceeded_limit(policy, adding=more)
+        together = (held + wanted).find_exceeded_limit(policy, adding=more)
         if together is not None:
             name, requested, limit = together
             raise QuotaExceededError(
@@ -218,7 +223,7 @@ class DeploymentService:
             message = error.message if field == "model" else f"candidate: {error.message}"
             raise InvalidInputError(message, field=field, value=name) from error
         if ADAPTER_LINEAGE in model.lineage:
-            access = tenant_access(self.settings, self.parts.policies, tenant)
+            access = get_source_access(self.settings, self.parts.policies, tenant)
             access.parse_model(str(model.lineage["teacher"]), f"{field}.base")
         return {"model": model.id, "artifact_uri": model.artifact_uri}, alias
 
@@ -233,7 +238,7 @@ class DeploymentService:
 def _check_conflicts(patch: Mapping[str, Any], seen: Deployment, present: Deployment) -> None:
     if present.version == seen.version:
         return
-    path = contradicted(patch, seen.spec.model_dump(), present.spec.model_dump())
+    path = find_conflict(patch, seen.spec.model_dump(), present.spec.model_dump())
     if path is not None:
         field = ".".join(path)
         raise StaleVersionError(

@@ -12,13 +12,13 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
-from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Streamed, Uploader, Writer
+from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, StreamSlot, Uploader, Writer
 from swiftkv_platform.control_plane.base import Caller, Page, Slice
 from swiftkv_platform.control_plane.components import ComponentsDep, SettingsDep, UploadParsersDep
-from swiftkv_platform.control_plane.files.rows import File, Purpose
+from swiftkv_platform.control_plane.files.repository import File, Purpose
 from swiftkv_platform.control_plane.files.service import FileService
-from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, list_answer, paged
-from swiftkv_platform.control_plane.http.clients import Client, watched_client
+from swiftkv_platform.control_plane.http.concurrency import Client, watch_client
+from swiftkv_platform.control_plane.http.responses import ListAnswer, ResponseModel, make_list_response, make_page_query
 from swiftkv_platform.control_plane.parsing import ParserPool
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.limits import UPLOAD_SECONDS
@@ -26,7 +26,7 @@ from swiftkv_platform.web.middleware import get_content_length
 from swiftkv_platform.web.problems import ERROR_RESPONSES
 
 
-class FileAnswer(Answer):
+class FileAnswer(ResponseModel):
     """An uploaded file. Times are Unix seconds."""
 
     id: str
@@ -46,11 +46,11 @@ class FileAnswer(Answer):
     """Row format of its first row; `prompts` for rows that the teacher's answers complete."""
 
     @classmethod
-    def of(cls, file: File) -> Self:
+    def from_file(cls, file: File) -> Self:
         return cls.model_validate({**vars(file), "bytes": file.size})
 
 
-class FileDeletedAnswer(Answer):
+class FileDeletedAnswer(ResponseModel):
     """Confirmation that a file is deleted."""
 
     id: str
@@ -59,24 +59,24 @@ class FileDeletedAnswer(Answer):
 
 
 PATH = "/v1/files"
-FORM_BYTES = 1 << 16
+MAX_FORM_BYTES = 1 << 16
 """Most bytes of a form in addition to its file."""
-_FIELD_BYTES = 1024
-_LONGEST_NAME = 255
-_LONGEST_UPLOAD_S = float(UPLOAD_SECONDS.default)
-_SHORTEST_LIFE_S, _LONGEST_LIFE_S = 3600, 30 * 86400
+_MAX_FIELD_BYTES = 1024
+_MAX_NAME_CHARS = 255
+_UPLOAD_TIMEOUT_S = float(UPLOAD_SECONDS.default)
+_MIN_LIFETIME_S, _MAX_LIFETIME_S = 3600, 30 * 86400
 
 router = APIRouter(prefix=PATH, tags=["files"], responses=ERROR_RESPONSES)
 
 
-def _service(parts: ComponentsDep, settings: SettingsDep) -> FileService:
+def _get_service(parts: ComponentsDep, settings: SettingsDep) -> FileService:
     return FileService(parts, settings)
 
 
-Service = Annotated[FileService, Depends(_service)]
+Service = Annotated[FileService, Depends(_get_service)]
 
 
-_UPLOAD_DOCUMENT: dict[str, Any] = {
+_UPLOAD_SCHEMA: dict[str, Any] = {
     "requestBody": {
         "required": True,
         "content": {
@@ -95,8 +95,8 @@ _UPLOAD_DOCUMENT: dict[str, Any] = {
                         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
                         "expires_after[seconds]": {
                             "type": "integer",
-                            "minimum": _SHORTEST_LIFE_S,
-                            "maximum": _LONGEST_LIFE_S,
+                            "minimum": _MIN_LIFETIME_S,
+                            "maximum": _MAX_LIFETIME_S,
                             "description": "Seconds until the file expires. Without it, the file is kept until it is "
                             "deleted.",
                         },
@@ -108,7 +108,7 @@ _UPLOAD_DOCUMENT: dict[str, Any] = {
 }
 
 
-@router.post("", openapi_extra=_UPLOAD_DOCUMENT)
+@router.post("", openapi_extra=_UPLOAD_SCHEMA)
 async def upload_file(request: Request, service: Service, parsers: UploadParsersDep, caller: Uploader) -> FileAnswer:
     """Upload rows as JSON Lines. Every row is checked, and a file is stored whole or not at all.
 
@@ -117,46 +117,48 @@ async def upload_file(request: Request, service: Service, parsers: UploadParsers
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "multipart/form-data":
         raise HTTPException(415, f"Content-Type is {kind or 'missing'!r}; only multipart/form-data is accepted")
-    at_least = get_content_length(request.headers) - FORM_BYTES
+    at_least = get_content_length(request.headers) - MAX_FORM_BYTES
     # The caller is authenticated before the body is read; a parameter for the form would read it first.
     with parsers.limiter.hold(caller.tenant, caller.name):
-        await run_in_threadpool(service.check_room, caller, max(at_least, 0))
+        await run_in_threadpool(service.check_quota, caller, max(at_least, 0))
         try:
             async with (
-                asyncio.timeout(_LONGEST_UPLOAD_S),
-                request.form(max_files=1, max_fields=4, max_part_size=_FIELD_BYTES) as form,
-                watched_client(request) as client,  # the body has been read
+                asyncio.timeout(_UPLOAD_TIMEOUT_S),
+                request.form(max_files=1, max_fields=4, max_part_size=_MAX_FIELD_BYTES) as form,
+                watch_client(request) as client,  # the body has been read
             ):
-                return await run_in_threadpool(_keep, form, service, caller, client, parsers)
+                return await run_in_threadpool(_store_upload, form, service, caller, client, parsers)
         except TimeoutError as error:
-            raise HTTPException(408, f"the upload took more than {_LONGEST_UPLOAD_S:g} s") from error
+            raise HTTPException(408, f"the upload took more than {_UPLOAD_TIMEOUT_S:g} s") from error
 
 
-def _keep(form: FormData, service: FileService, caller: Caller, client: Client, parsers: ParserPool) -> FileAnswer:
+def _store_upload(
+    form: FormData, service: FileService, caller: Caller, client: Client, parsers: ParserPool
+) -> FileAnswer:
     upload = form.get("file")
     if not isinstance(upload, UploadFile):
         raise InvalidInputError("file is missing; send a file of JSON Lines in the form's field `file`", field="file")
     file = service.upload(
         upload.file,
-        filename=_filename(upload.filename or ""),
-        purpose=_purpose(form),
-        expires_after_s=_life(form),
+        filename=_parse_filename(upload.filename or ""),
+        purpose=_parse_purpose(form),
+        expires_after_s=_parse_lifetime(form),
         caller=caller,
         client=client,
         parsers=parsers,
     )
-    return FileAnswer.of(file)
+    return FileAnswer.from_file(file)
 
 
-def _filename(name: str) -> str:
+def _parse_filename(name: str) -> str:
     plain = name.replace("\\", "/").rpartition("/")[2] or "upload.jsonl"
-    if not plain.isprintable() or len(plain) > _LONGEST_NAME:
-        message = f"file has the name {plain[:64]!a}; use one of at most {_LONGEST_NAME} printable characters"
+    if not plain.isprintable() or len(plain) > _MAX_NAME_CHARS:
+        message = f"file has the name {plain[:64]!a}; use one of at most {_MAX_NAME_CHARS} printable characters"
         raise InvalidInputError(message, field="file", value=ascii(plain[:64]))
     return plain
 
 
-def _purpose(form: FormData) -> Purpose:
+def _parse_purpose(form: FormData) -> Purpose:
     purpose = form.get("purpose")
     if purpose == "fine-tune":
         return "fine-tune"
@@ -164,7 +166,7 @@ def _purpose(form: FormData) -> Purpose:
     raise InvalidInputError(message, field="purpose", value=str(purpose)[:64])
 
 
-def _life(form: FormData) -> int | None:
+def _parse_lifetime(form: FormData) -> int | None:
     """Return the seconds until the file expires; None if it is kept until it is deleted."""
     anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
     if anchor is None and seconds is None:
@@ -173,9 +175,9 @@ def _life(form: FormData) -> int | None:
         message = f"expires_after.anchor is {str(anchor)[:64]!a}; only 'created_at' is accepted"
         raise InvalidInputError(message, field="expires_after.anchor", value=str(anchor)[:64])
     text = str(seconds)
-    if not text.isdecimal() or len(text) > 9 or not _SHORTEST_LIFE_S <= int(text) <= _LONGEST_LIFE_S:
+    if not text.isdecimal() or len(text) > 9 or not _MIN_LIFETIME_S <= int(text) <= _MAX_LIFETIME_S:
         raise InvalidInputError(
-            f"expires_after.seconds is {text[:64]!a}; {_SHORTEST_LIFE_S} to {_LONGEST_LIFE_S} is accepted",
+            f"expires_after.seconds is {text[:64]!a}; {_MIN_LIFETIME_S} to {_MAX_LIFETIME_S} is accepted",
             field="expires_after.seconds",
             value=text[:64],
         )
@@ -186,26 +188,26 @@ def _life(form: FormData) -> int | None:
 def list_files(
     parts: ComponentsDep,
     caller: Reader,
-    page: Annotated[Page, Depends(paged(1000, "desc", most=10_000))],
+    page: Annotated[Page, Depends(make_page_query(1000, "desc", max_limit=10_000))],
     purpose: Annotated[str | None, Query(description="only files of this purpose")] = None,
 ) -> ListAnswer[FileAnswer]:
     """Files, newest first."""
     found = parts.files.list(page, tenant=caller.tenant)
     if purpose not in (None, "fine-tune"):
         found = Slice([], has_more=False)
-    return list_answer(found, FileAnswer.of, order=page.order)
+    return make_list_response(found, FileAnswer.from_file, order=page.order)
 
 
 @router.get("/{file_id}")
 def get_file(file_id: str, parts: ComponentsDep, caller: Reader) -> FileAnswer:
     """Return a file's description."""
-    return FileAnswer.of(parts.files.get(file_id, tenant=caller.tenant))
+    return FileAnswer.from_file(parts.files.get(file_id, tenant=caller.tenant))
 
 
 @router.get("/{file_id}/content", response_class=StreamingResponse)
-def get_file_content(file_id: str, service: Service, _stream: Streamed, caller: Fetcher) -> StreamingResponse:
+def get_file_content(file_id: str, service: Service, _stream: StreamSlot, caller: Fetcher) -> StreamingResponse:
     """Return a file's rows as they were uploaded."""
-    file, content = service.content(file_id, caller)
+    file, content = service.open_content(file_id, caller)
     return StreamingResponse(
         content,
         media_type="application/octet-stream",

@@ -14,8 +14,8 @@ from typing import IO
 from swiftkv_platform.contract.attempts import FILE_SUFFIX, FILES_PREFIX, is_file_id, new_file_id, parse_file_time
 from swiftkv_platform.control_plane.base import Caller, Clock
 from swiftkv_platform.control_plane.components import Components
-from swiftkv_platform.control_plane.files.rows import File, FileRepository, Purpose
-from swiftkv_platform.control_plane.http.clients import Client
+from swiftkv_platform.control_plane.files.repository import File, FileRepository, Purpose
+from swiftkv_platform.control_plane.http.concurrency import Client
 from swiftkv_platform.control_plane.parsing import ParserPool
 from swiftkv_platform.data.checks import check_upload
 from swiftkv_platform.errors import ConflictError, DatabaseUnavailableError, InvalidInputError, NotFoundError
@@ -25,9 +25,9 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.object_store import ObjectStore
 
 _SWEEP_INTERVAL_S = 600.0
-_MOST_SWEPT = 500
+_MAX_PER_QUERY = 500
 """Files per query."""
-_UPLOAD_TIME_S = 3600.0
+_MAX_UPLOAD_AGE_S = 3600.0
 """Seconds after which an object without a row belongs to no upload under way."""
 
 
@@ -38,12 +38,12 @@ class FileService:
     parts: Components
     settings: Settings
 
-    def check_room(self, caller: Caller, announced: int) -> None:
+    def check_quota(self, caller: Caller, announced: int) -> None:
         """Check whether an upload of `announced` bytes can be stored, before it is read.
 
         Raises `InvalidInputError` for a file that is too large, `QuotaExceededError` if the tenant's quota is exceeded.
         """
-        policy = self.parts.policies.policy(caller.tenant)
+        policy = self.parts.policies.get(caller.tenant)
         most = min(self.settings.max_file_bytes, policy.max_file_bytes or self.settings.max_file_bytes)
         if announced > most:
             raise InvalidInputError(
@@ -52,7 +52,7 @@ class FileService:
                 field="file",
                 value=announced,
             )
-        self.parts.files.check_room(caller.tenant, announced, policy)
+        self.parts.files.check_quota(caller.tenant, announced, policy)
 
     def upload(
         self,
@@ -70,13 +70,13 @@ class FileService:
         Raises `DataError` for a row that no format reads, with its line, `StorageError` and `DatabaseUnavailableError`
         if it is not stored, and as `check_room`.
         """
-        policy, now = self.parts.policies.policy(caller.tenant), int(self.parts.clock())
+        policy, now = self.parts.policies.get(caller.tenant), int(self.parts.clock())
         max_rows = min(self.settings.max_file_rows, policy.max_file_rows or self.settings.max_file_rows)
         with open_workspace() as directory:
             path = directory / f"rows{FILE_SUFFIX}"
             with path.open("wb") as copy:
                 shutil.copyfileobj(content, copy)
-            self.check_room(caller, path.stat().st_size)
+            self.check_quota(caller, path.stat().st_size)
             found = parsers.run(client, check_upload, path, filename, field="file", max_rows=max_rows)
             file = File(
                 **vars(found),
@@ -88,24 +88,24 @@ class FileService:
                 purpose=purpose,
                 expires_at=None if expires_after_s is None else now + expires_after_s,
             )
-            self.parts.objects.upload_file(path, file.key)
+            self.parts.objects.upload_file(path, file.object_key)
         try:
             return self.parts.files.add(file, policy=policy)
         except DatabaseUnavailableError:
             raise  # The row may be stored although no answer came; without it, the sweeper removes the object.
         except Exception:
-            self.parts.objects.delete(file.key)
+            self.parts.objects.delete(file.object_key)
             raise
 
-    def content(self, file_id: str, caller: Caller) -> tuple[File, Iterator[bytes]]:
+    def open_content(self, file_id: str, caller: Caller) -> tuple[File, Iterator[bytes]]:
         """Return a file's row and a stream of its bytes. Raises `NotFoundError`."""
         file = self.parts.files.get(file_id, tenant=caller.tenant)
-        return file, self.parts.objects.stream(file.key)
+        return file, self.parts.objects.stream(file.object_key)
 
     def delete(self, file_id: str, caller: Caller) -> None:
         """Delete a file. Raises `NotFoundError`, and `ConflictError` while a job that has not ended uses it."""
         file = self.parts.files.remove(file_id, tenant=caller.tenant)
-        self.parts.objects.delete(file.key)
+        self.parts.objects.delete(file.object_key)
 
 
 @dataclass
@@ -123,7 +123,7 @@ class FileSweeper:
         if now < self._next:
             return
         self._next = now + _SWEEP_INTERVAL_S
-        for file in self.files.expired(now, limit=_MOST_SWEPT):
+        for file in self.files.list_expired(now, limit=_MAX_PER_QUERY):
             self._expire(file)
         self._remove_orphans(now)
 
@@ -133,21 +133,21 @@ class FileSweeper:
         except (ConflictError, NotFoundError) as error:  # in use, or deleted meanwhile
             get_logger().info("file kept past its time", file=file.id, reason=error.message)
             return
-        self.objects.delete(file.key)
+        self.objects.delete(file.object_key)
         get_logger().info("file expired", file=file.id, tenant=file.tenant)
 
     def _remove_orphans(self, now: float) -> None:
         old: dict[str, str] = {}
         for entry in self.objects.list(FILES_PREFIX):
             name = entry.key.rpartition("/")[2].removesuffix(FILE_SUFFIX)
-            if is_file_id(name) and parse_file_time(name) < now - _UPLOAD_TIME_S:
+            if is_file_id(name) and parse_file_time(name) < now - _MAX_UPLOAD_AGE_S:
                 old[name] = entry.key
-            if len(old) == _MOST_SWEPT:
-                self._remove_unknown(old)
+            if len(old) == _MAX_PER_QUERY:
+                self._remove_without_row(old)
                 old = {}
-        self._remove_unknown(old)
+        self._remove_without_row(old)
 
-    def _remove_unknown(self, keys: Mapping[str, str]) -> None:
-        for file_id in keys.keys() - self.files.known(list(keys)):
+    def _remove_without_row(self, keys: Mapping[str, str]) -> None:
+        for file_id in keys.keys() - self.files.list_existing_ids(list(keys)):
             self.objects.delete(keys[file_id])
             get_logger().info("object without a file removed", key=keys[file_id])

@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import Clock
-from swiftkv_platform.control_plane.hooks.rows import Delivery, Outbox, Recipients
+from swiftkv_platform.control_plane.hooks.outbox import Delivery, FindRecipients, Outbox
 from swiftkv_platform.control_plane.jobs.job import Job
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.logs import get_logger
@@ -31,11 +31,11 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.publish import WebhookSpec
 
 
-def recipients(policies: Tenants) -> Recipients:
+def make_find_recipients(policies: TenantPolicies) -> FindRecipients:
     """Return the lookup of a job's recipients: its own webhook and its tenant's."""
 
     def find(job: Job) -> Sequence[WebhookSpec]:
-        found = [job.spec.webhook, policies.policy(job.tenant).webhook]
+        found = [job.spec.webhook, policies.get(job.tenant).webhook]
         return list({hook.url: hook for hook in found if hook is not None}.values())
 
     return find
@@ -50,10 +50,10 @@ class WebhookRules:
     secrets_dir: Path | None = None
     """Secrets as files `{tenant}/{name}`, such as a mounted Kubernetes secret."""
 
-    def check(self, webhook: WebhookSpec, tenant: str) -> Secret:
+    def get_secret(self, webhook: WebhookSpec, tenant: str) -> Secret:
         """Return the signing secret. Raises `InvalidInputError` for an address that is not allowed, or a missing
         secret, whose value no message shows."""
-        if not any(_is_within(webhook.url, allowed) for allowed in self.origins):
+        if not any(_matches_origin(webhook.url, allowed) for allowed in self.origins):
             opened = ", ".join(self.origins) or "none (SWIFTKV_WEBHOOK_ORIGINS)"
             raise InvalidInputError.for_field(
                 "webhook.url", webhook.url, f", on a host that the operator has not allowed; allowed are: {opened}"
@@ -71,7 +71,7 @@ class WebhookRules:
         return Secret.parse(text, name=name)
 
 
-def _is_within(url: str, allowed: str) -> bool:
+def _matches_origin(url: str, allowed: str) -> bool:
     """Whether `url` is at the origin `allowed`; `https://*.domain` allows every host below the domain."""
     asked, opened = urlsplit(url.lower()), urlsplit(allowed.lower())
     if (asked.scheme, asked.port) != (opened.scheme, opened.port):
@@ -80,26 +80,26 @@ def _is_within(url: str, allowed: str) -> bool:
     return host.endswith(pattern[1:]) if pattern.startswith("*.") else host == pattern
 
 
-def webhook_rules(settings: Settings) -> WebhookRules:
+def make_webhook_rules(settings: Settings) -> WebhookRules:
     return WebhookRules(settings.webhook_origins, settings.secrets_dir)
 
 
-Send = Callable[[str, Mapping[str, str], bytes], int]
+SendRequest = Callable[[str, Mapping[str, str], bytes], int]
 """(url, headers, body) -> HTTP status. Raises `OSError` if there is no answer."""
 
-_FIRST_DELAY_S = 5.0
-_LONGEST_DELAY_S = 3600.0
-_GIVE_UP_S = 24 * 3600.0
-_CLAIM_S = 60.0
+_MIN_DELAY_S = 5.0
+_MAX_DELAY_S = 3600.0
+_MAX_AGE_S = 24 * 3600.0
+_CLAIM_TIMEOUT_S = 60.0
 """Seconds for which a begun delivery is claimed, so that no other control plane sends it; longer than `Send` ever
 takes."""
-_MOST = 32
+_MAX_CONCURRENT = 32
 """Most deliveries under way at a time."""
-_MOST_OF_ONE_RECEIVER = 4
+_MAX_PER_ORIGIN = 4
 
-_DEADLINE_S = 15.0
+_TOTAL_TIMEOUT_S = 15.0
 """Seconds for connecting, writing and reading together, so that a receiver cannot stretch them byte by byte."""
-_TIMEOUT = httpx.Timeout(10.0, connect=5.0)
+_STEP_TIMEOUTS = httpx.Timeout(10.0, connect=5.0)
 """Timeouts of each step of a delivery."""
 
 
@@ -115,85 +115,85 @@ def send_webhook(url: str, headers: Mapping[str, str], body: bytes) -> int:
 async def _send(url: str, headers: Mapping[str, str], body: bytes) -> int:
     sent = {"Content-Type": "application/json", "User-Agent": "swiftkv-platform", **headers}
     async with (
-        asyncio.timeout(_DEADLINE_S),
-        httpx.AsyncClient(timeout=_TIMEOUT, follow_redirects=False, trust_env=False) as client,
+        asyncio.timeout(_TOTAL_TIMEOUT_S),
+        httpx.AsyncClient(timeout=_STEP_TIMEOUTS, follow_redirects=False, trust_env=False) as client,
         client.stream("POST", url, content=body, headers=sent) as response,
     ):
         return response.status_code
 
 
-def _origin(url: str) -> str:
+def _get_origin(url: str) -> str:
     """Scheme, host and port of an address in lower case."""
     parts = urlsplit(url.lower())
     return f"{parts.scheme}://{parts.netloc}"
 
 
-class Deliverer:
+class WebhookDeliverer:
     """Sends due deliveries, each in a thread of its own.
 
     A round starts the deliveries there is room for and waits for none: up to `_MOST` are under way, up to
     `_MOST_OF_ONE_RECEIVER` of them to one origin.
     """
 
-    def __init__(self, outbox: Outbox, rules: WebhookRules, send: Send, clock: Clock) -> None:
+    def __init__(self, outbox: Outbox, rules: WebhookRules, send: SendRequest, clock: Clock) -> None:
         self._outbox = outbox
         self._rules = rules
         self._send = send
         self._clock = clock
         self._log = get_logger(loop="webhooks")
-        self._pool = ThreadPoolExecutor(_MOST, thread_name_prefix="webhook")
-        self._under_way: Counter[str] = Counter()
+        self._pool = ThreadPoolExecutor(_MAX_CONCURRENT, thread_name_prefix="webhook")
+        self._active: Counter[str] = Counter()
         """Deliveries by origin."""
         self._changed = threading.Condition()
 
     def tick(self) -> None:
         """Start due deliveries. Raises `DatabaseUnavailableError`."""
-        while (full := self._full()) is not None:
+        while (full := self._find_full_origins()) is not None:
             now = self._clock()
             # One at a time: each claim decides whether its receiver has room for another.
-            claimed = self._outbox.claim(now=now, until=now + _CLAIM_S, limit=1, without=full)
+            claimed = self._outbox.claim(now=now, until=now + _CLAIM_TIMEOUT_S, limit=1, excluded_origins=full)
             if not claimed:
                 return
             [delivery] = claimed
-            receiver = _origin(delivery.webhook.url)
+            receiver = _get_origin(delivery.webhook.url)
             with self._changed:
-                self._under_way[receiver] += 1
-            self._pool.submit(self._run, delivery, receiver)
+                self._active[receiver] += 1
+            self._pool.submit(self._run_delivery, delivery, receiver)
 
-    def wait(self) -> None:
+    def wait_until_idle(self) -> None:
         """Return when no delivery is under way."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._under_way.total())
+            self._changed.wait_for(lambda: not self._active.total())
 
     def close(self) -> None:
         """Finish the deliveries under way, within their deadlines; no other is started."""
         self._pool.shutdown()
 
-    def _full(self) -> Sequence[str] | None:
+    def _find_full_origins(self) -> Sequence[str] | None:
         """Return the origins that have no room for another delivery; None if there is no room at all."""
         with self._changed:
-            if self._under_way.total() >= _MOST:
+            if self._active.total() >= _MAX_CONCURRENT:
                 return None
-            return [origin for origin, count in self._under_way.items() if count >= _MOST_OF_ONE_RECEIVER]
+            return [origin for origin, count in self._active.items() if count >= _MAX_PER_ORIGIN]
 
-    def _run(self, delivery: Delivery, receiver: str) -> None:
+    def _run_delivery(self, delivery: Delivery, receiver: str) -> None:
         """Send a delivery and store its outcome in the outbox."""
         try:
-            self._settle(delivery, self._deliver(delivery))
+            self._store_outcome(delivery, self._deliver(delivery))
         except DatabaseUnavailableError as error:
             # Nothing is lost: the claim runs out, and the delivery is sent again.
             self._log.warning("outcome not stored", event_id=delivery.event.id, reason=error.message)
         finally:
             with self._changed:
-                self._under_way[receiver] -= 1
-                self._under_way += Counter()  # drops origins that have none left
+                self._active[receiver] -= 1
+                self._active += Counter()  # drops origins that have none left
                 self._changed.notify_all()
 
     def _deliver(self, delivery: Delivery) -> str | None:
         """Send a delivery. Returns None on success, else the problem, without anything that the receiver said."""
         try:
-            secret = self._rules.check(delivery.webhook, delivery.tenant)
-            body, timestamp = _body(delivery), int(self._clock())
+            secret = self._rules.get_secret(delivery.webhook, delivery.tenant)
+            body, timestamp = _make_body(delivery), int(self._clock())
             headers = {
                 ID_HEADER: delivery.event.id,
                 TIMESTAMP_HEADER: str(timestamp),
@@ -209,20 +209,20 @@ class Deliverer:
             return "not sent: an unexpected error"
         return None if 200 <= status < 300 else f"answered with {status}"
 
-    def _settle(self, delivery: Delivery, problem: str | None) -> None:
+    def _store_outcome(self, delivery: Delivery, problem: str | None) -> None:
         now, log = self._clock(), self._log.bind(job_id=delivery.event.job_id, event_id=delivery.event.id)
         if problem is None:
-            self._outbox.delivered(delivery.sequence, now)
-        elif now - delivery.created_at > _GIVE_UP_S:
+            self._outbox.mark_delivered(delivery.sequence, now)
+        elif now - delivery.created_at > _MAX_AGE_S:
             log.error("webhook given up", reason=problem, attempts=delivery.attempts + 1)
-            self._outbox.give_up(delivery.sequence, problem)
+            self._outbox.mark_failed(delivery.sequence, problem)
         else:
-            delay = min(_FIRST_DELAY_S * 2.0 ** min(delivery.attempts, 16), _LONGEST_DELAY_S)
+            delay = min(_MIN_DELAY_S * 2.0 ** min(delivery.attempts, 16), _MAX_DELAY_S)
             log.warning("webhook not delivered", reason=problem, retry_in_s=delay)
-            self._outbox.put_off(delivery.sequence, problem, now + delay)
+            self._outbox.reschedule(delivery.sequence, problem, now + delay)
 
 
-def _body(delivery: Delivery) -> bytes:
+def _make_body(delivery: Delivery) -> bytes:
     """Return the body of a delivery; it is the same at every try, since an event never changes."""
     event = delivery.event
     document: dict[str, Any] = {

@@ -13,7 +13,11 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from swiftkv_platform.control_plane.http.refused_fields import most_telling, place_of, unknown_key
+from swiftkv_platform.control_plane.http.invalid_fields import (
+    describe_unknown_key,
+    drop_redundant_errors,
+    get_json_path,
+)
 from swiftkv_platform.errors import InvalidInputError, StorageError, SwiftKVError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.web.middleware import RESPONSE_HEADERS
@@ -29,11 +33,11 @@ from swiftkv_platform.web.problems import (
 from swiftkv_platform.web.safe_json import JsonPath, format_path
 
 _CLIENT_CLOSED_REQUEST = 499
-_MOST_FIELDS = 20
+_MAX_FIELDS = 20
 """Most refused fields that an answer names."""
-_MOST_COMPLAINTS = 200
+_MAX_VALIDATION_ERRORS = 200
 """Most validation errors that are searched for them: a body may cause tens of thousands."""
-_OF_A_DEPLOYMENT = (
+_UNKNOWN_V1_ROUTE = (
     "this is the control plane, which has only /v1/files and /v1/fine_tuning; for OpenAI's other routes use the `url` "
     "of a deployment (GET /deployments) and /v1, such as URL/v1/chat/completions"
 )
@@ -47,45 +51,45 @@ _EXHAUSTED = {
 processes."""
 
 
-def install(app: FastAPI) -> None:
+def install_error_handlers(app: FastAPI) -> None:
     """Answer every error of `app` with a problem document."""
-    app.add_exception_handler(SwiftKVError, _on_our_error)
-    app.add_exception_handler(RequestValidationError, _on_invalid_request)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(ClientDisconnect, _on_disconnect)
-    app.add_exception_handler(OSError, _on_system_error)
-    app.add_exception_handler(Exception, _on_bug)
+    app.add_exception_handler(SwiftKVError, _handle_platform_error)
+    app.add_exception_handler(RequestValidationError, _handle_invalid_request)
+    app.add_exception_handler(HTTPException, _handle_http_error)
+    app.add_exception_handler(ClientDisconnect, _handle_disconnect)
+    app.add_exception_handler(OSError, _handle_os_error)
+    app.add_exception_handler(Exception, _handle_unexpected_error)
 
 
-def _on_our_error(request: Request, error: Exception) -> JSONResponse:
+def _handle_platform_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, SwiftKVError)
     return respond_with_error(error, request.url.path)
 
 
-def _on_invalid_request(request: Request, error: Exception) -> JSONResponse:
+def _handle_invalid_request(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    body = _body_annotation(request)
-    complaints = error.errors()[:_MOST_COMPLAINTS]
-    found = most_telling([(place_of(item, body), item) for item in complaints])
-    errors = [_field_problem(place, item, body) for place, item in found[:_MOST_FIELDS]]
+    body = _get_body_annotation(request)
+    complaints = error.errors()[:_MAX_VALIDATION_ERRORS]
+    found = drop_redundant_errors([(get_json_path(item, body), item) for item in complaints])
+    errors = [_make_field_problem(place, item, body) for place, item in found[:_MAX_FIELDS]]
     return respond_with_problem(
         make_problem(request.url.path, 422, InvalidInputError.code, join_messages(errors), errors)
     )
 
 
-def _on_http_error(request: Request, error: Exception) -> JSONResponse:
+def _handle_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     code, detail = HTTPStatus(error.status_code).name.lower(), str(error.detail)
     if error.status_code == HTTPStatus.NOT_FOUND and request.url.path.startswith("/v1/"):
-        detail = _OF_A_DEPLOYMENT
+        detail = _UNKNOWN_V1_ROUTE
     return respond_with_problem(make_problem(request.url.path, error.status_code, code, detail), error.headers)
 
 
-def _on_disconnect(_request: Request, _error: Exception) -> Response:
+def _handle_disconnect(_request: Request, _error: Exception) -> Response:
     return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
 
-def _on_system_error(request: Request, error: Exception) -> JSONResponse:
+def _handle_os_error(request: Request, error: Exception) -> JSONResponse:
     """Answer what this machine has run out of: 503, as for a store that is full. Anything else is a bug."""
     assert isinstance(error, OSError)
     # Without room in any directory for temporary files, Python finds none.
@@ -93,23 +97,23 @@ def _on_system_error(request: Request, error: Exception) -> JSONResponse:
         raise error
     get_logger().error("out of resources", path=request.url.path, reason=str(error))
     detail = f"the control plane's machine has run out: {error.strerror}; repeat this once its operator has made room"
-    return _on_our_error(request, StorageError(detail))
+    return _handle_platform_error(request, StorageError(detail))
 
 
-def _on_bug(request: Request, error: Exception) -> JSONResponse:
+def _handle_unexpected_error(request: Request, error: Exception) -> JSONResponse:
     get_logger().error("unhandled error", path=request.url.path, exc_info=error)
     detail = "internal error of the control plane; its log says more"
     # This answer is sent outside of the middleware that adds headers to all others.
     return respond_with_problem(make_problem(request.url.path, 500, SwiftKVError.code, detail), RESPONSE_HEADERS)
 
 
-def _field_problem(place: JsonPath, item: Mapping[str, Any], body: Any) -> FieldProblem:
+def _make_field_problem(place: JsonPath, item: Mapping[str, Any], body: Any) -> FieldProblem:
     field, message = format_path(place), item["msg"].removeprefix("Value error, ")
     match item["type"]:
         case "json_invalid":
             return make_json_problem(item)
         case "extra_forbidden":
-            message = unknown_key(item, body)
+            message = describe_unknown_key(item, body)
         case "missing":
             return FieldProblem(field=field or str(item["loc"][0]), message="required, and missing")
     # A rule over several fields names the one to change itself.
@@ -118,7 +122,7 @@ def _field_problem(place: JsonPath, item: Mapping[str, Any], body: Any) -> Field
     return FieldProblem(field=field, value=value_if_short(value), message=message)
 
 
-def _body_annotation(request: Request) -> Any:
+def _get_body_annotation(request: Request) -> Any:
     """Return the type of the body of the request's endpoint; None if it takes none."""
     parameters = request.scope["route"].dependant.body_params
     return parameters[0].field_info.annotation if parameters else None

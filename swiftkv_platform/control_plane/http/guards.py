@@ -26,18 +26,18 @@ from swiftkv_platform.web.problems import make_problem, respond_with_problem
 
 _JSON = "application/json"
 _FORM = "multipart/form-data"
-_LOOKING = frozenset({"GET", "HEAD", "OPTIONS"})
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
-class PageGuard(Middleware):
+class SessionOriginGuard(Middleware):
     """Refuses requests that another site's page makes a browser send with the session in its cookie."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         # Signing in needs no key yet; another site's page must not sign a browser in either.
-        asks = scope["method"] not in _LOOKING and "authorization" not in headers
+        asks = scope["method"] not in _SAFE_METHODS and "authorization" not in headers
         detail = explain_foreign_page(headers, scope["scheme"]) if asks else None
-        await (self._app if detail is None else _refused(scope, detail))(scope, receive, send)
+        await (self._app if detail is None else _forbid(scope, detail))(scope, receive, send)
 
 
 class OriginGuard(Middleware):
@@ -50,17 +50,17 @@ class OriginGuard(Middleware):
         self._allowed_hosts = frozenset(host.lower() for host in allowed_hosts)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await (self._refusal(scope) or self._app)(scope, receive, send)
+        await (self._check_request(scope) or self._app)(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> Response | None:
+    def _check_request(self, scope: Scope) -> Response | None:
         headers, path = Headers(scope=scope), scope["path"]
         detail = explain_foreign_host(headers, self._allowed_hosts)
         if detail is not None:
-            return _refused(scope, detail, "host_not_allowed")
-        asks = scope["method"] not in _LOOKING or "origin" in headers  # a link on another site may lead here
+            return _forbid(scope, detail, "host_not_allowed")
+        asks = scope["method"] not in _SAFE_METHODS or "origin" in headers  # a link on another site may lead here
         detail = explain_foreign_page(headers, scope["scheme"]) if asks else None
         if detail is not None:
-            return _refused(scope, detail)
+            return _forbid(scope, detail)
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         wanted = _FORM if path in self._forms else _JSON
@@ -70,5 +70,5 @@ class OriginGuard(Middleware):
         return None
 
 
-def _refused(scope: Scope, detail: str, code: str = "origin_not_allowed") -> Response:
+def _forbid(scope: Scope, detail: str, code: str = "origin_not_allowed") -> Response:
     return respond_with_problem(make_problem(scope["path"], 403, code, detail))

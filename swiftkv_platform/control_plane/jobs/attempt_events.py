@@ -42,7 +42,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     requeue,
     transition,
 )
-from swiftkv_platform.control_plane.models.model import Model, documents_fault
+from swiftkv_platform.control_plane.models.model import Model, find_exceeded_document_limit
 from swiftkv_platform.control_plane.ray.jobs import Submission, SubmissionStatus
 from swiftkv_platform.errors import ArtifactCorruptError, ProtocolError, StorageError
 from swiftkv_platform.settings import Settings
@@ -311,7 +311,7 @@ def settle_attempt(update: AttemptUpdate, submission: Submission | None, store: 
         else:
             if manifest is not None:
                 model = _make_model(update, manifest, store)
-                fault = documents_fault(model)
+                fault = find_exceeded_document_limit(model)
                 if fault is None:
                     return _complete_with_model(update, model)
                 damage = Failure(Reason(ArtifactCorruptError.code, f"the model was not stored: {fault}"), False)

@@ -170,7 +170,7 @@ class Prices:
         """Return the cost of `seconds` with the most workers that the spec allows; None without prices."""
         if not self.are_known:
             return None
-        demand = Demand.of(spec)
+        demand = Demand.for_job(spec)
         hourly = demand.gpus * (self.gpu_hour or 0.0) + demand.cpus * (self.cpu_hour or 0.0)
         return hourly * seconds / _HOUR
 

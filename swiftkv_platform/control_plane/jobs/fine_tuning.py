@@ -16,7 +16,13 @@ from swiftkv_platform.contract.events import Level
 from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Writer
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.components import Components, ComponentsDep
-from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, NewestFirst, list_answer, paged
+from swiftkv_platform.control_plane.http.responses import (
+    ListAnswer,
+    NewestFirst,
+    ResponseModel,
+    make_list_response,
+    make_page_query,
+)
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus
 from swiftkv_platform.control_plane.jobs.repository import JobFilter
 from swiftkv_platform.control_plane.jobs.responses import JobAnswer, JobError, make_checkpoint_id
@@ -205,24 +211,24 @@ _STATUSES: Mapping[JobStatus, Status] = {
 }
 
 
-class MethodAnswer(Answer):
+class MethodAnswer(ResponseModel):
     type: Literal["supervised"] = "supervised"
     supervised: SupervisedMethod
 
 
-class WandbAnswer(Answer):
+class WandbAnswer(ResponseModel):
     project: str
     entity: str | None
     name: str
     tags: list[str]
 
 
-class IntegrationAnswer(Answer):
+class IntegrationAnswer(ResponseModel):
     type: Literal["wandb"] = "wandb"
     wandb: WandbAnswer
 
 
-class FineTuningJobAnswer(Answer):
+class FineTuningJobAnswer(ResponseModel):
     """A distillation job as a fine-tuning job. Times are Unix seconds."""
 
     id: str
@@ -289,7 +295,7 @@ def _list_integrations(job: JobAnswer) -> list[IntegrationAnswer]:
     return [IntegrationAnswer(wandb=answer)]
 
 
-class FineTuningEventAnswer(Answer):
+class FineTuningEventAnswer(ResponseModel):
     """Something that happened to a job."""
 
     id: str
@@ -306,13 +312,13 @@ class FineTuningEventAnswer(Answer):
         return cls.model_validate({**vars(event), "type": "metrics" if event.type == "metrics" else "message"})
 
 
-class CheckpointMetrics(Answer):
+class CheckpointMetrics(ResponseModel):
     step: int
     train_loss: float | None
     """Loss of the step at which the checkpoint was made."""
 
 
-class FineTuningCheckpointAnswer(Answer):
+class FineTuningCheckpointAnswer(ResponseModel):
     """A complete checkpoint."""
 
     id: str
@@ -358,7 +364,7 @@ def list_fine_tuning_jobs(
     """List jobs, newest first, also those submitted by other routes. `metadata[{key}]={value}` filters by metadata."""
     where = JobFilter(metadata=parse_metadata_filter(request, "metadata[", "]"))
     found = parts.jobs.list(page, tenant=caller.tenant, where=where)
-    return list_answer(found, lambda job: FineTuningJobAnswer.of(presenter.present(job)), order=page.order)
+    return make_list_response(found, lambda job: FineTuningJobAnswer.of(presenter.present(job)), order=page.order)
 
 
 @router.get("/{job_id}")
@@ -391,17 +397,17 @@ def list_fine_tuning_events(
 ) -> ListAnswer[FineTuningEventAnswer]:
     """A job's events, newest first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
-    return list_answer(parts.jobs.events(job_id, page), FineTuningEventAnswer.of)
+    return make_list_response(parts.jobs.events(job_id, page), FineTuningEventAnswer.of)
 
 
 @router.get("/{job_id}/checkpoints")
 def list_fine_tuning_checkpoints(
-    job_id: str, parts: ComponentsDep, caller: Fetcher, page: Annotated[Page, Depends(paged(10, "desc"))]
+    job_id: str, parts: ComponentsDep, caller: Fetcher, page: Annotated[Page, Depends(make_page_query(10, "desc"))]
 ) -> ListAnswer[FineTuningCheckpointAnswer]:
     """Complete checkpoints of all attempts, the last step first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     found = list_checkpoint_page(parts.attempts, job_id, page)
-    return list_answer(found, lambda each: _make_checkpoint_answer(parts, job_id, each))
+    return make_list_response(found, lambda each: _make_checkpoint_answer(parts, job_id, each))
 
 
 def _make_checkpoint_answer(parts: Components, job_id: str, checkpoint: StoredCheckpoint) -> FineTuningCheckpointAnswer:

@@ -16,7 +16,7 @@ from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.base import Clock, Page, Slice, is_due
 from swiftkv_platform.control_plane.components import Components, get_from_state
-from swiftkv_platform.control_plane.http.clients import Turns
+from swiftkv_platform.control_plane.http.concurrency import TenantConcurrencyLimiter
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.errors import ClusterUnavailableError, DatabaseUnavailableError
@@ -96,9 +96,9 @@ class EventTail:
 class EventFollowers:
     """Followers of jobs in this process. Belongs to one event loop."""
 
-    def __init__(self, read: ReadEvents, turns: Turns) -> None:
+    def __init__(self, read: ReadEvents, limiter: TenantConcurrencyLimiter) -> None:
         self._read = read
-        self._turns = turns
+        self._turns = limiter
         self._tails: dict[str, tuple[EventTail, asyncio.Task[None]]] = {}
 
     async def follow(
@@ -106,7 +106,7 @@ class EventFollowers:
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of a tenant's job after the event `after`, up to the one that ends the job. Raises what
         reading raises. `has_ended`: whether the job has already ended, and its last event is stored."""
-        turn = partial(self._turns.turn, tenant, "following")
+        turn = partial(self._turns.acquire, tenant, "following")
         while True:
             async with turn():
                 found = await run_in_threadpool(self._read, job_id, Page(after, _EVENTS_PER_READ, order="asc"))
@@ -230,9 +230,9 @@ def _read_live_log(parts: Components, job: Job, number: int, *, tail_lines: int 
 class LogFollowers:
     """Followers of logs in this process. Belongs to one event loop."""
 
-    def __init__(self, parts: Components, limits: ConcurrencyLimits, turns: Turns) -> None:
+    def __init__(self, parts: Components, limits: ConcurrencyLimits, limiter: TenantConcurrencyLimiter) -> None:
         self._parts = parts
-        self._turns = turns
+        self._turns = limiter
         self.limiter = ConcurrencyLimiter("followed logs", limits)
         """Limit of followers; each holds a connection to Ray."""
 
@@ -243,7 +243,7 @@ class LogFollowers:
     async def _follow_attempts(self, job_id: str, tenant: str) -> AsyncGenerator[bytes, None]:
         number, sent, is_out = 1, 0, False
         while True:
-            async with self._turns.turn(tenant, "following"):
+            async with self._turns.acquire(tenant, "following"):
                 job, saved = await run_in_threadpool(self._load_job_and_log, job_id, tenant, number)
             try:
                 pieces = None if is_out else _follow_live_log(self._parts, job, number, sent)

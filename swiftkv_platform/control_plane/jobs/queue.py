@@ -17,7 +17,7 @@ from functools import cache
 
 from swiftkv_platform.contract.events import ReasonCode, parse_phase
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.components import RAY_TIMEOUT_S
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus, replica_resources
@@ -26,15 +26,15 @@ from swiftkv_platform.control_plane.jobs.attempt_events import has_used_time_sli
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, wait
 from swiftkv_platform.control_plane.jobs.repository import JobRepository, QueuedJob, QueueSnapshot
 from swiftkv_platform.control_plane.ray.jobs import RayJobs
-from swiftkv_platform.control_plane.ray.places import (
+from swiftkv_platform.control_plane.ray.placement import (
     Bundle,
     EmptyNodes,
     Node,
-    fit,
-    open_to_deployments,
-    plain,
-    resource,
-    take,
+    can_place,
+    limit_deployments,
+    normalize_resource_name,
+    normalize_resources,
+    reserve,
 )
 from swiftkv_platform.errors import ClusterUnavailableError, InvalidInputError
 from swiftkv_platform.settings import Settings
@@ -44,7 +44,7 @@ from swiftkv_platform.specs import JobSpec
 class FairQueue:
     """Chooses fairly between tenants. It remembers their shares; a new leader starts afresh."""
 
-    def __init__(self, policies: Tenants) -> None:
+    def __init__(self, policies: TenantPolicies) -> None:
         self._policies = policies
         self._shares_given: dict[str, float] = {}
         """Shares given so far, relative to the tenant's weight."""
@@ -73,7 +73,7 @@ class FairQueue:
             tenant = min(fitting, key=lambda name: self._rank(name, held[name], snapshot.total, queues[name][0]))
             job = queues[tenant].popleft()
             held[tenant] += job.demand
-            self._shares_given[tenant] += job.demand.share(snapshot.total) / self._policies.policy(tenant).weight
+            self._shares_given[tenant] += job.demand.dominant_share(snapshot.total) / self._policies.get(tenant).weight
             chosen.append(job)
             admission.reserve(job.id)
         return chosen
@@ -97,10 +97,10 @@ class FairQueue:
 
     def fits(self, tenant: str, held: Demand, demand: Demand) -> bool:
         """Whether a tenant that holds `held` may have `demand` in addition."""
-        return (held + demand).exceeded_limit(self._policies.policy(tenant), adding=demand) is None
+        return (held + demand).find_exceeded_limit(self._policies.get(tenant), adding=demand) is None
 
     def _rank(self, tenant: str, held: Demand, total: Demand, first: QueuedJob) -> tuple[float, float, str]:
-        return held.share(total) / self._policies.policy(tenant).weight, self._shares_given[tenant], first.id
+        return held.dominant_share(total) / self._policies.get(tenant).weight, self._shares_given[tenant], first.id
 
     def _raise_to_least_share(self, queues: Collection[str]) -> None:
         """Raise each tenant's share to the smallest share of the waiting tenants, so that idle time earns no credit."""
@@ -193,7 +193,7 @@ def worker_bundles(spec: JobSpec) -> list[Bundle]:
     each = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
     each["memory"] = resources.memory_per_worker or 0
     if resources.accelerator_type:
-        each[resource(f"accelerator_type:{resources.accelerator_type}")] = 0.001  # as Ray asks for it
+        each[normalize_resource_name(f"accelerator_type:{resources.accelerator_type}")] = 0.001  # as Ray asks for it
     return [each] * (1 if spec.is_publish_only else resources.min_workers)
 
 
@@ -226,10 +226,10 @@ def check_node_groups(spec: JobSpec, settings: Settings, nodes: CachedCall[Seque
     groups, needs = settings.node_groups, ResourceRequest.for_job(spec, driver_bundle(settings))
     most = len(needs.bundles)
     full = [group.resources for group in groups.values() for _ in range(min(group.max_nodes, most))]
-    if not groups or fit(full, needs.bundles):
+    if not groups or can_place(full, needs.bundles):
         return
     present = nodes.get(RAY_TIMEOUT_S, None)
-    if present is not None and not fit([node.total for node in present], needs.bundles):
+    if present is not None and not can_place([node.total for node in present], needs.bundles):
         there = "; ".join(f"{name}: {group.described()}" for name, group in groups.items())
         raise InvalidInputError(
             f"the job needs {needs.description}, more than all nodes that the cluster may have can hold ({there}); use "
@@ -301,17 +301,18 @@ class Admission:
         self.remember(self._jobs.load(unknown) if unknown else ())
         self._running = {job_id: self._running[job_id] for job_id in present if job_id in self._running}
         self._free = [
-            plain(free) for free in (*(node.free for node in nodes), *(max_resources(job.spec) for job in over))
+            normalize_resources(free)
+            for free in (*(node.free for node in nodes), *(max_resources(job.spec) for job in over))
         ]
         gone = {job.id for job in (*stuck, *over)}
         for job in self._running.values():
             for bundle in () if job.id in gone else unclaimed_bundles(job, self._driver, now):
-                take(self._free, [bundle])
+                reserve(self._free, [bundle])
 
     def could_fit(self, job_id: str) -> bool:
         """Whether the nodes could hold the job if they were empty."""
         needs = self._load_request(job_id)
-        if job_id in self._possible or needs is None or self._empty is None or self._empty.hold(needs.bundles):
+        if job_id in self._possible or needs is None or self._empty is None or self._empty.can_place(needs.bundles):
             self._possible.add(job_id)
             return True
         self.refused[job_id] = needs.wait_reason
@@ -323,7 +324,7 @@ class Admission:
         if job_id in self.refused:
             return False
         needs = self._load_request(job_id)
-        if needs is None or fit(self._free, needs.bundles):
+        if needs is None or can_place(self._free, needs.bundles):
             return True
         message = f"waiting for {needs.description}: other jobs use them or are about to"
         self.refused[job_id] = Reason(ReasonCode.WAITING_FOR_RESOURCES, message, field="resources")
@@ -333,7 +334,7 @@ class Admission:
         """Give the job the places that `fits` has found."""
         needs = self._load_request(job_id)
         if needs is not None:
-            take(self._free, needs.bundles)
+            reserve(self._free, needs.bundles)
 
     def _load_request(self, job_id: str) -> ResourceRequest | None:
         """Return the needs of a job; None for one that is gone or unreadable, or if the nodes are not known."""
@@ -415,7 +416,7 @@ class Preemption:
             return waited > self.settings.placement_timeout_s
         phase = parse_phase([*job.attempt.waiting][-1])
         needed = worker_bundles(job.spec)[: None if phase in WHOLE_GROUP_PHASES else 1]
-        return not fit([node.free for node in told], needed)
+        return not can_place([node.free for node in told], needed)
 
     def _choose_displaced(self, going: Sequence[Job], nodes: Nodes, now: float) -> list[tuple[Job, Reason]]:
         """Return a job that holds what another tenant's deployment needs for its first replica. Applied deployments are
@@ -429,12 +430,12 @@ class Preemption:
         for item in waiting:
             needs = replica_resources(item.spec)
             told = nodes() if now - self._lacking[item.spec.id] >= _REPLICA_PATIENCE_S else None
-            if told is None or fit([node.free for node in told], [needs]):
+            if told is None or can_place([node.free for node in told], [needs]):
                 continue
             if not any(self._exceed_share(name, going, told) for name, amount in needs.items() if amount):
                 continue
             holds = {job.id: max_resources(job.spec) for job in going}
-            others = [job for job in going if job.tenant != item.tenant and fit([holds[job.id]], [needs])]
+            others = [job for job in going if job.tenant != item.tenant and can_place([holds[job.id]], [needs])]
             if any(job.attempt.yields for job in others):
                 return []
             if others:
@@ -445,7 +446,7 @@ class Preemption:
     def _exceed_share(self, name: str, jobs: Sequence[Job], nodes: Sequence[Node]) -> bool:
         total = sum(node.total.get(name, 0.0) for node in nodes)
         held = sum(max_resources(job.spec)[name] for job in jobs)
-        return held > total - open_to_deployments(total, self._share)
+        return held > total - limit_deployments(total, self._share)
 
 
 def _make_placement_reason(job: Job) -> Reason:

@@ -29,7 +29,7 @@ from swiftkv_platform.contract.events import (
     ReasonCode,
     TrackingEvent,
 )
-from swiftkv_platform.control_plane.access.tenants import source_rules
+from swiftkv_platform.control_plane.access.tenants import make_source_rules
 from swiftkv_platform.control_plane.base import is_due
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.jobs.attempt_events import (
@@ -196,7 +196,7 @@ class Reconciler:
         self._queue = FairQueue(parts.policies)
         self._admission = Admission(parts.jobs, parts.cluster, driver_bundle(settings))
         self._preemption = Preemption(parts.jobs, self._admission, self._queue, parts.deployments, settings)
-        self._backoff = Backoff(first_s=settings.reconcile_interval_s, longest_s=_MAX_BACKOFF_S)
+        self._backoff = Backoff(first_s=settings.reconcile_interval_s, max_s=_MAX_BACKOFF_S)
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="jobs") if concurrency > 1 else None
         self._lock = Lock()
         self._unexpected_errors: dict[str, list[str]] = {}  # unexpected failures in a row, by job
@@ -205,9 +205,9 @@ class Reconciler:
     def tick(self) -> None:
         """Do the next step of each job that is due. Raises `DatabaseUnavailableError` and `LeaseLostError`."""
         placed, now = self._jobs.on_cluster(), self._clock()
-        if self._backoff.ready(_CLUSTER, now):
+        if self._backoff.is_ready(_CLUSTER, now):
             # 1. Poll running attempts.
-            due = [job_id for job_id in self._polls.choose_due(placed, now) if self._backoff.ready(job_id, now)]
+            due = [job_id for job_id in self._polls.choose_due(placed, now) if self._backoff.is_ready(job_id, now)]
             after = self._run_for_each(self._load(due), lambda job: self._run_step(job, self._poll_attempt))
             self._admission.remember(after)
             # 2. Start queued jobs in the free slots.
@@ -221,7 +221,7 @@ class Reconciler:
         """Load these jobs. Unreadable ones are retried after a delay."""
         jobs = self._jobs.load(ids) if ids else ()
         for job_id in {*ids} - {job.id for job in jobs}:
-            self._backoff.failed(job_id, self._clock())
+            self._backoff.record_failure(job_id, self._clock())
         return jobs
 
     def _run_for_each(self, jobs: Sequence[Job], step: Callable[[Job], Job]) -> list[Job]:
@@ -237,7 +237,7 @@ class Reconciler:
         max_starts = min(max_starts, _MAX_STARTS)
         while max_starts > 0:
             now = self._clock()
-            left_out = {*self._backoff.resting(now), *self._admission.cannot_fit}
+            left_out = {*self._backoff.list_waiting(now), *self._admission.cannot_fit}
             snapshot = self._jobs.queue_snapshot(most=max_starts, now=now, without=left_out)
             if not snapshot.waiting and not left_out:
                 return
@@ -253,7 +253,7 @@ class Reconciler:
     def _preempt_attempts(self) -> None:
         """End attempts that must make room: unscheduled attempts at once, others at their next checkpoint."""
         now = self._clock()
-        for job, reason in self._preemption.choose_endings(now, self._backoff.resting(now)):
+        for job, reason in self._preemption.choose_endings(now, self._backoff.list_waiting(now)):
             step = self._end_attempt if reason.code == ReasonCode.NOT_PLACED else self._request_preemption
             self._admission.remember([self._run_step(job, partial(step, reason))])
 
@@ -263,7 +263,7 @@ class Reconciler:
         return ended
 
     def _request_preemption(self, reason: Reason, job: Job) -> Job:
-        self._lease.check()
+        self._lease.check_leading()
         self._store.announce_preemption(job.attempt_id)
         return self._update_job(job.with_attempt(yields=reason, yields_at=self._clock()))
 
@@ -280,7 +280,7 @@ class Reconciler:
         if not starts:
             return 0
         # 2. Claim slots in one transaction.
-        self._lease.check()
+        self._lease.check_leading()
         claimed = self._jobs.claim(
             [starts[job.id] for job in jobs if job.id in starts],
             most=self._settings.max_running_jobs,
@@ -322,9 +322,9 @@ class Reconciler:
         unavailable services. Any other error is a bug, or a job made to cause one: after several in a row, the job
         fails.
         """
-        self._lease.check()
+        self._lease.check_leading()
         now = self._clock()
-        if not (self._backoff.ready(_CLUSTER, now) and self._backoff.ready(job.id, now)):
+        if not (self._backoff.is_ready(_CLUSTER, now) and self._backoff.is_ready(job.id, now)):
             return job
         try:
             is_hopeless = len(self._unexpected_errors.get(job.id, ())) >= _MAX_UNEXPECTED_ERRORS
@@ -335,7 +335,7 @@ class Reconciler:
             self._log.info("job changed elsewhere; the next tick reads it again", reason=error.message)
         except ClusterUnavailableError as error:
             with self._lock:  # of several concurrent failures only one counts
-                if self._backoff.ready(_CLUSTER, self._clock()):
+                if self._backoff.is_ready(_CLUSTER, self._clock()):
                     self._back_off(_CLUSTER, job, error)
         except Exception as error:
             self._back_off(job.id, job, error)
@@ -343,8 +343,8 @@ class Reconciler:
                 self._log.exception("unexpected", job_id=job.id)
                 self._unexpected_errors.setdefault(job.id, []).append(_describe_error(error))
         else:
-            self._backoff.succeeded(_CLUSTER)
-            self._backoff.succeeded(job.id)
+            self._backoff.record_success(_CLUSTER)
+            self._backoff.record_success(job.id)
             self._unexpected_errors.pop(job.id, None)
             return after
         return job
@@ -368,12 +368,12 @@ class Reconciler:
         return self._jobs.update(job, fence=self._lease.fence, **told)
 
     def _stop_submission(self, submission_id: str) -> None:
-        self._lease.check()
+        self._lease.check_leading()
         self._cluster.stop(submission_id)
 
     def _forget_ended_jobs(self) -> None:
         """Forget the failures of jobs that have ended."""
-        failing = self._backoff.names() - {_CLUSTER}
+        failing = self._backoff.list_failed() - {_CLUSTER}
         live = (
             self._jobs.find_live_jobs(failing | self._unexpected_errors.keys())
             if failing or self._unexpected_errors
@@ -382,17 +382,17 @@ class Reconciler:
         self._unexpected_errors = {
             job_id: causes for job_id, causes in self._unexpected_errors.items() if job_id in live
         }
-        self._backoff.keep({_CLUSTER, *live})
+        self._backoff.retain_only({_CLUSTER, *live})
         self.num_backed_off_jobs = len(failing & live)
 
     def _back_off(self, name: str, job: Job, error: Exception) -> None:
-        delay = self._backoff.failed(name, self._clock())
+        delay = self._backoff.record_failure(name, self._clock())
         self._log.warning("put off", subject=name, job_id=job.id, reason=str(error), retry_in_s=delay)
 
     def _submit(self, job: Job) -> Job:
         with self._spans.span("submit", job.traceparent, job_id=job.id, attempt=job.attempt.number):
             self._store.write_request(self._make_request(job))
-            self._lease.check()  # another control plane may have submitted it while the request was written
+            self._lease.check_leading()  # another control plane may have submitted it while the request was written
             entrypoint = self._parts.entrypoint
             self._cluster.submit(_get_submission_id(job), entrypoint.format_command(job.attempt_id), entrypoint.env)
             submitted = self._update_job(self._mark_submitted(job))
@@ -401,9 +401,9 @@ class Reconciler:
 
     def _make_request(self, job: Job) -> AttemptRequest:
         """Return what the job's attempt reads when it starts."""
-        organizations = self._parts.policies.policy(job.tenant).hub_organizations
+        organizations = self._parts.policies.get(job.tenant).hub_organizations
         files = self._parts.find_files(job.spec, job.tenant)
-        access = source_rules(self._settings).build_access(job.tenant, organizations, files)
+        access = make_source_rules(self._settings).build_access(job.tenant, organizations, files)
         targets = None if job.spec.publish.to is None else list_publish_targets(self._settings, job.tenant)
         found = self._parts.parents.find_parent(job.spec, job.tenant)
         return AttemptRequest(
@@ -447,7 +447,7 @@ class Reconciler:
 
     def _finish_attempt(self, update: AttemptUpdate, submission: Submission | None) -> Job:
         ended = update.job
-        self._lease.check()
+        self._lease.check_leading()
         if submission is not None:
             self._store.save_logs(ended.attempt_id, self._cluster.logs(_get_submission_id(ended)))
         model = settle_attempt(update, submission, self._store)
@@ -471,12 +471,12 @@ class Reconciler:
         )
         if reason is not None:
             update.job = update.job.with_attempt(stopping=reason)
-        policy = self._parts.policies.policy(update.job.tenant)
+        policy = self._parts.policies.get(update.job.tenant)
         over = find_exceeded_cost_cap(update.job, policy, prices(self._settings), self._clock())
         if over is not None:
             update.move(JobStatus.PAUSING, over)
         if update.job.status is JobStatus.PAUSING and not update.job.attempt.pause_requested:
-            self._lease.check()
+            self._lease.check_leading()
             self._store.request_pause(update.job.attempt_id)
             update.job = update.job.with_attempt(pause_requested=True)
         job = update.job

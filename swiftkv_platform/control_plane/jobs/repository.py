@@ -13,38 +13,38 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.holdings import (
-    check_bytes,
-    check_number,
-    held_by,
-    held_by_deployments,
-    held_by_jobs,
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies, TenantPolicy
+from swiftkv_platform.control_plane.access.usage import (
+    check_count_quota,
+    check_storage_quota,
+    sum_demand,
+    sum_deployment_demand,
+    sum_job_demand,
 )
-from swiftkv_platform.control_plane.access.tenants import TenantPolicy, Tenants
 from swiftkv_platform.control_plane.base import Fence, Page, Slice
 from swiftkv_platform.control_plane.database.paging import (
-    Store,
-    fetch,
-    in_parts,
-    owned,
-    page_of,
-    readable,
-    unknown_cursor,
-    unreadable,
-    value_of,
+    Repository,
+    fetch_page,
+    fetch_rows,
+    get_owned,
+    parse_readable,
+    split_into_batches,
+    to_dataclass,
+    unknown_cursor_error,
+    unreadable_row_error,
 )
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import EventRow, IdempotencyRow, JobRow, ModelRow, PointRow, UseRow
 from swiftkv_platform.control_plane.deployments.repository import deployments_lock_key
-from swiftkv_platform.control_plane.files.rows import check_present, take_turn
-from swiftkv_platform.control_plane.hooks.rows import (
-    bytes_of_points,
-    delivery_rows,
-    give_up_excess,
-    with_points,
-    without_points,
+from swiftkv_platform.control_plane.files.repository import check_files_exist, lock_tenant_files
+from swiftkv_platform.control_plane.hooks.outbox import (
+    fail_excess_deliveries,
+    make_delivery_rows,
+    restore_points,
+    strip_points,
+    stripped_point_bytes,
 )
-from swiftkv_platform.control_plane.hooks.webhooks import recipients
+from swiftkv_platform.control_plane.hooks.webhooks import make_find_recipients
 from swiftkv_platform.control_plane.jobs.job import (
     LIVE,
     ON_CLUSTER,
@@ -53,7 +53,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     JobStatus,
     MetricPoint,
 )
-from swiftkv_platform.control_plane.loops import check_fence, holds
+from swiftkv_platform.control_plane.loops import check_fence, is_lease_held
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.references import check_publication, find_uses
 from swiftkv_platform.errors import (
@@ -149,14 +149,14 @@ _DIGITS_OF_A_STEP = 18
 """Most digits of a step; a column holds every number of this length."""
 
 
-class JobRepository(Store):
+class JobRepository(Repository):
     """Jobs with their events and metrics. Each method is one transaction. `policies`: name the tenants' webhooks, and
     limit their pending deliveries."""
 
-    def __init__(self, database: Database, policies: Tenants) -> None:
+    def __init__(self, database: Database, policies: TenantPolicies) -> None:
         super().__init__(database)
         self._policies = policies
-        self._recipients = recipients(policies)
+        self._recipients = make_find_recipients(policies)
 
     def create(
         self, job: Job, event: Event, *, idempotency: Idempotency | None = None, policy: TenantPolicy | None = None
@@ -179,11 +179,11 @@ class JobRepository(Store):
             with self._database.writing() as session:
                 self._check_quotas(session, job.tenant, policy)
                 if ids := list_file_ids(job.spec):
-                    take_turn(self._database, session, job.tenant)
-                    check_present(session, ids, job.tenant)
+                    lock_tenant_files(self._database, session, job.tenant)
+                    check_files_exist(session, ids, job.tenant)
                 columns = make_job_columns(job)
                 if job.spec.publish.to is not None:
-                    self._database.take_turns(session, "publish targets")
+                    self._database.lock(session, "publish targets")
                     check_publication(session, columns["spec"], job.tenant)
                 session.add(JobRow(**columns))
                 session.flush()
@@ -211,7 +211,7 @@ class JobRepository(Store):
     def get(self, job_id: str, *, tenant: str) -> Job:
         """Return a job. Raises `NotFoundError`, also for another tenant's job, and `UnreadableRowError`."""
         with self._database.reading() as session:
-            return _parse_job(owned(session, JobRow, job_id, tenant))
+            return _parse_job(get_owned(session, JobRow, job_id, tenant))
 
     def list(self, page: Page, *, tenant: str, where: JobFilter = EVERYTHING) -> Slice[Job]:
         """Return a page of jobs. Raises `InvalidInputError` if `page.after` names
@@ -222,8 +222,8 @@ class JobRepository(Store):
         if where.model is not None:
             wanted.append(JobRow.model == where.model)
         with self._database.reading() as session:
-            rows = page_of(session, JobRow, page, tenant, *wanted)
-            jobs, left_out = readable(rows.items, _parse_job)
+            rows = fetch_page(session, JobRow, page, tenant, *wanted)
+            jobs, left_out = parse_readable(rows.items, _parse_job)
             return Slice(jobs, rows.has_more, left_out)
 
     def on_cluster(self) -> Sequence[ClusterJob]:
@@ -237,16 +237,16 @@ class JobRepository(Store):
         """Return these jobs, in this order; one that is gone, or unreadable, is left out."""
         found: dict[str, Job] = {}
         with self._database.reading() as session:
-            for part in in_parts(ids):
+            for part in split_into_batches(ids):
                 rows = session.scalars(select(JobRow).where(JobRow.id.in_(part)))
-                found |= {job.id: job for job in readable(rows, _parse_job)[0]}
+                found |= {job.id: job for job in parse_readable(rows, _parse_job)[0]}
         return [found[job_id] for job_id in ids if job_id in found]
 
     def find_live_jobs(self, ids: Collection[str]) -> set[str]:
         """Return those of the ids whose jobs have not ended."""
         found: set[str] = set()
         with self._database.reading() as session:
-            for part in in_parts(sorted(ids)):
+            for part in split_into_batches(sorted(ids)):
                 live = select(JobRow.id).where(JobRow.id.in_(part), JobRow.status.in_(LIVE))
                 found.update(session.scalars(live))
         return found
@@ -268,8 +268,8 @@ class JobRepository(Store):
         first = ready.order_by(JobRow.priority, JobRow.id).limit(most)
         waiting: dict[str, builtins.list[QueuedJob]] = {}
         with self._database.reading() as session:
-            held, asked = held_by_jobs(session, ON_CLUSTER), held_by_jobs(session, queued)
-            for tenant, demand in held_by_deployments(session).items():
+            held, asked = sum_job_demand(session, ON_CLUSTER), sum_job_demand(session, queued)
+            for tenant, demand in sum_deployment_demand(session).items():
                 held[tenant] = held.get(tenant, Demand()) + demand
             total = sum((*held.values(), *asked.values()), Demand())
             for tenant in asked:  # each one's first jobs are adjacent in the index
@@ -288,7 +288,7 @@ class JobRepository(Store):
     def held(self, tenant: str) -> Demand:
         """Return the demand of the tenant's jobs on the cluster and of its deployments."""
         with self._database.reading() as session:
-            return held_by(session, tenant)
+            return sum_demand(session, tenant)
 
     def claim(
         self, starts: Sequence[tuple[Job, Event]], *, most: int, fits: Claim, fence: Fence | None = None
@@ -308,19 +308,19 @@ class JobRepository(Store):
         claimed: list[Job] = []
         refused: set[str] = set()
         with self._database.writing() as session:
-            self._database.take_turns(session, "cluster slots")
+            self._database.lock(session, "cluster slots")
             for tenant in tenants:
-                self._database.take_turns(session, deployments_lock_key(tenant))
+                self._database.lock(session, deployments_lock_key(tenant))
             check_fence(session, fence)
             # 2. Count what jobs and deployments use.
-            held = held_by_jobs(session, ON_CLUSTER)
+            held = sum_job_demand(session, ON_CLUSTER)
             room = most - sum(demand.jobs for demand in held.values())
-            deployments = held_by_deployments(session, tenants=tenants)
+            deployments = sum_deployment_demand(session, tenants=tenants)
             for tenant in tenants:
                 held[tenant] = held.get(tenant, Demand()) + deployments.get(tenant, Demand())
             # 3. Claim slot by slot, in the order of the queue.
             for job, event in starts:
-                demand = Demand.of(job.spec)
+                demand = Demand.for_job(job.spec)
                 if room <= 0 or job.tenant in refused:
                     continue
                 if not fits(job.tenant, held[job.tenant], demand):
@@ -372,7 +372,7 @@ class JobRepository(Store):
         updated = replace(job, version=job.version + 1)
         guarded = update(JobRow).where(JobRow.id == job.id, JobRow.version == job.version)
         if fence is not None:
-            guarded = guarded.where(holds(fence))
+            guarded = guarded.where(is_lease_held(fence))
         with self._database.writing() as session:
             changed = session.execute(guarded.values(**make_job_columns(updated)).returning(JobRow.id))
             if changed.scalar_one_or_none() is None:
@@ -380,7 +380,7 @@ class JobRepository(Store):
                 message = f"job {job.id} has been changed since version {job.version} was read; read it again"
                 raise StaleVersionError(message, field="version", value=job.version)
             steps = {point.step for point in points}
-            self._add_events(session, updated, [without_points(event, steps) for event in events])
+            self._add_events(session, updated, [strip_points(event, steps) for event in events])
             _replace_points(session, job.id, points)
             if model is not None:
                 session.add(ModelRow(**vars(model)))
@@ -393,28 +393,34 @@ class JobRepository(Store):
             if page.after is not None:
                 seen = session.scalar(select(EventRow).where(EventRow.id == page.after, EventRow.job_id == job_id))
                 if seen is None:
-                    raise unknown_cursor(page.after)
+                    raise unknown_cursor_error(page.after)
                 after = seen.sequence
             query = select(EventRow).where(EventRow.job_id == job_id)
-            rows = fetch(session, query, EventRow.sequence, page, after=after, extra=bytes_of_points(job_id))
+            rows = fetch_rows(
+                session, query, EventRow.sequence, page, after=after, extra_bytes=stripped_point_bytes(job_id)
+            )
             # The data of a damaged row is no object.
-            events = [value_of(Event, row, data=row.data if isinstance(row.data, dict) else {}) for row in rows.items]
-            return Slice(with_points(session, job_id, events), rows.has_more)
+            events = [
+                to_dataclass(Event, row, data=row.data if isinstance(row.data, dict) else {}) for row in rows.items
+            ]
+            return Slice(restore_points(session, job_id, events), rows.has_more)
 
     def points(self, job_id: str, page: Page) -> Slice[MetricPoint]:
         """Metrics by step; `page.after` is a step in decimal. Raises `InvalidInputError` if it is not."""
         after = None if page.after is None else _parse_step_cursor(page.after)
         with self._database.reading() as session:
-            rows = fetch(session, select(PointRow).where(PointRow.job_id == job_id), PointRow.step, page, after=after)
-            return Slice([value_of(MetricPoint, row) for row in rows.items], rows.has_more)
+            rows = fetch_rows(
+                session, select(PointRow).where(PointRow.job_id == job_id), PointRow.step, page, after=after
+            )
+            return Slice([to_dataclass(MetricPoint, row) for row in rows.items], rows.has_more)
 
     def _add_events(self, session: Session, job: Job, events: Sequence[Event]) -> None:
         session.add_all([EventRow(**vars(event)) for event in events])
-        deliveries = delivery_rows(job, events, self._recipients)
+        deliveries = make_delivery_rows(job, events, self._recipients)
         if deliveries:
             session.flush()
-            most = self._policies.policy(job.tenant).max_pending_deliveries
-            give_up_excess(session, deliveries, job.tenant, most)
+            most = self._policies.get(job.tenant).max_pending_deliveries
+            fail_excess_deliveries(session, deliveries, job.tenant, most)
             session.add_all(deliveries)
 
     def _check_quotas(self, session: Session, tenant: str, policy: TenantPolicy | None) -> None:
@@ -422,16 +428,16 @@ class JobRepository(Store):
         tenant wait."""
         if policy is None:
             return
-        self._database.take_turns(session, f"jobs of {tenant}")
+        self._database.lock(session, f"jobs of {tenant}")
         for limit in ("max_queued_jobs", "max_unfinished_jobs", "max_stored_jobs"):
-            check_number(session, limit, tenant, policy)
-        check_bytes(session, tenant, 0, policy)  # the job will add a model, whose size is not known yet
+            check_count_quota(session, limit, tenant, policy)
+        check_storage_quota(session, tenant, 0, policy)  # the job will add a model, whose size is not known yet
 
 
 def make_job_columns(job: Job) -> dict[str, Any]:
     state = _JOB.dump_python(job, mode="json")
     columns = {column.key: state.pop(column.key) for column in _COLUMNS}
-    demand = Demand.of(job.spec)
+    demand = Demand.for_job(job.spec)
     return {
         **columns,
         "model": job.spec.model.name_or_path,
@@ -451,7 +457,7 @@ def _parse_job(row: JobRow) -> Job:
         columns = {column.key: getattr(row, column.key) for column in _COLUMNS}
         return _JOB.validate_python({**row.state, **columns}, context=STORED_CONTEXT)
     except (ValidationError, TypeError) as error:
-        raise unreadable("job", row.id, error) from error
+        raise unreadable_row_error("job", row.id, error) from error
 
 
 def _read_attempt_number(state: Any) -> int | None:
@@ -463,12 +469,12 @@ def _read_attempt_number(state: Any) -> int | None:
 def _parse_step_cursor(cursor: str) -> int:
     """Return the step of a cursor. Raises `InvalidInputError` if it cannot be one."""
     if not cursor.isdecimal() or len(cursor) > _DIGITS_OF_A_STEP:
-        raise unknown_cursor(cursor)
+        raise unknown_cursor_error(cursor)
     return int(cursor)
 
 
 def _replace_points(session: Session, job_id: str, points: Sequence[MetricPoint]) -> None:
     newest = {point.step: point for point in points}
-    for part in in_parts(builtins.list(newest)):
+    for part in split_into_batches(builtins.list(newest)):
         session.execute(delete(PointRow).where(PointRow.job_id == job_id, PointRow.step.in_(part)))
     session.add_all([PointRow(job_id=job_id, **vars(point)) for point in newest.values()])

@@ -11,7 +11,7 @@ from swiftkv_platform.contract.cures import advise_on_failure
 from swiftkv_platform.contract.events import Level
 from swiftkv_platform.contract.verdicts import summarize_quality
 from swiftkv_platform.control_plane.base import Page, Slice
-from swiftkv_platform.control_plane.http.answers import Answer, T
+from swiftkv_platform.control_plane.http.responses import ResponseModel, T
 from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, Prices
 from swiftkv_platform.control_plane.jobs.job import (
     EventType,
@@ -28,7 +28,7 @@ from swiftkv_platform.specs.base import Positive
 from swiftkv_platform.storage.attempt_store import CheckpointName, StoredCheckpoint
 
 
-class JobError(Answer):
+class JobError(ResponseModel):
     code: str
     message: str
     param: str | None = None
@@ -37,7 +37,7 @@ class JobError(Answer):
     """Advice on how to fix it: the fields to change, with their values and what to use instead."""
 
 
-class JobAnswer(Answer):
+class JobAnswer(ResponseModel):
     """A distillation job. Times are Unix seconds."""
 
     id: str
@@ -125,7 +125,7 @@ class EstimateAnswer(JobEstimate):
     object: Literal["distillation.estimate"] = "distillation.estimate"
 
 
-class EventAnswer(Answer):
+class EventAnswer(ResponseModel):
     """Something that happened to a job."""
 
     id: str
@@ -137,7 +137,7 @@ class EventAnswer(Answer):
     data: dict[str, Any]
 
 
-class MetricPointAnswer(Answer):
+class MetricPointAnswer(ResponseModel):
     """The measurements of one step: `logits_loss`, `lr`, `tokens_per_second`, ... as the attempt reported them."""
 
     model_config = ConfigDict(extra="allow")
@@ -152,7 +152,7 @@ class MetricPointAnswer(Answer):
         return cls.model_validate({**point.values, "step": point.step, "attempt": point.attempt, "time": point.time})
 
 
-class CheckpointAnswer(Answer):
+class CheckpointAnswer(ResponseModel):
     """A complete checkpoint."""
 
     id: str
@@ -180,7 +180,7 @@ def make_checkpoint_id(checkpoint: StoredCheckpoint | CheckpointName) -> str:
     return f"ckpt_{checkpoint.step:08d}_{checkpoint.attempt:04d}"
 
 
-class AncestorAnswer(Answer):
+class AncestorAnswer(ResponseModel):
     """A model or checkpoint that another one was trained from."""
 
     name: str
@@ -189,7 +189,7 @@ class AncestorAnswer(Answer):
     """Job that made it; null for an imported model."""
 
 
-class ArtifactFileAnswer(Answer):
+class ArtifactFileAnswer(ResponseModel):
     """One file of a distilled model."""
 
     object: Literal["artifact.file"] = "artifact.file"
@@ -202,7 +202,7 @@ class ArtifactFileAnswer(Answer):
     """Download address: for a limited time at S3, else at this server."""
 
 
-class TrackingFileAnswer(Answer):
+class TrackingFileAnswer(ResponseModel):
     """One file of a W&B run that has not been uploaded to W&B yet."""
 
     object: Literal["tracking.file"] = "tracking.file"
@@ -224,7 +224,7 @@ def paginate(items: Sequence[T], cursor: Callable[[T], str], page: Page) -> Slic
     return Slice(ordered[: page.limit], has_more=len(ordered) > page.limit)
 
 
-class RecipeAnswer(Answer):
+class RecipeAnswer(ResponseModel):
     """A job spec that ships with the platform."""
 
     id: str

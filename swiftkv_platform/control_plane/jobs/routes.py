@@ -17,7 +17,14 @@ from sse_starlette import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.contract.attempts import MANIFEST, ManifestFile
-from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Streamed, Submitter, Writer, wants_events
+from swiftkv_platform.control_plane.access.callers import (
+    Fetcher,
+    Reader,
+    StreamSlot,
+    Submitter,
+    Writer,
+    accepts_event_stream,
+)
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.base import Caller, Page, Slice
 from swiftkv_platform.control_plane.components import (
@@ -31,8 +38,8 @@ from swiftkv_platform.control_plane.components import (
     SpansDep,
     SpecParsersDep,
 )
-from swiftkv_platform.control_plane.http.answers import ListAnswer, NewestFirst, OldestFirst, list_answer
-from swiftkv_platform.control_plane.http.clients import WaitingClient
+from swiftkv_platform.control_plane.http.concurrency import ConnectedClient
+from swiftkv_platform.control_plane.http.responses import ListAnswer, NewestFirst, OldestFirst, make_list_response
 from swiftkv_platform.control_plane.jobs.estimates import prices
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
 from swiftkv_platform.control_plane.jobs.logs import EventFollowers, LogFollowers, WatchedJobsDep, read_logs, read_tail
@@ -52,7 +59,7 @@ from swiftkv_platform.control_plane.jobs.responses import (
     paginate,
 )
 from swiftkv_platform.control_plane.jobs.service import JobService
-from swiftkv_platform.control_plane.ray.places import EmptyNodes
+from swiftkv_platform.control_plane.ray.placement import EmptyNodes
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, NotFoundError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.sources.recipes import find_recipes as shipped_recipes
@@ -87,16 +94,16 @@ class JobPresenter:
         return JobAnswer.of(job, prices(self._settings), now, place, reason)
 
     def _explain_wait(self, job: Job, place: int, now: float) -> Reason:
-        demand, policy = Demand.of(job.spec), self._parts.policies.policy(job.tenant)
+        demand, policy = Demand.for_job(job.spec), self._parts.policies.get(job.tenant)
         request = ResourceRequest.for_job(job.spec, driver_bundle(self._settings))
         nodes = self._empty_nodes if self._reports_cluster else None
-        cannot_fit = nodes is not None and not nodes.hold(request.bundles)
+        cannot_fit = nodes is not None and not nodes.can_place(request.bundles)
         return explain_wait(
             job,
             place=place,
             running=self._num_running,
             slots=self._settings.max_running_jobs,
-            exceeded=(self._find_held(job.tenant) + demand).exceeded_limit(policy, adding=demand),
+            exceeded=(self._find_held(job.tenant) + demand).find_exceeded_limit(policy, adding=demand),
             now=now,
             away=self._ray_problem if self._reports_cluster else None,
             lacking=request.wait_reason if cannot_fit else None,
@@ -134,7 +141,7 @@ class JobSubmitter:
         request: Request,
         service: Service,
         caller: Submitter,  # before the client, since watching it reads from its connection
-        client: WaitingClient,
+        client: ConnectedClient,
         spans: SpansDep,
         idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
         traceparent: Annotated[str | None, Header(description="W3C trace context that the job's spans join")] = None,
@@ -172,7 +179,7 @@ def validate_job(
     spec: JobSpec,
     service: Service,
     caller: Submitter,  # before the client, as in `JobSubmitter`
-    client: WaitingClient,
+    client: ConnectedClient,
 ) -> EstimateAnswer:
     """Check a spec as submitting it would, and return an estimate; nothing is stored."""
     return EstimateAnswer(**dict(service.validate(spec, caller, client)))
@@ -191,7 +198,7 @@ def list_jobs(
     """Jobs, newest first. `metadata.{key}={value}` filters by metadata."""
     where = JobFilter(status, model, parse_metadata_filter(request, _METADATA))
     found = parts.jobs.list(page, tenant=caller.tenant, where=where)
-    return list_answer(found, presenter.present, order=page.order)
+    return make_list_response(found, presenter.present, order=page.order)
 
 
 def parse_metadata_filter(request: Request, before: str, after: str = "") -> dict[str, str]:
@@ -262,7 +269,7 @@ def list_events(
     request: Request,
     job_id: str,
     parts: ComponentsDep,
-    _stream: Streamed,
+    _stream: StreamSlot,
     caller: Reader,
     watches: WatchedJobsDep,
     page: OldestFirst,
@@ -271,8 +278,8 @@ def list_events(
     """List a job's events. With `Accept: text/event-stream` they are streamed live, starting after `Last-Event-ID`."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     watches.note(job_id)
-    if not wants_events(request):
-        return list_answer(parts.jobs.events(job_id, page), EventAnswer.model_validate)
+    if not accepts_event_stream(request):
+        return make_list_response(parts.jobs.events(job_id, page), EventAnswer.model_validate)
     after = last_event_id or page.after
     parts.jobs.events(job_id, Page(after, limit=1, order="asc"))  # refuse an unknown `after` before the stream begins
     stream: Response = EventSourceResponse(_follow_events(parts, request.app.state.followers, caller, job_id, after))
@@ -302,12 +309,12 @@ def list_metrics(
     """The time series, by ascending step; `after` is a step."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     watches.note(job_id)
-    return list_answer(parts.jobs.points(job_id, page), MetricPointAnswer.of, lambda point: str(point.step))
+    return make_list_response(parts.jobs.points(job_id, page), MetricPointAnswer.of, lambda point: str(point.step))
 
 
 async def _reserve_follower(
     request: Request,
-    _stream: Streamed,
+    _stream: StreamSlot,
     follow: Annotated[bool, Query(description="stream until the job has ended")] = False,
 ) -> AsyncIterator[bool]:
     """Return whether the logs are followed; if so, hold one of the caller's places for followers until the answer is
@@ -365,7 +372,7 @@ def list_checkpoints(
     def answer(checkpoint: StoredCheckpoint) -> CheckpointAnswer:
         return CheckpointAnswer.of(checkpoint, model=job.distilled_model if checkpoint.key == chosen else None)
 
-    return list_answer(list_checkpoint_page(parts.attempts, job_id, page), answer)
+    return make_list_response(list_checkpoint_page(parts.attempts, job_id, page), answer)
 
 
 def list_checkpoint_page(attempts: AttemptStore, job_id: str, page: Page) -> Slice[StoredCheckpoint]:
@@ -397,12 +404,12 @@ def list_artifacts(
         return ArtifactFileAnswer(path=path, size=file.size, sha256=file.sha256, url=url)
 
     kept = paginate(list(_list_artifact_files(parts, job).items()), lambda item: item[0], page)
-    return list_answer(kept, answer, lambda file: file.path)
+    return make_list_response(kept, answer, lambda file: file.path)
 
 
 @router.get("/jobs/{job_id}/artifacts/{path:path}", response_class=StreamingResponse)
 def download_artifact(
-    job_id: str, path: str, parts: ComponentsDep, _stream: Streamed, caller: Fetcher
+    job_id: str, path: str, parts: ComponentsDep, _stream: StreamSlot, caller: Fetcher
 ) -> StreamingResponse:
     """One file of the distilled model."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
@@ -431,12 +438,12 @@ def list_tracking_files(
         url = url or str(request.url_for("download_tracking_file", job_id=job_id, tracking_path=path))
         return TrackingFileAnswer(path=path, size=file.size, url=url)
 
-    return list_answer(kept, answer, lambda file: file.path)
+    return make_list_response(kept, answer, lambda file: file.path)
 
 
 @router.get("/jobs/{job_id}/tracking/{tracking_path:path}", response_class=StreamingResponse)
 def download_tracking_file(
-    job_id: str, tracking_path: str, parts: ComponentsDep, _stream: Streamed, caller: Fetcher
+    job_id: str, tracking_path: str, parts: ComponentsDep, _stream: StreamSlot, caller: Fetcher
 ) -> StreamingResponse:
     """One file of a W&B run."""
     parts.jobs.get(job_id, tenant=caller.tenant)
@@ -480,4 +487,4 @@ def _parse_recipe(name: str, text: str) -> RecipeAnswer:
 def list_recipes(_caller: Reader, page: OldestFirst) -> ListAnswer[RecipeAnswer]:
     """List the job specs that ship with the platform, by id."""
     kept = paginate(load_recipes(), lambda recipe: recipe.id, page)
-    return list_answer(kept, lambda recipe: recipe, order=page.order)
+    return make_list_response(kept, lambda recipe: recipe, order=page.order)

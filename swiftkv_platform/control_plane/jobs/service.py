@@ -11,12 +11,12 @@ from pydantic_core import to_json
 
 from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import source_rules
+from swiftkv_platform.control_plane.access.tenants import make_source_rules
 from swiftkv_platform.control_plane.base import Caller, Page, new_id
 from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.components import Components
-from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
-from swiftkv_platform.control_plane.http.clients import Client
+from swiftkv_platform.control_plane.hooks.webhooks import make_webhook_rules
+from swiftkv_platform.control_plane.http.concurrency import Client
 from swiftkv_platform.control_plane.jobs.estimates import (
     JobEstimate,
     add_time,
@@ -32,7 +32,7 @@ from swiftkv_platform.control_plane.jobs.repository import Idempotency, JobFilte
 from swiftkv_platform.control_plane.jobs.responses import JobAnswer
 from swiftkv_platform.control_plane.models.parents import check_parent, check_publish_target
 from swiftkv_platform.control_plane.parsing import ParserPool
-from swiftkv_platform.control_plane.ray.places import Node
+from swiftkv_platform.control_plane.ray.placement import Node
 from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
 from swiftkv_platform.limits import RESUMPTIONS
 from swiftkv_platform.settings import Settings
@@ -74,7 +74,7 @@ class JobService:
         check_spec_bytes(spec)
         check_job_limits(spec, self.settings)
         self._check_wandb_entity(spec, caller.tenant)
-        organizations = self.parts.policies.policy(caller.tenant).hub_organizations
+        organizations = self.parts.policies.get(caller.tenant).hub_organizations
         if spec.publish.publication is not None:
             to = check_publish_target(spec.publish.publication, caller.tenant, self.settings)
             spec = spec.model_copy(update={"publish": spec.publish.model_copy(update={"to": to})})
@@ -83,10 +83,10 @@ class JobService:
             return self._resolve_parent(spec, caller, JobEstimate())
         # 2. Sources, quotas, webhook and prices.
         files = self.parts.find_files(spec, caller.tenant, usable_at=self.parts.clock())
-        access = source_rules(self.settings).build_access(caller.tenant, organizations, files)
+        access = make_source_rules(self.settings).build_access(caller.tenant, organizations, files)
         self._check_demand(spec, caller.tenant)
         if spec.webhook is not None:
-            webhook_rules(self.settings).check(spec.webhook, caller.tenant)
+            make_webhook_rules(self.settings).get_secret(spec.webhook, caller.tenant)
         if spec.limits.cost_cap is not None and not prices(self.settings).are_known:
             raise InvalidInputError(
                 f"limits.cost_cap is {spec.limits.cost_cap:g}, but the operator has set no prices "
@@ -141,7 +141,7 @@ class JobService:
             traceparent=traceparent,
         )
         self._check_response(job)
-        policy = self.parts.policies.policy(caller.tenant)
+        policy = self.parts.policies.get(caller.tenant)
         return self.parts.jobs.create(job, status_event(job, now=now), idempotency=idempotency, policy=policy)
 
     def _check_response(self, job: Job) -> None:
@@ -150,10 +150,10 @@ class JobService:
 
     def _check_wandb_entity(self, spec: JobSpec, tenant: str) -> None:
         """Check where a job writes with the operator's W&B key. Raises `InvalidInputError`."""
-        wandb, allowed = spec.tracking.wandb, self.parts.policies.policy(tenant).wandb_entities
+        wandb, allowed = spec.tracking.wandb, self.parts.policies.get(tenant).wandb_entities
         if not wandb.entity or wandb.mode in ("offline", "disabled"):
             return
-        if allowed is None and source_rules(self.settings).roots is None:
+        if allowed is None and make_source_rules(self.settings).roots is None:
             return
         if wandb.entity not in (allowed or ()):
             others = f", or one of {', '.join(allowed)}" if allowed else ""
@@ -166,7 +166,7 @@ class JobService:
 
     def _check_demand(self, spec: JobSpec, tenant: str) -> None:
         check_node_groups(spec, self.settings, self.nodes)
-        exceeded = Demand.of(spec).exceeded_limit(self.parts.policies.policy(tenant))
+        exceeded = Demand.for_job(spec).find_exceeded_limit(self.parts.policies.get(tenant))
         if exceeded is not None:
             name, requested, most = exceeded
             raise OverQuotaError(
@@ -227,7 +227,7 @@ class JobService:
         return self._update_job(job_id, caller, step)
 
     def _check_cost_cap(self, job: Job) -> None:
-        cap = lowest_cost_cap(job.spec, self.parts.policies.policy(job.tenant))
+        cap = lowest_cost_cap(job.spec, self.parts.policies.get(job.tenant))
         cost = prices(self.settings).cost_so_far(job, self.parts.clock())
         if cap is not None and cost is not None and cost > cap:
             raise ConflictError(

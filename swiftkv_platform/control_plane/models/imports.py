@@ -21,12 +21,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, MANIFEST, Manifest, ManifestFile
 from swiftkv_platform.contract.verdicts import describe_undecided_gates, summarize_quality
-from swiftkv_platform.control_plane.access.tenants import tenant_access
+from swiftkv_platform.control_plane.access.tenants import get_source_access
 from swiftkv_platform.control_plane.base import Caller, new_id
 from swiftkv_platform.control_plane.components import Components
-from swiftkv_platform.control_plane.http.clients import Client
-from swiftkv_platform.control_plane.models.answers import LineageAnswer, compare
-from swiftkv_platform.control_plane.models.model import Model, documents_fault, imported_prefix
+from swiftkv_platform.control_plane.http.concurrency import Client
+from swiftkv_platform.control_plane.models.model import Model, find_exceeded_document_limit, get_import_prefix
+from swiftkv_platform.control_plane.models.responses import LineageAnswer, make_comparison
 from swiftkv_platform.control_plane.parsing import ParserPool
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, StorageError
 from swiftkv_platform.families import STUDENT_SUFFIX
@@ -49,7 +49,7 @@ _ADAPTER = "swiftkv_adapter.json"
 
 
 @dataclass(frozen=True)
-class ModelImports:
+class ModelImporter:
     """Imports students for a tenant."""
 
     parts: Components
@@ -59,7 +59,7 @@ class ModelImports:
     parsers: ParserPool
     """Processes that check a model's small files."""
 
-    def add(self, source: str, name: str | None, caller: Caller) -> Model:
+    def import_model(self, source: str, name: str | None, caller: Caller) -> Model:
         """Copy the student at `source`, a directory or an `s3://` prefix, into the store and register it.
 
         Raises `InvalidInputError` for a source that the tenant may not read, is too large, is no student, differs from
@@ -67,31 +67,31 @@ class ModelImports:
         and `StorageError` and `DatabaseUnavailableError` if it is not stored.
         """
         try:
-            with self._listed(source, caller) as files, open_workspace() as directory:
+            with self._list_source(source, caller) as files, open_workspace() as directory:
                 # 1. what is listed fits  2. small files are copied and checked  3. they are stored, and the weights
-                self._check_room(files, caller)
+                self._check_capacity(files, caller)
                 copy = directory / "model"
-                stored = self._copy_small(files, copy)
+                stored = self._copy_small_files(files, copy)
                 known = self.parsers.run(
-                    self.client, _checked, copy, stored, {file.name: file.size for file in files}, source
+                    self.client, _check_student, copy, stored, {file.name: file.size for file in files}, source
                 )
-                model = self._described(known, source, name, caller)
-                return self._keep(model, known, copy, files, stored)
+                model = self._make_model(known, source, name, caller)
+                return self._store_model(model, known, copy, files, stored)
         except OSError as error:
             raise StorageError(f"{_FIELD} is {source!r}, which cannot be copied: {error}", field=_FIELD) from error
 
     @contextmanager
-    def _listed(self, source: str, caller: Caller) -> Iterator[Sequence[IncomingFile]]:
+    def _list_source(self, source: str, caller: Caller) -> Iterator[Sequence[IncomingFile]]:
         """The files of the source, which can be read within the context."""
-        access = tenant_access(self.settings, self.parts.policies, caller.tenant)
+        access = get_source_access(self.settings, self.parts.policies, caller.tenant)
         place = access.parse_location(source, _FIELD)
         if isinstance(place, S3Source):
             with list_bucket(place, field=_FIELD) as files:
                 yield files
         elif is_relative(source):
-            raise _unusable(source, "a relative path; use an absolute path of the control plane's machine")
+            raise _source_error(source, "a relative path; use an absolute path of the control plane's machine")
         elif not Path(place.path).is_dir():
-            raise _unusable(
+            raise _source_error(
                 source,
                 "and the control plane's machine has no such directory; name one of that machine, or copy it to an "
                 "s3:// prefix that this tenant may read",
@@ -99,16 +99,16 @@ class ModelImports:
         else:
             yield list_directory(Path(place.path), access.boundary, field=_FIELD)
 
-    def _check_room(self, files: Sequence[IncomingFile], caller: Caller) -> None:
+    def _check_capacity(self, files: Sequence[IncomingFile], caller: Caller) -> None:
         """Check the listed bytes against the operator's limit, the tenant's quotas, and the store's free space."""
         size = check_sizes(files, self.settings.max_import_bytes, field=_FIELD)
-        self.parts.registry.check_room(caller.tenant, size, self.parts.policies.policy(caller.tenant))
+        self.parts.registry.check_import_quota(caller.tenant, size, self.parts.policies.get(caller.tenant))
         free = self.parts.objects.free_bytes()
         if free is not None and size > free:
             message = f"{_FIELD} has {size} bytes, and the object store has {free} bytes free"
             raise StorageError(message, field=_FIELD)
 
-    def _copy_small(self, files: Sequence[IncomingFile], copy: Path) -> dict[str, ManifestFile]:
+    def _copy_small_files(self, files: Sequence[IncomingFile], copy: Path) -> dict[str, ManifestFile]:
         """Copy small files, and make an empty file for each other one, since checks look at names."""
         copied: dict[str, ManifestFile] = {}
         for file in files:
@@ -117,12 +117,12 @@ class ModelImports:
             with path.open("wb") as target:
                 if file.is_small:
                     digest = hashlib.sha256()
-                    target.writelines(self._watched(file, digest.update))
+                    target.writelines(self._read_pieces(file, digest.update))
                     copied[file.name] = ManifestFile(size=file.size, sha256=digest.hexdigest())
         copied.pop(MANIFEST, None)
         return copied
 
-    def _described(self, known: Manifest, source: str, name: str | None, caller: Caller) -> Model:
+    def _make_model(self, known: Manifest, source: str, name: str | None, caller: Caller) -> Model:
         """Return the model, without digest and size. Raises `InvalidInputError` if its documents cannot be stored."""
         lineage = {**known.lineage, "imported_from": source, "imported_by": caller.name}
         lineage.pop(ADAPTER_LINEAGE, None)
@@ -130,20 +130,20 @@ class ModelImports:
         model = Model(
             id=model_id,
             tenant=caller.tenant,
-            name=name or _name(known, source),
+            name=name or _choose_name(known, source),
             job_id=None,
             attempt=0,
             created_at=int(self.parts.clock()),
-            artifact_uri=join_key(self.parts.objects.uri, imported_prefix(model_id)),
+            artifact_uri=join_key(self.parts.objects.uri, get_import_prefix(model_id)),
             manifest_digest="",
             size=0,
             lineage=lineage,
             metrics=known.metrics,
         )
-        _check_readable(model, source)
+        _check_documents(model, source)
         return model
 
-    def _keep(
+    def _store_model(
         self,
         model: Model,
         known: Manifest,
@@ -152,23 +152,25 @@ class ModelImports:
         stored: dict[str, ManifestFile],
     ) -> Model:
         """Store all files, the manifest, and the row; if that fails, nothing stays."""
-        self.parts.registry.note_import(model.prefix, by=model.lineage["imported_by"], now=self.parts.clock())
+        self.parts.registry.begin_import(model.prefix, by=model.lineage["imported_by"], now=self.parts.clock())
         try:
             for name in stored:
-                self.client.check_present()
+                self.client.check_connected()
                 self.parts.objects.upload_file(copy / name, join_key(model.prefix, name))
             for file in files:
                 if not file.is_small:
                     digest = hashlib.sha256()
                     key = join_key(model.prefix, file.name)
-                    self.parts.objects.upload_pieces(self._watched(file, digest.update), key, file.size)
+                    self.parts.objects.upload_pieces(self._read_pieces(file, digest.update), key, file.size)
                     stored[file.name] = ManifestFile(size=file.size, sha256=digest.hexdigest())
-                    _check_same(known, stored, file.name, model.lineage["imported_from"])
+                    _check_digest(known, stored, file.name, model.lineage["imported_from"])
             manifest = write_manifest(
                 self.parts.objects, model.prefix, stored, kind="artifact", lineage=model.lineage, metrics=model.metrics
             )
             made = replace(model, manifest_digest=manifest_digest(manifest), size=manifest.size)
-            self.parts.registry.add_model(made, policy=self.parts.policies.policy(model.tenant), now=self.parts.clock())
+            self.parts.registry.register_import(
+                made, policy=self.parts.policies.get(model.tenant), now=self.parts.clock()
+            )
         except DatabaseUnavailableError:
             raise  # The row may be stored although no answer came.
         except Exception:
@@ -176,77 +178,79 @@ class ModelImports:
             raise
         return made
 
-    def _watched(self, file: IncomingFile, see: Callable[[bytes], None]) -> Iterator[bytes]:
+    def _read_pieces(self, file: IncomingFile, see: Callable[[bytes], None]) -> Iterator[bytes]:
         """Yield the file's pieces while the client waits, and show each to `see`."""
         for piece in file.checked_stream():
-            self.client.check_present()
+            self.client.check_connected()
             see(piece)
             yield piece
 
 
-def _checked(copy: Path, stored: Mapping[str, ManifestFile], sizes: Mapping[str, int], source: str) -> Manifest:
+def _check_student(copy: Path, stored: Mapping[str, ManifestFile], sizes: Mapping[str, int], source: str) -> Manifest:
     """Check a student's small files and names, and return its manifest, or an empty one if it has none. Raises
     `InvalidInputError`."""
     check_model_files(copy, Boundary.from_directories(copy), _FIELD)
     if _ADAPTER in sizes:
-        raise _unusable(source, "which is an adapter; import the whole model that `swiftkv export` makes of it")
+        raise _source_error(source, "which is an adapter; import the whole model that `swiftkv export` makes of it")
     try:
         kind = read_object(copy / "config.json", CONFIG_BYTES).get("model_type")
     except (OSError, UnusableFileError) as error:
-        raise _unusable(source, "which has no config.json that can be read; use a student's directory") from error
+        raise _source_error(source, "which has no config.json that can be read; use a student's directory") from error
     if not str(kind).endswith(STUDENT_SUFFIX):
-        raise _unusable(source, f"a {str(kind)[:64]!r}, which is not a SwiftKV student; `swiftkv distill` makes one")
+        raise _source_error(
+            source, f"a {str(kind)[:64]!r}, which is not a SwiftKV student; `swiftkv distill` makes one"
+        )
     if not any(copy.glob("*.safetensors")):
-        raise _unusable(source, "which has no weights (*.safetensors)")
+        raise _source_error(source, "which has no weights (*.safetensors)")
     if MANIFEST not in sizes:
         return Manifest(kind="artifact", files={}, created_at=0.0)
     try:
         manifest = parse_manifest(read_small_file(copy / MANIFEST, MANIFEST_BYTES.default))
     except UnusableFileError as error:
         why = f"whose {MANIFEST} {error}; remove it, or distill again"
-        raise _unusable(source, why) from error
+        raise _source_error(source, why) from error
     if manifest.kind != "artifact":
-        raise _unusable(source, f"a {manifest.kind}; use an artifact, as `swiftkv distill` makes one")
+        raise _source_error(source, f"a {manifest.kind}; use an artifact, as `swiftkv distill` makes one")
     found = {name: size for name, size in sizes.items() if name != MANIFEST}
     told = {name: file.size for name, file in manifest.files.items()}
     wrong = sorted(name for name in {*found, *told} if found.get(name) != told.get(name))
     if wrong:
-        raise _differs(source, wrong)
+        raise _manifest_mismatch_error(source, wrong)
     for name in stored:
-        _check_same(manifest, stored, name, source)
+        _check_digest(manifest, stored, name, source)
     return manifest
 
 
-def _check_same(known: Manifest, stored: Mapping[str, ManifestFile], name: str, source: str) -> None:
+def _check_digest(known: Manifest, stored: Mapping[str, ManifestFile], name: str, source: str) -> None:
     """Raise `InvalidInputError` if a file is not the one that the source's manifest names."""
     if known.files and known.files[name] != stored[name]:
-        raise _differs(source, [name])
+        raise _manifest_mismatch_error(source, [name])
 
 
-def _differs(source: str, names: Sequence[str]) -> InvalidInputError:
+def _manifest_mismatch_error(source: str, names: Sequence[str]) -> InvalidInputError:
     which = f"whose {', '.join(names[:3])} differs from its {MANIFEST}"
-    return _unusable(source, f"{which}; copy it again from where it was made")
+    return _source_error(source, f"{which}; copy it again from where it was made")
 
 
-def _check_readable(model: Model, source: str) -> None:
+def _check_documents(model: Model, source: str) -> None:
     """Refuse a lineage or report that pages and answers could not read: any program may have written it."""
-    fault = documents_fault(model)
+    fault = find_exceeded_document_limit(model)
     if fault is not None:
-        raise _unusable(source, f"and in its {MANIFEST}, {fault}; remove it, or distill again")
+        raise _source_error(source, f"and in its {MANIFEST}, {fault}; remove it, or distill again")
     try:
         plain = "\\u0000" not in json.dumps([model.lineage, model.metrics], allow_nan=False)
         render_model_card(model.lineage, model.metrics, licence=None).encode()
-        compare(model, model)
+        make_comparison(model, model)
         describe_undecided_gates(model.metrics)
         summarize_quality(model.metrics)
-        LineageAnswer.of(model, [], [], [])
+        LineageAnswer.from_model(model, [], [], [])
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         plain = False
     if not plain:
-        raise _unusable(source, f"whose {MANIFEST} has lineage or metrics in another form; remove it")
+        raise _source_error(source, f"whose {MANIFEST} has lineage or metrics in another form; remove it")
 
 
-def _name(known: Manifest, source: str) -> str:
+def _choose_name(known: Manifest, source: str) -> str:
     spec: Any = known.lineage.get("spec")
     name = spec.get("name") if isinstance(spec, dict) else None
     name = name or source.rstrip("/").rpartition("/")[2]
@@ -257,5 +261,5 @@ def _name(known: Manifest, source: str) -> str:
         raise InvalidInputError(message, field="name", value=name) from error
 
 
-def _unusable(source: str, why: str) -> InvalidInputError:
+def _source_error(source: str, why: str) -> InvalidInputError:
     return InvalidInputError(f"{_FIELD} is {source!r}, {why}", field=_FIELD, value=source)

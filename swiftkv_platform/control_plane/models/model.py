@@ -37,16 +37,16 @@ class Model:
     def prefix(self) -> str:
         """Prefix of its objects."""
         if self.job_id is None:
-            return imported_prefix(self.id)
+            return get_import_prefix(self.id)
         return AttemptId(self.job_id, self.attempt).artifact_prefix
 
 
-def imported_prefix(model_id: str) -> str:
+def get_import_prefix(model_id: str) -> str:
     """Return the prefix of an imported model's objects."""
     return f"{IMPORTED}/{model_id}"
 
 
-def documents_fault(model: Model) -> str | None:
+def find_exceeded_document_limit(model: Model) -> str | None:
     """Return why a model's lineage and report cannot be stored, since they are in a row that every list reads; None if
     they can. Counts each value with its dotted name, as comparisons show it."""
     pending: list[tuple[Any, int, int]] = [(model.lineage, 0, 0), (model.metrics, 0, 0)]

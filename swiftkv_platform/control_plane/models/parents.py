@@ -15,7 +15,7 @@ from swiftkv_platform.control_plane.jobs.job import Job
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.jobs.responses import AncestorAnswer
 from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.models.rows import Registry
+from swiftkv_platform.control_plane.models.repository import ModelRepository
 from swiftkv_platform.errors import InvalidInputError, NotFoundError
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Boundary
@@ -52,7 +52,7 @@ class Parents:
     """Looks up parents in database and store."""
 
     jobs: JobRepository
-    models: Registry
+    models: ModelRepository
     objects: AttemptStore
 
     def find_parent(self, spec: JobSpec, tenant: str) -> FoundParent | None:

@@ -12,11 +12,11 @@ from itertools import chain, islice
 from typing import Literal
 
 from swiftkv_platform.contract.verdicts import describe_undecided_gates
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import Clock, new_id
-from swiftkv_platform.control_plane.http.changes import Expected
+from swiftkv_platform.control_plane.http.merge_patch import ExpectedVersions
 from swiftkv_platform.control_plane.models.model import Model, Promotion
-from swiftkv_platform.control_plane.models.rows import MOST_CANDIDATES, Registry
+from swiftkv_platform.control_plane.models.repository import MAX_CANDIDATES, ModelRepository
 from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, StaleVersionError
 
 ALIAS_PATTERN = r"^[a-z][a-z0-9-]{0,31}$"
@@ -26,9 +26,9 @@ ALIAS_PATTERN = r"^[a-z][a-z0-9-]{0,31}$"
 class RegistryService:
     """Operations to promote, roll back and look up models."""
 
-    registry: Registry
+    registry: ModelRepository
     clock: Clock
-    policies: Tenants
+    policies: TenantPolicies
 
     def resolve(self, name: str, tenant: str) -> tuple[Model, str | None]:
         """Return the model that `name` refers to, and the alias if it is one. `name`: a `mdl_` id, a `job_` id, an
@@ -46,12 +46,12 @@ class RegistryService:
     def _find(self, name: str, tenant: str) -> tuple[Model, str | None]:
         found: Sequence[Model] = ()
         if name.startswith("mdl_"):
-            found = self.registry.models(tenant=tenant, id=name)
+            found = self.registry.find_models(tenant=tenant, id=name)
         elif name.startswith("job_"):
-            found = self.registry.models(tenant=tenant, job_id=name)
-        elif (newest := self.registry.newest_promotion(name, tenant=tenant)) is not None:
+            found = self.registry.find_models(tenant=tenant, job_id=name)
+        elif (newest := self.registry.get_newest_promotion(name, tenant=tenant)) is not None:
             return self.registry.get_model(newest.model, tenant=tenant), name
-        found = found or self.registry.models(tenant=tenant, name=name)
+        found = found or self.registry.find_models(tenant=tenant, name=name)
         if not found:
             raise NotFoundError(
                 f"model is {name!r}: there is no such model; use a `mdl_` id, the `job_` id of a job that succeeded, "
@@ -61,16 +61,16 @@ class RegistryService:
             )
         if len(found) > 1:
             ids = [model.id for model in found]
-            shown = ", ".join(ids[:MOST_CANDIDATES]) + (", ..." if len(ids) > MOST_CANDIDATES else "")
+            shown = ", ".join(ids[:MAX_CANDIDATES]) + (", ..." if len(ids) > MAX_CANDIDATES else "")
             message = f"model is {name!r}, the name of several models; use the id of one (newest first): {shown}"
             raise InvalidInputError(message, field="model", value=name)
         return found[0], None
 
-    def history(self, alias: str, tenant: str) -> Sequence[Promotion]:
+    def get_history(self, alias: str, tenant: str) -> Sequence[Promotion]:
         """Return an alias's history. Raises `NotFoundError` for an alias that nothing was ever promoted to."""
-        found = self.registry.promotions(tenant=tenant, alias=alias)
+        found = self.registry.list_promotions(tenant=tenant, alias=alias)
         if not found:
-            raise _unknown_alias(alias)
+            raise _unknown_alias_error(alias)
         return found
 
     def promote(
@@ -81,7 +81,7 @@ class RegistryService:
         tenant: str,
         by: str,
         reason: str,
-        expected: Expected | None = None,
+        expected: ExpectedVersions | None = None,
         accept_undecided: bool = False,
     ) -> Promotion:
         """Point `alias` to the model; if it already does, nothing changes. `expected`: versions of the alias that may
@@ -94,26 +94,28 @@ class RegistryService:
         """
         found = self.find(model_name, tenant)
         _check_gates(found, accept_undecided=accept_undecided)
-        return self._point(alias, found.id, tenant=tenant, by=by, reason=reason, expected=expected)
+        return self._move_alias(alias, found.id, tenant=tenant, by=by, reason=reason, expected=expected)
 
-    def rollback(self, alias: str, *, tenant: str, by: str, reason: str, expected: Expected | None = None) -> Promotion:
+    def roll_back(
+        self, alias: str, *, tenant: str, by: str, reason: str, expected: ExpectedVersions | None = None
+    ) -> Promotion:
         """Point `alias` to the model that it pointed to before the present one was promoted. Raises `NotFoundError` for
         an unknown alias, `ConflictError` if there is no earlier model, and as `promote`."""
-        return self._point(alias, None, tenant=tenant, by=by, reason=reason, expected=expected)
+        return self._move_alias(alias, None, tenant=tenant, by=by, reason=reason, expected=expected)
 
-    def _point(
-        self, alias: str, model: str | None, *, tenant: str, by: str, reason: str, expected: Expected | None
+    def _move_alias(
+        self, alias: str, model: str | None, *, tenant: str, by: str, reason: str, expected: ExpectedVersions | None
     ) -> Promotion:
         """Point `alias` to the model; None: to the one before the present one."""
-        seen, now = self.registry.newest_promotion(alias, tenant=tenant), int(self.clock())
+        seen, now = self.registry.get_newest_promotion(alias, tenant=tenant), int(self.clock())
 
         def decide(history: Iterator[Promotion]) -> Promotion:
             newest = next(history, None)
             if newest is None and model is None:
-                raise _unknown_alias(alias)
+                raise _unknown_alias_error(alias)
             version = 0 if newest is None else newest.version
             if expected is not None:
-                expected.check(f"alias {alias!r}", version)
+                expected.check_version(f"alias {alias!r}", version)
             if newest is not None and newest.model == model:
                 return newest
             if newest is not None and expected is None and (seen is None or seen.version != version):
@@ -125,14 +127,14 @@ class RegistryService:
                 )
             wanted, previous = model, None if newest is None else newest.model
             if wanted is None and newest is not None:
-                wanted = next(islice(_reachable(chain([newest], history)), 1, None), None)
+                wanted = next(islice(_iterate_rollback_targets(chain([newest], history)), 1, None), None)
             if wanted is None:
                 message = f"alias {alias!r} stood for no model before {previous}; promote another one"
                 raise ConflictError(message, field="alias", value=alias)
             action: Literal["promote", "rollback"] = "rollback" if model is None else "promote"
             return Promotion(new_id("prm"), tenant, alias, action, wanted, previous, reason, by, now, version + 1)
 
-        return self.registry.promote(decide, alias, tenant, policy=self.policies.policy(tenant))
+        return self.registry.promote(decide, alias, tenant, policy=self.policies.get(tenant))
 
 
 def _check_gates(model: Model, *, accept_undecided: bool) -> None:
@@ -146,7 +148,7 @@ def _check_gates(model: Model, *, accept_undecided: bool) -> None:
         )
 
 
-def _reachable(newest_first: Iterable[Promotion]) -> Iterator[str]:
+def _iterate_rollback_targets(newest_first: Iterable[Promotion]) -> Iterator[str]:
     """Yield the models that the alias could be rolled back to, beginning with the present one. The oldest changes may
     be missing."""
     undone = 0
@@ -159,11 +161,11 @@ def _reachable(newest_first: Iterable[Promotion]) -> Iterator[str]:
             yield promotion.model
 
 
-def _unknown_alias(alias: str) -> NotFoundError:
+def _unknown_alias_error(alias: str) -> NotFoundError:
     return NotFoundError(f"there is no alias {alias!r}; GET /aliases lists them", field="alias", value=alias)
 
 
-def superseded(history: Sequence[Promotion], *, before: float, keep: int) -> int:
+def count_superseded(history: Sequence[Promotion], *, before: float, keep: int) -> int:
     """Return how many promotions, counted from the first, are older than `before` and not needed to roll back. `keep`:
     number of the newest models, including the present one, that must stay reachable by rollback."""
     stack: list[int] = []

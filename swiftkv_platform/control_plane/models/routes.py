@@ -11,12 +11,15 @@ from pydantic import ValidationError
 from swiftkv_platform.control_plane.access.callers import Deployer, Reader, Submitter, Uploader
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.components import ComponentsDep, DeletionsDep, ImportParsersDep, SettingsDep
-from swiftkv_platform.control_plane.http.answers import ListAnswer, NewestFirst, list_answer, paged
-from swiftkv_platform.control_plane.http.changes import IfMatch, tag
-from swiftkv_platform.control_plane.http.clients import WaitingClient
+from swiftkv_platform.control_plane.http.concurrency import ConnectedClient
+from swiftkv_platform.control_plane.http.merge_patch import IfMatch, set_etag
+from swiftkv_platform.control_plane.http.responses import ListAnswer, NewestFirst, make_list_response, make_page_query
 from swiftkv_platform.control_plane.jobs.responses import JobAnswer
 from swiftkv_platform.control_plane.jobs.routes import Presenter, Submission, set_location
-from swiftkv_platform.control_plane.models.answers import (
+from swiftkv_platform.control_plane.models.imports import ModelImporter
+from swiftkv_platform.control_plane.models.parents import make_copy_spec, make_publishing_spec
+from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, RegistryService
+from swiftkv_platform.control_plane.models.responses import (
     AliasAnswer,
     ComparisonAnswer,
     CreateModel,
@@ -26,27 +29,24 @@ from swiftkv_platform.control_plane.models.answers import (
     PromotionAnswer,
     PromotionRequest,
     RollbackRequest,
-    compare,
+    make_comparison,
 )
-from swiftkv_platform.control_plane.models.imports import ModelImports
-from swiftkv_platform.control_plane.models.parents import make_copy_spec, make_publishing_spec
-from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, RegistryService
 from swiftkv_platform.specs.publish import PublicationSpec
 from swiftkv_platform.web.bodies import BodyRoute
 
 router = APIRouter(tags=["models"], route_class=BodyRoute)
 
 
-def _registry(parts: ComponentsDep) -> RegistryService:
+def _get_registry(parts: ComponentsDep) -> RegistryService:
     return RegistryService(parts.registry, clock=parts.clock, policies=parts.policies)
 
 
-Service = Annotated[RegistryService, Depends(_registry)]
+Service = Annotated[RegistryService, Depends(_get_registry)]
 Alias = Annotated[str, Path(pattern=ALIAS_PATTERN)]
 
-_MOST_OF_LINEAGE = 1000
+_MAX_LINEAGE_ITEMS = 1000
 """Deployments, and changes of aliases, that a model's lineage names."""
-_NEWEST_CHANGES = 20
+_MAX_LISTED_CHANGES = 20
 """Newest changes of each alias that a list shows."""
 
 
@@ -54,7 +54,7 @@ _NEWEST_CHANGES = 20
 def list_models(parts: ComponentsDep, caller: Reader, page: NewestFirst) -> ListAnswer[ModelAnswer]:
     """Models, newest first."""
     found = parts.registry.list_models(page, tenant=caller.tenant)
-    return list_answer(found, ModelAnswer.of)
+    return make_list_response(found, ModelAnswer.from_model)
 
 
 @router.post("/models", status_code=status.HTTP_201_CREATED)
@@ -73,7 +73,7 @@ def create_model(
     """
     found = parts.parents.find(body.from_checkpoint, caller.tenant)
     try:
-        spec = make_publishing_spec(found, body.changes())
+        spec = make_publishing_spec(found, body.dump_set_fields())
     except ValidationError as error:
         raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
     return set_location(response, presenter.present(submission.submit(spec)))
@@ -86,39 +86,41 @@ def import_model(
     settings: SettingsDep,
     parsers: ImportParsersDep,
     caller: Uploader,  # before the client, since watching it reads from its connection
-    client: WaitingClient,
+    client: ConnectedClient,
 ) -> ModelAnswer:
     """Copy a student that no job of this platform made into the object store, and register it as a model.
 
     A directory with a `manifest.json`, as `swiftkv distill` writes one, is checked against its digests and keeps its
     lineage and report. The request lasts as long as the copy, which ends if the client leaves.
     """
-    imports = ModelImports(parts, settings, client, parsers)
+    imports = ModelImporter(parts, settings, client, parsers)
     with parsers.limiter.hold(caller.tenant, caller.name):
-        return ModelAnswer.of(imports.add(body.source, body.name, caller))
+        return ModelAnswer.from_model(imports.import_model(body.source, body.name, caller))
 
 
 @router.get("/models/{model_id}")
 def get_model(model_id: str, caller: Reader, service: Service) -> ModelAnswer:
     """Return a model. Wherever a route takes a model, except `DELETE`, its alias, its job's id, or a name that only one
     model has, is accepted instead of its id."""
-    return ModelAnswer.of(service.find(model_id, caller.tenant))
+    return ModelAnswer.from_model(service.find(model_id, caller.tenant))
 
 
 @router.get("/models/{model_id}/lineage")
 def get_lineage(model_id: str, parts: ComponentsDep, caller: Reader, service: Service) -> LineageAnswer:
     """Return a model's lineage, from the data and the teacher to the deployments that serve it."""
     model = service.find(model_id, caller.tenant)
-    deployments = parts.deployments.list_deployments_of_model(model.id, tenant=caller.tenant, limit=_MOST_OF_LINEAGE)
-    history = parts.registry.promotions_about(model.id, tenant=caller.tenant, limit=_MOST_OF_LINEAGE)
-    return LineageAnswer.of(model, deployments, history, parts.parents.list_ancestors(model.job_id, caller.tenant))
+    deployments = parts.deployments.list_deployments_of_model(model.id, tenant=caller.tenant, limit=_MAX_LINEAGE_ITEMS)
+    history = parts.registry.list_model_promotions(model.id, tenant=caller.tenant, limit=_MAX_LINEAGE_ITEMS)
+    return LineageAnswer.from_model(
+        model, deployments, history, parts.parents.list_ancestors(model.job_id, caller.tenant)
+    )
 
 
 @router.get("/models/{model_id}/compare/{other_id}")
 def compare_models(model_id: str, other_id: str, caller: Reader, service: Service) -> ComparisonAnswer:
     """Compare quality, prefill compute and cache size of two models, and how their jobs differ."""
     a, b = (service.find(each, caller.tenant) for each in (model_id, other_id))
-    return compare(a, b)
+    return make_comparison(a, b)
 
 
 @router.post("/models/{model_id}/publish", status_code=status.HTTP_201_CREATED)
@@ -161,7 +163,7 @@ def promote_model(
         expected=expected,
         accept_undecided=body.accept_undecided,
     )
-    tag(response, promotion.version)
+    set_etag(response, promotion.version)
     return PromotionAnswer.model_validate(promotion)
 
 
@@ -176,18 +178,18 @@ def delete_model(model_id: str, deletions: DeletionsDep, parts: ComponentsDep, c
 
 @router.get("/aliases")
 def list_aliases(
-    parts: ComponentsDep, caller: Reader, page: Annotated[Page, Depends(paged(100, "asc"))]
+    parts: ComponentsDep, caller: Reader, page: Annotated[Page, Depends(make_page_query(100, "asc"))]
 ) -> ListAnswer[AliasAnswer]:
     """List aliases by name, with their model and newest changes; `GET /aliases/{alias}` returns all changes."""
-    found = parts.registry.list_aliases(page, tenant=caller.tenant, newest=_NEWEST_CHANGES)
-    return list_answer(found, lambda history: AliasAnswer.of(history[-1].alias, history))
+    found = parts.registry.list_aliases(page, tenant=caller.tenant, newest=_MAX_LISTED_CHANGES)
+    return make_list_response(found, lambda history: AliasAnswer.from_history(history[-1].alias, history))
 
 
 @router.get("/aliases/{alias}")
 def get_alias(alias: Alias, caller: Reader, service: Service, response: Response) -> AliasAnswer:
     """Return an alias with its history, or the newest part of a very long one."""
-    found = AliasAnswer.of(alias, service.history(alias, caller.tenant))
-    tag(response, found.version)
+    found = AliasAnswer.from_history(alias, service.get_history(alias, caller.tenant))
+    set_etag(response, found.version)
     return found
 
 
@@ -199,6 +201,6 @@ def roll_back(
 
     `If-Match` works as in a promotion.
     """
-    promotion = service.rollback(alias, tenant=caller.tenant, by=caller.name, reason=body.reason, expected=expected)
-    tag(response, promotion.version)
+    promotion = service.roll_back(alias, tenant=caller.tenant, by=caller.name, reason=body.reason, expected=expected)
+    set_etag(response, promotion.version)
     return PromotionAnswer.model_validate(promotion)

@@ -18,14 +18,14 @@ import httpx
 
 from swiftkv_platform.errors import ClusterUnavailableError
 
-_RAISED = re.compile(r"^(?:\w+\.)*\w+(?:Error|Exception): ", re.MULTILINE)
+_ERROR_LINE = re.compile(r"^(?:\w+\.)*\w+(?:Error|Exception): ", re.MULTILINE)
 """Start of the traceback line that names the error."""
-_LONGEST_REASON = 2000
+_MAX_REASON_CHARS = 2000
 _WEB_SOCKET_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=3.0)
 _HEARTBEAT_S = 30.0
 """Seconds between pings, since a dashboard whose machine is gone closes no connection."""
-_LARGEST_MESSAGE = 64 << 20
-_LIVE_NODES = "/api/v0/nodes?limit=1&timeout=5&filter_keys=state&filter_predicates=%3D&filter_values=ALIVE"
+_MAX_MESSAGE_BYTES = 64 << 20
+_LIVE_NODES_PATH = "/api/v0/nodes?limit=1&timeout=5&filter_keys=state&filter_predicates=%3D&filter_values=ALIVE"
 
 
 class RayDashboard:
@@ -41,9 +41,9 @@ class RayDashboard:
     def request(self, method: str, path: str, *, json: Any = None) -> httpx.Response:
         """Return Ray's answer, whatever its status. Raises `ClusterUnavailableError` if there is none."""
         try:
-            return self._http.request(method, path, json=json, headers=_auth_headers(self._token_file))
+            return self._http.request(method, path, json=json, headers=_make_auth_headers(self._token_file))
         except httpx.TransportError as error:
-            raise self.silence(error) from error
+            raise self.no_response_error(error) from error
 
     @contextmanager
     def stream(self, path: str, params: Mapping[str, str | int]) -> Iterator[httpx.Response]:
@@ -53,7 +53,7 @@ class RayDashboard:
         """
         try:
             with self._http.stream(
-                "GET", path, params=dict(params), headers=_auth_headers(self._token_file)
+                "GET", path, params=dict(params), headers=_make_auth_headers(self._token_file)
             ) as response:
                 if not response.is_success:
                     response.read()
@@ -61,62 +61,64 @@ class RayDashboard:
         except httpx.RemoteProtocolError:
             raise
         except httpx.TransportError as error:
-            raise self.silence(error) from error
+            raise self.no_response_error(error) from error
 
-    async def messages(self, path: str) -> AsyncGenerator[str, None]:
+    async def stream_messages(self, path: str) -> AsyncGenerator[str, None]:
         """Yield the messages of a WebSocket until Ray closes it; none if Ray does not know the path's object.
 
         Raises `ClusterUnavailableError`.
         """
         try:
             async with (
-                aiohttp.ClientSession(timeout=_WEB_SOCKET_TIMEOUT, headers=_auth_headers(self._token_file)) as session,
+                aiohttp.ClientSession(
+                    timeout=_WEB_SOCKET_TIMEOUT, headers=_make_auth_headers(self._token_file)
+                ) as session,
                 session.ws_connect(
-                    f"{self.url}{path}", heartbeat=_HEARTBEAT_S, max_msg_size=_LARGEST_MESSAGE
+                    f"{self.url}{path}", heartbeat=_HEARTBEAT_S, max_msg_size=_MAX_MESSAGE_BYTES
                 ) as socket,
             ):
                 async for message in socket:
                     if message.type is aiohttp.WSMsgType.ERROR:
-                        raise self.silence(socket.exception() or ConnectionError())
+                        raise self.no_response_error(socket.exception() or ConnectionError())
                     yield str(message.data)
         except aiohttp.WSServerHandshakeError as error:
             if error.status != httpx.codes.NOT_FOUND:
-                raise self.silence(error) from error
+                raise self.no_response_error(error) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise self.silence(error) from error
+            raise self.no_response_error(error) from error
 
-    def document(self, response: httpx.Response, action: str) -> dict[str, Any]:
+    def parse_object(self, response: httpx.Response, action: str) -> dict[str, Any]:
         """The JSON object of a successful answer. Raises `ClusterUnavailableError`: Ray could not `action`."""
-        self.check(response, action)
+        self.check_success(response, action)
         try:
             document: dict[str, Any] = response.json()
         except ValueError as error:
-            raise self.failure(response, action) from error
+            raise self.failure_error(response, action) from error
         return document
 
-    def check(self, response: httpx.Response, action: str) -> None:
+    def check_success(self, response: httpx.Response, action: str) -> None:
         """Raise `ClusterUnavailableError` unless the answer is a success."""
         if not response.is_success:
-            raise self.failure(response, action)
+            raise self.failure_error(response, action)
 
     def check_alive(self) -> None:
         """Raise `ClusterUnavailableError` unless Ray answers and has a live node, which may be the head's: without one
         it takes no jobs."""
-        document = self.document(self.request("GET", _LIVE_NODES), "list its nodes")
+        document = self.parse_object(self.request("GET", _LIVE_NODES_PATH), "list its nodes")
         if not document["data"]["result"]["result"]:
-            raise self._unavailable("has no live node")
+            raise self._unavailable_error("has no live node")
 
-    def failure(self, response: httpx.Response, action: str) -> ClusterUnavailableError:
+    def failure_error(self, response: httpx.Response, action: str) -> ClusterUnavailableError:
         """Return the error for an answer that says that Ray could not `action`."""
         hint = ""
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             hint = "; its token is read from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
-        why = last_error(response.text) or response.reason_phrase
-        return self._unavailable(f"could not {action}: {response.status_code} {why}{hint}")
+        why = extract_last_error(response.text) or response.reason_phrase
+        return self._unavailable_error(f"could not {action}: {response.status_code} {why}{hint}")
 
-    def silence(self, error: BaseException) -> ClusterUnavailableError:
+    def no_response_error(self, error: BaseException) -> ClusterUnavailableError:
         """Return the error for a request that Ray did not answer."""
-        return self._unavailable(
+        return self._unavailable_error(
             f"does not answer: {error or type(error).__name__}; is it running, and is SWIFTKV_RAY_DASHBOARD_URL "
             "its dashboard's address?"
         )
@@ -124,17 +126,17 @@ class RayDashboard:
     def close(self) -> None:
         self._http.close()
 
-    def _unavailable(self, what: str) -> ClusterUnavailableError:
+    def _unavailable_error(self, what: str) -> ClusterUnavailableError:
         return ClusterUnavailableError(f"Ray at {self.url} {what}", field="ray_dashboard_url", value=self.url)
 
 
-def last_error(text: str) -> str:
+def extract_last_error(text: str) -> str:
     """Return the error at the end of a traceback, or the text itself if it holds none; at most 2000 characters."""
-    starts = [match.start() for match in _RAISED.finditer(text)]
-    return text[starts[-1] if starts else 0 :].strip()[:_LONGEST_REASON]
+    starts = [match.start() for match in _ERROR_LINE.finditer(text)]
+    return text[starts[-1] if starts else 0 :].strip()[:_MAX_REASON_CHARS]
 
 
-def _auth_headers(token_file: Path | None) -> dict[str, str]:
+def _make_auth_headers(token_file: Path | None) -> dict[str, str]:
     """Return the header with Ray's bearer token, if there is one. Read anew each time, since a restarted Ray may have
     another."""
     token = "" if token_file else os.environ.get("RAY_AUTH_TOKEN", "").strip()

@@ -19,8 +19,8 @@ import httpx
 
 from swiftkv_platform.contract.attempts import PROTOCOL, PROTOCOL_OPTION, AttemptId
 from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED_GPUS
-from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, last_error
-from swiftkv_platform.control_plane.ray.places import Node
+from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, extract_last_error
+from swiftkv_platform.control_plane.ray.placement import Node
 from swiftkv_platform.redaction import StreamRedactor
 from swiftkv_platform.settings import NodeGroup
 
@@ -125,20 +125,20 @@ class RayJobs:
         response = self._dashboard.request("POST", "/api/jobs/", json=body)
         # Ray answers an id it knows with the same 500 as any other failure.
         if not response.is_success and self.status(submission_id) is None:
-            raise self._dashboard.failure(response, f"submit {submission_id}")
+            raise self._dashboard.failure_error(response, f"submit {submission_id}")
 
     def status(self, submission_id: str) -> Submission | None:
         """Return the submission's present state; None if the cluster does not know the id."""
         response = self._dashboard.request("GET", _make_path(submission_id))
         if response.status_code == httpx.codes.NOT_FOUND:
             return None
-        document = self._dashboard.document(response, f"look up {submission_id}")
+        document = self._dashboard.parse_object(response, f"look up {submission_id}")
         return Submission(SubmissionStatus(document["status"]), document.get("message") or "")
 
     def list_submissions(self) -> Sequence[ListedSubmission]:
         """Return all submissions that the cluster knows, whoever submitted them."""
         response = self._dashboard.request("GET", "/api/jobs/")
-        self._dashboard.check(response, "list its jobs")
+        self._dashboard.check_success(response, "list its jobs")
         # Drivers that connected by themselves are listed as well, and have no submission.
         return [_parse_submission(job) for job in response.json() if job.get("submission_id")]
 
@@ -146,14 +146,14 @@ class RayJobs:
         """Ask the cluster to stop a submission; harmless for one that has ended or is unknown."""
         response = self._dashboard.request("POST", f"{_make_path(submission_id)}/stop")
         if response.status_code != httpx.codes.NOT_FOUND:
-            self._dashboard.check(response, f"stop {submission_id}")
+            self._dashboard.check_success(response, f"stop {submission_id}")
 
     def remove(self, submission_id: str) -> None:
         """Delete an ended submission from the cluster; harmless for one that is unknown. Raises
         `ClusterUnavailableError` for one that has not ended."""
         response = self._dashboard.request("DELETE", _make_path(submission_id))
         if response.status_code != httpx.codes.NOT_FOUND:
-            self._dashboard.check(response, f"delete {submission_id}")
+            self._dashboard.check_success(response, f"delete {submission_id}")
 
     def logs(self, submission_id: str, *, tail_lines: int | None = None) -> Iterator[bytes]:
         """Return the entrypoint's output so far, or its last `tail_lines` lines, as UTF-8 in pieces and without this
@@ -162,7 +162,7 @@ class RayJobs:
         response = self._dashboard.request("GET", _make_path(submission_id))
         if response.status_code == httpx.codes.NOT_FOUND:
             return
-        node = self._dashboard.document(response, f"look up {submission_id}").get("driver_node_id")
+        node = self._dashboard.parse_object(response, f"look up {submission_id}").get("driver_node_id")
         if node is None:
             return  # not started yet
         lines = _ALL_LINES if tail_lines is None else tail_lines
@@ -172,9 +172,11 @@ class RayJobs:
             with self._dashboard.stream("/api/v0/logs/file", params) as response:
                 if response.status_code == httpx.codes.INTERNAL_SERVER_ERROR:
                     # The node with the log may be gone for good, and an attempt must be able to end without it.
-                    yield text.feed(f"Ray cannot read the log of {submission_id}: {last_error(response.text)}\n")
+                    yield text.feed(
+                        f"Ray cannot read the log of {submission_id}: {extract_last_error(response.text)}\n"
+                    )
                 else:
-                    self._dashboard.check(response, f"read the log of {submission_id}")
+                    self._dashboard.check_success(response, f"read the log of {submission_id}")
                     for piece in response.iter_bytes():
                         yield text.feed(piece)
         except httpx.RemoteProtocolError:
@@ -185,7 +187,7 @@ class RayJobs:
         """Stream the output, in the form of `logs`, over a WebSocket, which Ray closes when the submission has ended
         and its log is sent."""
         text = LogText()
-        async with aclosing(self._dashboard.messages(f"{_make_path(submission_id)}/logs/tail")) as messages:
+        async with aclosing(self._dashboard.stream_messages(f"{_make_path(submission_id)}/logs/tail")) as messages:
             async for message in messages:
                 yield text.feed(message)
         yield text.close()

@@ -71,10 +71,10 @@ def config(artifact: Path, serve_port: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def client(config: dict[str, Any], dashboard_url: str) -> Iterator[openai.OpenAI]:
     with closing(RayDashboard(dashboard_url, timeout_s=120.0)) as dashboard:
-        dashboard.check(dashboard.request("PUT", APPLICATIONS, json=config), "configure Serve")
+        dashboard.check_success(dashboard.request("PUT", APPLICATIONS, json=config), "configure Serve")
 
         def running() -> bool:
-            document = dashboard.document(dashboard.request("GET", APPLICATIONS), "read the state of Serve")
+            document = dashboard.parse_object(dashboard.request("GET", APPLICATIONS), "read the state of Serve")
             [application] = document["applications"].values()
             assert application["status"] not in ("DEPLOY_FAILED", "UNHEALTHY"), application
             return application["status"] == "RUNNING"

@@ -10,7 +10,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.jobs.job import JobStatus, transition
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
@@ -36,7 +36,7 @@ def home(tmp_path: Path, empty_database: Path) -> Path:
     directory.mkdir()
     (directory / "swiftkv.db").write_bytes(empty_database.read_bytes())
     with closing(Database(f"sqlite:///{directory / 'swiftkv.db'}")) as database:
-        jobs = JobRepository(database, Tenants())
+        jobs = JobRepository(database, TenantPolicies())
         job = store(jobs, make_job())
         failed, event = transition(job, JobStatus.FAILED, now=100)
         jobs.update(failed, events=[event, message(job, "hello")])
@@ -46,7 +46,7 @@ def home(tmp_path: Path, empty_database: Path) -> Path:
 
 def jobs_in(home: Path) -> int:
     with closing(Database(f"sqlite:///{home / 'swiftkv.db'}")) as database:
-        return sum(JobRepository(database, Tenants()).count_by_status().values())
+        return sum(JobRepository(database, TenantPolicies()).count_by_status().values())
 
 
 def test_a_dry_run_tells_what_pruning_then_removes(home: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.contract.attempts import Manifest
-from swiftkv_platform.control_plane.retention import Kind, RetainedObjects, kind_of
+from swiftkv_platform.control_plane.retention import JobDataKind, RetentionStore, classify_object
 from swiftkv_platform.errors import ConflictError, InvalidInputError, StorageError
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import is_complete, publish_directory, read_manifest
@@ -198,9 +198,12 @@ def test_a_kind_has_its_places_in_every_attempt_and_trial(store: ObjectStore) ->
     put(store, f"{ATTEMPT}/logs.txt", f"{TRIAL}/logs.txt", "jobs/job_1/attempts/2/attempt.json")
     put(store, "jobs/job_2/attempts/1/a")
     places = [f"{place}/checkpoints" for place in (ATTEMPT, "jobs/job_1/attempts/2", TRIAL)]
-    assert RetainedObjects(store).places("job_1", Kind.CHECKPOINTS) == places
-    assert RetainedObjects(store).places("job_1", Kind.LOGS)[:2] == [f"{ATTEMPT}/logs.txt", f"{ATTEMPT}/logs.json"]
-    assert RetainedObjects(store).places("job_9", Kind.LOGS) == []
+    assert RetentionStore(store).list_locations("job_1", JobDataKind.CHECKPOINTS) == places
+    assert RetentionStore(store).list_locations("job_1", JobDataKind.LOGS)[:2] == [
+        f"{ATTEMPT}/logs.txt",
+        f"{ATTEMPT}/logs.json",
+    ]
+    assert RetentionStore(store).list_locations("job_9", JobDataKind.LOGS) == []
 
 
 def test_no_checkpoint_looks_complete_while_its_files_go(store: ObjectStore) -> None:
@@ -208,7 +211,7 @@ def test_no_checkpoint_looks_complete_while_its_files_go(store: ObjectStore) -> 
     names = [f"{place}/step-{step}" for step in (1, 2)]
     for name in names:
         put(store, f"{name}/a", f"{name}/b", f"{name}/manifest.json")
-    RetainedObjects(store).remove(place, limit=1)
+    RetentionStore(store).remove(place, limit=1)
     assert not any(is_complete(store, name) for name in names)
     assert len(keys(store)) == 3
 
@@ -222,12 +225,12 @@ def test_objects_are_counted_by_kind_part_by_part(store: ObjectStore) -> None:
         f"{TRIAL}/checkpoints/s/b",
     )
     put(store, f"{ATTEMPT}/attempt.json", "files/f")
-    objects = RetainedObjects(store)
+    objects = RetentionStore(store)
     counted = Counter[str]()
     after: str | None = None
     for _ in range(3):
-        found, after = objects.list("", limit=2, after=after)
-        counted.update(kind_of(info.key) for info in found)
+        found, after = objects.list_objects("", limit=2, after=after)
+        counted.update(classify_object(info.key) for info in found)
     assert after is None
     assert counted == {"event_objects": 1, "artifacts": 1, "checkpoints": 2, "other": 2}
 
@@ -236,7 +239,7 @@ def test_a_place_is_measured_and_emptied_in_batches_that_can_be_repeated(store: 
     place, log = f"{ATTEMPT}/events", f"{ATTEMPT}/logs.txt"
     others = [f"{ATTEMPT}/attempt.json", f"{ATTEMPT}/events-not", f"{ATTEMPT}/logs.json"]
     put(store, *(f"{place}/driver/{number}" for number in range(5)), log, *others)
-    objects, before, after = RetainedObjects(store), keys(store), None
+    objects, before, after = RetentionStore(store), keys(store), None
     batches, sizes = [], [(2, 6), (2, 6), (1, 3)]
     for _ in range(3):
         batches.append(objects.measure(place, limit=2, after=after))

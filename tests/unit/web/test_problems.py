@@ -38,7 +38,7 @@ def answers(error: SwiftKVError, path: str = "/failing") -> tuple[httpx.Response
         return TestClient(app, raise_server_exceptions=False).get(path)
 
     control_plane, replica = FastAPI(), FastAPI()
-    error_handlers.install(control_plane)
+    error_handlers.install_error_handlers(control_plane)
     add_problem_handlers(replica, [])
     return ask(control_plane), ask(replica)
 

@@ -20,7 +20,7 @@ from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms
-from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, send_webhook, webhook_rules
+from swiftkv_platform.control_plane.hooks.webhooks import WebhookDeliverer, make_webhook_rules, send_webhook
 from swiftkv_platform.control_plane.jobs.reconciler import PollIntervals, PollSchedule, Reconciler
 from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
 from swiftkv_platform.settings import Settings
@@ -75,7 +75,9 @@ class Server:
             self.parts, settings, UNDISPUTED, ControlPlaneHistograms(), NO_SPANS, polls=polls, concurrency=1
         )
         self._deployments = DeploymentReconciler(self.parts, settings, UNDISPUTED)
-        self._webhooks = Deliverer(self.parts.outbox, webhook_rules(self.settings), send_webhook, self.parts.clock)
+        self._webhooks = WebhookDeliverer(
+            self.parts.outbox, make_webhook_rules(self.settings), send_webhook, self.parts.clock
+        )
 
     def wait(self, seconds: float) -> None:
         """Let time pass."""
@@ -86,7 +88,7 @@ class Server:
         self._reconciler.tick()
         self._deployments.tick()
         self._webhooks.tick()
-        self._webhooks.wait()
+        self._webhooks.wait_until_idle()
 
     def submit(self, **spec: Any) -> dict[str, Any]:
         response = self.client.post("/jobs", json={**SPEC, **spec})

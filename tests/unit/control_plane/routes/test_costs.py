@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.attempts import AttemptId
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.jobs.estimates import PROCESS_MEMORY
 from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
-from swiftkv_platform.control_plane.ray.places import Node
+from swiftkv_platform.control_plane.ray.placement import Node
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, StillClock, refusal
 
 pytestmark = pytest.mark.slow("starts an application for each test")
@@ -123,7 +123,7 @@ def test_a_job_over_its_cap_is_paused_and_goes_on_with_a_higher_one(
 ) -> None:
     if by_tenant:
         (tmp_path / "tenants.yaml").write_text("default: {cost_cap: 4}")
-        parts = replace(priced.parts, policies=Tenants(tmp_path / "tenants.yaml"))
+        parts = replace(priced.parts, policies=TenantPolicies(tmp_path / "tenants.yaml"))
         priced = Server(priced.client, parts, priced.settings)
     job_id = priced.submit(limits={} if by_tenant else {"cost_cap": 4})["id"]
     worker = priced.run(job_id)
@@ -164,7 +164,7 @@ QUOTAS = "default: {max_queued_jobs: 2, max_running_jobs: 3, max_gpus: 4, max_cp
 def limited(start: Start, tmp_path: Path) -> Server:
     file = tmp_path / "tenants.yaml"
     file.write_text(QUOTAS)
-    return start(changed={"policies": Tenants(file)})
+    return start(changed={"policies": TenantPolicies(file)})
 
 
 def test_a_full_queue_is_a_429_that_names_the_quota_and_clears(limited: Server) -> None:

@@ -16,8 +16,8 @@ from openai import OpenAI
 from openai.types import FileDeleted, FileObject
 
 from swiftkv_platform.contract.attempts import file_key, new_file_id
-from swiftkv_platform.control_plane.access.tenants import Tenants
-from swiftkv_platform.control_plane.files.rows import File
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
+from swiftkv_platform.control_plane.files.repository import File
 from swiftkv_platform.control_plane.files.service import FileSweeper
 from swiftkv_platform.data.checks import MAX_ROW_BYTES
 from swiftkv_platform.errors import DatabaseUnavailableError
@@ -212,7 +212,7 @@ def test_an_upload_whose_row_cannot_be_stored_leaves_nothing(server: Server, sta
 def test_a_tenant_has_limits_of_its_own(start: Start, tmp_path: Path) -> None:
     limits = {"max_file_bytes": len(ROWS), "max_file_rows": 3, "max_stored_bytes": 2 * len(ROWS)}
     (tmp_path / "tenants.yaml").write_text(json.dumps({"default": limits}))
-    server = start(changed={"policies": Tenants(tmp_path / "tenants.yaml")})
+    server = start(changed={"policies": TenantPolicies(tmp_path / "tenants.yaml")})
     client = server.client
     assert upload(client, ROWS + b"\n").json()["error"]["param"] == "file"
     assert upload(client, b'{"text": "x"}\n' * 4).json()["error"]["code"] == "data_error"

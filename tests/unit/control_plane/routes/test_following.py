@@ -13,10 +13,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import Page, Slice, new_id
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.http.clients import Turns
+from swiftkv_platform.control_plane.http.concurrency import TenantConcurrencyLimiter
 from swiftkv_platform.control_plane.jobs import logs
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus, start, transition
 from swiftkv_platform.control_plane.jobs.logs import EventFollowers, WatchedJobs
@@ -73,7 +73,7 @@ async def take(stream: AsyncIterator[Event], count: int) -> list[str]:
 
 
 async def test_many_followers_cost_the_reads_of_one(events: Events) -> None:
-    followers = EventFollowers(events.read, Turns())
+    followers = EventFollowers(events.read, TenantConcurrencyLimiter())
     streams = [followers.follow("job_1", "a", None, has_ended=False) for _ in range(FOLLOWERS)]
     for stream in streams:
         assert await take(stream, 250) == [str(number) for number in range(250)]
@@ -93,7 +93,7 @@ async def test_many_followers_cost_the_reads_of_one(events: Events) -> None:
 
 
 async def test_a_follower_of_a_job_that_has_ended_hears_its_events_and_ends(events: Events) -> None:
-    stream = EventFollowers(events.read, Turns()).follow("job_1", "a", "evt_200", has_ended=True)
+    stream = EventFollowers(events.read, TenantConcurrencyLimiter()).follow("job_1", "a", "evt_200", has_ended=True)
     assert [event.message async for event in stream] == [str(number) for number in range(201, 250)]
 
 
@@ -110,7 +110,7 @@ async def test_of_a_tenants_followed_jobs_one_is_read_at_a_time() -> None:
             reading[tenant] -= 1
         return Slice([Event(new_id("evt"), job_id, 0, "message", job_id)], has_more=False)
 
-    followers = EventFollowers(read, Turns())
+    followers = EventFollowers(read, TenantConcurrencyLimiter())
     streams = [followers.follow(f"{tenant}{n}", tenant, None, has_ended=False) for tenant in "ab" for n in range(8)]
     heard = await asyncio.gather(*(take(stream, 3) for stream in streams))
     assert heard == [[f"{tenant}{n}"] * 3 for tenant in "ab" for n in range(8)]
@@ -121,7 +121,7 @@ async def test_of_a_tenants_followed_jobs_one_is_read_at_a_time() -> None:
 
 async def test_a_follower_too_slow_for_the_tail_misses_nothing(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "_KEPT", 10)
-    followers = EventFollowers(events.read, Turns())
+    followers = EventFollowers(events.read, TenantConcurrencyLimiter())
     async with (
         aclosing(followers.follow("job_1", "a", "evt_248", has_ended=False)) as slow,
         aclosing(followers.follow("job_1", "a", "evt_248", has_ended=False)) as fast,
@@ -135,7 +135,7 @@ async def test_a_follower_too_slow_for_the_tail_misses_nothing(events: Events, m
 
 
 async def test_every_follower_is_told_that_the_database_is_away(events: Events) -> None:
-    followers = EventFollowers(events.read, Turns())
+    followers = EventFollowers(events.read, TenantConcurrencyLimiter())
     streams = [followers.follow("job_1", "a", "evt_248", has_ended=False) for _ in range(3)]
     for stream in streams:
         assert await take(stream, 1) == ["249"]
@@ -237,7 +237,7 @@ def test_a_database_that_is_away_keeps_no_reader_waiting_and_is_told_later() -> 
 
 
 def test_reading_events_marks_the_job(sqlite_database: Database) -> None:
-    jobs = JobRepository(sqlite_database, Tenants())
+    jobs = JobRepository(sqlite_database, TenantPolicies())
     started, event = start(store(jobs, make_job()), now=100)
     job = jobs.update(started, events=[event])
     found = WatchedJobs(jobs, StillClock()).events(job.id, Page(limit=5, order="asc"))

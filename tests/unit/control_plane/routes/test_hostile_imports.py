@@ -19,13 +19,13 @@ from sqlalchemy import func, select
 from starlette.requests import ClientDisconnect
 
 from swiftkv_platform.contract.attempts import MANIFEST
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.database.tables import ModelRow
-from swiftkv_platform.control_plane.http.clients import Client
-from swiftkv_platform.control_plane.models.imports import ModelImports
-from swiftkv_platform.control_plane.parsing import import_parsers
+from swiftkv_platform.control_plane.http.concurrency import Client
+from swiftkv_platform.control_plane.models.imports import ModelImporter
+from swiftkv_platform.control_plane.parsing import make_import_parsers
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.limits import IMPORT_DEPTH, IMPORT_FILES, IMPORT_SMALL_FILE_BYTES, MODEL_BYTES, MODEL_VALUES
 from swiftkv_platform.private_directories import open_workspace
@@ -62,7 +62,9 @@ def test_what_does_not_fit_is_not_copied(start: Start, tmp_path: Path, temporary
     """Its apparent size counts: a sparse file would fill the store with zeros."""
     tenants = tmp_path / "tenants.yaml"
     tenants.write_text(yaml.safe_dump({"default": {"max_stored_bytes": 1 << 20} if limit == "quota" else {}}))
-    server = start(changed={"policies": Tenants(tenants)}, max_import_bytes=1 << 20 if limit == "operator" else 1 << 40)
+    server = start(
+        changed={"policies": TenantPolicies(tenants)}, max_import_bytes=1 << 20 if limit == "operator" else 1 << 40
+    )
     source = student(tmp_path)
     with (source / "model.safetensors").open("wb") as weights:
         weights.truncate(2 << 30)
@@ -214,14 +216,16 @@ def test_a_copy_ends_when_its_client_leaves(server: Server, tmp_path: Path, temp
     class Leaving(Client):
         seen = 0
 
-        def check_present(self) -> None:
+        def check_connected(self) -> None:
             self.seen += 1
             if self.seen > 8:
                 raise ClientDisconnect
 
     client = Leaving()
     with pytest.raises(ClientDisconnect):
-        ModelImports(server.parts, server.settings, client, import_parsers()).add(str(source), None, CALLER)
+        ModelImporter(server.parts, server.settings, client, make_import_parsers()).import_model(
+            str(source), None, CALLER
+        )
     assert client.seen == 9
     assert list(server.parts.objects.list("models")) == list(temporary.iterdir()) == []
     assert server.get("/models")["data"] == []
@@ -281,10 +285,10 @@ def test_the_workspace_of_a_process_that_died_is_removed_at_the_next_start(start
 
 
 def test_an_object_that_was_being_written_by_a_process_that_died_goes(server: Server, tmp_path: Path) -> None:
-    from swiftkv_platform.control_plane.retention import RetainedObjects
+    from swiftkv_platform.control_plane.retention import RetentionStore
 
     root = Path(server.parts.objects.uri)
     (root / "models" / "mdl_dead").mkdir(parents=True)
     (root / "models" / "mdl_dead" / ".swiftkv-tmp-1").write_bytes(b"half")
-    RetainedObjects(server.parts.objects).remove("models/mdl_dead", limit=10)
+    RetentionStore(server.parts.objects).remove("models/mdl_dead", limit=10)
     assert not (root / "models" / "mdl_dead").exists()

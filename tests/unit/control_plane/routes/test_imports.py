@@ -10,11 +10,11 @@ import pytest
 
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.base import Caller
-from swiftkv_platform.control_plane.http.clients import Client
-from swiftkv_platform.control_plane.models.imports import ModelImports
+from swiftkv_platform.control_plane.http.concurrency import Client
+from swiftkv_platform.control_plane.models.imports import ModelImporter
 from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.models.rows import Registry
-from swiftkv_platform.control_plane.parsing import import_parsers
+from swiftkv_platform.control_plane.models.repository import ModelRepository
+from swiftkv_platform.control_plane.parsing import make_import_parsers
 from swiftkv_platform.control_plane.retention import DAY_S
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
@@ -79,29 +79,29 @@ def test_a_path_of_another_process_is_refused(server: Server) -> None:
         assert "a relative path" in error["message"]
 
 
-class Interrupted(Registry):
+class Interrupted(ModelRepository):
     """A registry that runs `copying` while an import copies objects, and `copied` before the row is written."""
 
     copying: Callable[[], None] = staticmethod(lambda: None)
     copied: Callable[[], None] = staticmethod(lambda: None)
 
-    def note_import(self, prefix: str, **options: Any) -> None:
-        super().note_import(prefix, **options)
+    def begin_import(self, prefix: str, **options: Any) -> None:
+        super().begin_import(prefix, **options)
         self.copying()
 
-    def add_model(self, model: Model, **options: Any) -> None:
+    def register_import(self, model: Model, **options: Any) -> None:
         self.copied()
-        super().add_model(model, **options)
+        super().register_import(model, **options)
 
 
 def killed() -> None:
     raise KeyboardInterrupt
 
 
-def interrupted(server: Server, **during: Callable[[], None]) -> ModelImports:
+def interrupted(server: Server, **during: Callable[[], None]) -> ModelImporter:
     registry = Interrupted(server.parts.database)
     vars(registry).update(during)
-    return ModelImports(replace(server.parts, registry=registry), server.settings, Client(), import_parsers())
+    return ModelImporter(replace(server.parts, registry=registry), server.settings, Client(), make_import_parsers())
 
 
 def imported(server: Server) -> int:
@@ -113,7 +113,7 @@ def test_what_an_import_that_died_has_copied_goes_after_a_day_and_no_model_does(
     kept = post(server, "/models/import", {"source": str(source)}, 201)
     files = imported(server)
     with pytest.raises(KeyboardInterrupt):
-        interrupted(server, copied=killed).add(str(source), None, caller)
+        interrupted(server, copied=killed).import_model(str(source), None, caller)
     assert imported(server) == 2 * files
     server.wait(DAY_S - 60)
     assert (sweep(server), imported(server)) == ({}, 2 * files), "the import may still be running"
@@ -121,7 +121,7 @@ def test_what_an_import_that_died_has_copied_goes_after_a_day_and_no_model_does(
     sweep(server)
     assert imported(server) == files
     assert [model["id"] for model in server.get("/models")["data"]] == [kept["id"]]
-    slow = interrupted(server, copying=lambda: server.wait(DAY_S / 2 - 60)).add(str(source), None, caller)
+    slow = interrupted(server, copying=lambda: server.wait(DAY_S / 2 - 60)).import_model(str(source), None, caller)
     server.wait(DAY_S)
     sweep(server)
     assert imported(server) == 2 * files
@@ -137,7 +137,9 @@ def test_an_import_that_has_taken_too_long_is_refused(server: Server, tmp_path: 
         assert bool(sweep(server)) == swept
 
     with pytest.raises(StorageError, match="too long"):
-        interrupted(server, copying=frozen).add(str(student(tmp_path, spec=SPEC)), None, Caller("default", "ann"))
+        interrupted(server, copying=frozen).import_model(
+            str(student(tmp_path, spec=SPEC)), None, Caller("default", "ann")
+        )
     assert (imported(server), server.get("/models")["data"]) == (0, [])
 
 

@@ -10,9 +10,9 @@ import httpx
 import pytest
 import yaml
 
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
-from swiftkv_platform.control_plane.ray.places import Node
+from swiftkv_platform.control_plane.ray.placement import Node
 from swiftkv_platform.security.keys import Scope, create_key
 from tests.support.fakes.attempt_store import FakeWorker
 from tests.unit.control_plane.routes.conftest import SPEC, URL, Server, Start, refusal
@@ -213,7 +213,7 @@ def test_a_retry_is_answered_whatever_has_changed(start: Start, teacher: dict[st
 
     def post(spec: dict[str, Any], roots: tuple[str, ...], grants: str = "max_queued_jobs: 1") -> httpx.Response:
         granted.write_text(f"default: {{{grants}}}\n")
-        server = start(changed={"policies": Tenants(granted)}, source_roots=roots)
+        server = start(changed={"policies": TenantPolicies(granted)}, source_roots=roots)
         return server.client.post("/jobs", json=spec, headers={"Idempotency-Key": "once"})
 
     spec, opened = {**SPEC, "model": teacher}, (str(tmp_path),)
@@ -363,7 +363,7 @@ def test_a_job_says_that_no_node_holds_it_or_that_ray_is_away_wherever_it_stands
 
 def test_a_job_beyond_its_tenants_quota_says_so(start: Start, tmp_path: Path) -> None:
     (tmp_path / "tenants.yaml").write_text("default: {max_cpus: 3}")
-    server = start(changed={"policies": Tenants(tmp_path / "tenants.yaml")}, max_running_jobs=9)
+    server = start(changed={"policies": TenantPolicies(tmp_path / "tenants.yaml")}, max_running_jobs=9)
     server.submit()
     server.tick()
     told = waits(server, server.submit())

@@ -10,13 +10,13 @@ import pytest
 from sqlalchemy import event, inspect
 
 from swiftkv_platform.contract.attempts import AttemptId, ManifestFile, new_file_id
-from swiftkv_platform.control_plane.access.audit import AuditEntry, SqlAudit
+from swiftkv_platform.control_plane.access.audit import AuditEntry, AuditTrail
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database import paging
 from swiftkv_platform.control_plane.database.tables import Base, DeploymentRow, FileRow, ModelRow, PromotionRow
-from swiftkv_platform.control_plane.http import answers
+from swiftkv_platform.control_plane.http import responses
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus, MetricPoint
-from swiftkv_platform.control_plane.jobs.routes import recipes
+from swiftkv_platform.control_plane.jobs.routes import load_recipes
 from swiftkv_platform.limits import EVENT_BYTES, MANIFEST_BYTES, MANIFEST_VALUES, MODEL_BYTES, PAGE_BYTES, Limit, Scope
 from swiftkv_platform.storage.artifacts import write_manifest
 from tests.support.records import make_job, make_model, store
@@ -155,16 +155,18 @@ def add_files(server: Server) -> list[str]:
 
 
 def add_audit(server: Server) -> list[str]:
-    trail = SqlAudit(server.parts.database)
+    trail = AuditTrail(server.parts.database)
     ids = [f"{number:04d}" for number in range(100)]
     known = {"request_id": "x", "actor": "ann", "credential": None, "tenant": TENANT, "address": "::1", "method": "GET"}
     for each in ids:
-        trail.store(AuditEntry(id=each, created_at=1.0, route=LARGE[:200], object=LARGE[:200], status=200, **known))  # type: ignore[arg-type]
+        trail.store_entry(
+            AuditEntry(id=each, created_at=1.0, route=LARGE[:200], object=LARGE[:200], status=200, **known)
+        )  # type: ignore[arg-type]
     return ids
 
 
 def of_recipes(_server: Server) -> list[str]:
-    return [recipe.id for recipe in recipes()]
+    return [recipe.id for recipe in load_recipes()]
 
 
 SEEDS: dict[str, Callable[[Server], list[str] | tuple[str, list[str]]]] = {
@@ -225,7 +227,7 @@ def test_pages_are_short_and_together_whole(
     start: Start, monkeypatch: pytest.MonkeyPatch, route: str, order: str
 ) -> None:
     monkeypatch.setattr(paging, "PAGE_BYTES", SMALL_PAGE)
-    monkeypatch.setattr(answers, "PAGE_BYTES", Limit(Scope.REQUEST, "bytes of a page", SMALL_PAGE))
+    monkeypatch.setattr(responses, "PAGE_BYTES", Limit(Scope.REQUEST, "bytes of a page", SMALL_PAGE))
     server = start()
     made = SEEDS[route](server)
     job_id, ids = made if isinstance(made, tuple) else ("", made)

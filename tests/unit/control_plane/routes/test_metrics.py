@@ -158,7 +158,7 @@ def test_metrics_tell_what_is_away_and_are_there_without_it(
         replace_method(getattr(parts, PARTS[away]), name)
     server = start(changed={"clock": StillClock()})
     with monkeypatch.context() as hasty:
-        hasty.setattr(health, "_SCRAPE_WAITS_S", 1.0 if how == "is silent" else 30.0)
+        hasty.setattr(health, "_SCRAPE_TIMEOUT_S", 1.0 if how == "is silent" else 30.0)
         is_away.set()
         found = samples(server.client)
     told = {name: found["swiftkv_dependency_up", (("dependency", name),)] for name in PARTS}

@@ -7,9 +7,9 @@ import pytest
 
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
-from swiftkv_platform.control_plane.models.answers import compare
 from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.retention import RetainedObjects, RetainedRows, Sweeper
+from swiftkv_platform.control_plane.models.responses import make_comparison
+from swiftkv_platform.control_plane.retention import RetentionRepository, RetentionStore, RetentionSweeper
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
 
 pytestmark = pytest.mark.slow("starts an application for each test")
@@ -180,7 +180,7 @@ def test_figures_say_which_is_better_and_lineage_whether_that_counts() -> None:
         spec = {"swiftkv": {"key_value_group_size": group}, "optimizer": {"learning_rate": 0.1}}
         return described(metrics, teacher="t", data_fingerprint=fingerprint, spec=spec)
 
-    found = compare(model(0.1, 0.9, 0.75, 60.0, "x", 2), model(0.2, 0.8, 0.5, 61.0, "y", 4))
+    found = make_comparison(model(0.1, 0.9, 0.75, 60.0, "x", 2), model(0.2, 0.8, 0.5, 61.0, "y", 4))
     figures = {figure.name: (figure.a, figure.b, figure.better) for figure in found.figures}
     assert figures["distilled.kl"] == (0.1, 0.2, "a")
     assert figures["distilled.top1_agreement"][2] == "a"
@@ -188,7 +188,9 @@ def test_figures_say_which_is_better_and_lineage_whether_that_counts() -> None:
     assert figures["tasks.mmlu.student"] == (60.0, 61.0, "b")
     assert figures["distilled.perplexity"] == (None, None, None)
     less = {"task": "wikitext", "student": 9.0, "higher_is_better": False}
-    perplexity = compare(described({"tasks": [less]}), described({"tasks": [less | {"student": 8.0}]})).figures[-1]
+    perplexity = make_comparison(described({"tasks": [less]}), described({"tasks": [less | {"student": 8.0}]})).figures[
+        -1
+    ]
     assert dict(perplexity) == {"name": "tasks.wikitext.student", "a": 9.0, "b": 8.0, "better": "b"}
     assert [dict(each) for each in found.differences] == [{"name": "data_fingerprint", "a": "x", "b": "y"}]
     groups = {"name": "swiftkv.key_value_group_size", "a": 2, "b": 4}
@@ -246,10 +248,10 @@ def test_places_that_the_operator_has_not_opened_are_closed(opened: Server, serv
 
 def sweep(server: Server) -> dict[str, int]:
     """Run a round of the sweeper; return the number of objects removed, by kind."""
-    rows, objects = RetainedRows(server.parts.database), RetainedObjects(server.parts.objects)
-    sweeper = Sweeper(rows, objects, server.settings, server.parts.clock)
+    rows, objects = RetentionRepository(server.parts.database), RetentionStore(server.parts.objects)
+    sweeper = RetentionSweeper(rows, objects, server.settings, server.parts.clock)
     removed: dict[str, int] = {}
-    for swept in sweeper.round():
+    for swept in sweeper.run_round():
         removed[swept.kind] = removed.get(swept.kind, 0) + swept.objects
     return removed
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.jobs import service
 from swiftkv_platform.limits import RESUMPTIONS, Limit
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
@@ -36,7 +36,7 @@ def full(start: Start, tmp_path: Path) -> tuple[Server, str]:
     """A control plane whose tenant has one object of each kind and may have none, and the tenant's model."""
     file = tmp_path / "tenants.yaml"
     file.write_text("{}")
-    server = start(changed={"policies": Tenants(file)})
+    server = start(changed={"policies": TenantPolicies(file)})
     model = server.succeed()["distilled_model"]
     assert deploy(server, model, "/first").status_code == 201
     assert promote(server, model, "first").status_code == 200
@@ -45,7 +45,7 @@ def full(start: Start, tmp_path: Path) -> tuple[Server, str]:
     assert imported.status_code == 201, imported.text
     names = ("deployments", "aliases", "files", "imported_models", "stored_jobs")
     (tmp_path / "none.yaml").write_text(json.dumps({"default": {f"max_{name}": 0 for name in names}}))
-    return start(changed={"policies": Tenants(tmp_path / "none.yaml")}), model
+    return start(changed={"policies": TenantPolicies(tmp_path / "none.yaml")}), model
 
 
 def test_beyond_each_limit_new_objects_are_refused_and_old_ones_listed_and_deleted(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.errors import UnauthenticatedError
 from swiftkv_platform.security.webhooks import verify
@@ -139,7 +139,7 @@ def test_a_tenants_own_webhook_is_told_of_all_its_jobs(
 ) -> None:
     file = tmp_path / "tenants.yaml"
     file.write_text(json.dumps({"tenants": {"default": {"webhook": hook(receiver, "/tenant", on=["queued"])}}}))
-    jobs = JobRepository(server.parts.database, Tenants(file))
+    jobs = JobRepository(server.parts.database, TenantPolicies(file))
     settings = {name: getattr(server.settings, name) for name in ("webhook_origins", "secrets_dir")}
     both = start(changed={"jobs": jobs}, **settings)
     both.submit()

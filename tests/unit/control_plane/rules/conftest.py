@@ -15,7 +15,7 @@ from swiftkv_platform.control_plane.jobs.job import Event, Job, Reason, status_e
 from swiftkv_platform.control_plane.jobs.reconciler import PollIntervals, PollSchedule, Reconciler
 from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.control_plane.loops import Leadership
-from swiftkv_platform.control_plane.parsing import spec_parsers
+from swiftkv_platform.control_plane.parsing import make_spec_parsers
 from swiftkv_platform.control_plane.ray.jobs import Entrypoint, SubmissionStatus
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
@@ -61,7 +61,7 @@ class Plane:
 
     @property
     def service(self) -> JobService:
-        return JobService(self.parts, Settings(_env_file=None), self.nodes, spec_parsers())
+        return JobService(self.parts, Settings(_env_file=None), self.nodes, make_spec_parsers())
 
     def reconciler(
         self,

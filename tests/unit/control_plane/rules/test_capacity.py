@@ -15,7 +15,7 @@ from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus, sta
 from swiftkv_platform.control_plane.jobs.queue import check_node_groups, unclaimed_bundles
 from swiftkv_platform.control_plane.jobs.reconciler import PollSchedule, Reconciler
 from swiftkv_platform.control_plane.ray.jobs import RayJobs
-from swiftkv_platform.control_plane.ray.places import Bundle, EmptyNodes, Node, fit
+from swiftkv_platform.control_plane.ray.placement import Bundle, EmptyNodes, Node, can_place
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.settings import NodeGroup, Settings
 from tests.support.fakes.scripted_server import Script, json_answer, serve
@@ -280,6 +280,6 @@ def test_nodes_that_are_looked_at_once_for_many_jobs_hold_what_each_would_find()
             worker = {"CPU": random.randint(0, 4), "GPU": random.randint(0, 2), random.choice(("memory", "a100")): 1}
             driver, number = {"CPU": random.randint(1, 3)}, random.randint(1, 8)
             bundles = [driver, *[worker] * number]
-            found.append(empty.hold(bundles))
-            assert found[-1] == fit(nodes, bundles) == possible(nodes, driver, worker, number), (nodes, bundles)
+            found.append(empty.can_place(bundles))
+            assert found[-1] == can_place(nodes, bundles) == possible(nodes, driver, worker, number), (nodes, bundles)
     assert 0.2 < sum(found) / len(found) < 0.8

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import TenantPolicy, Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies, TenantPolicy
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.jobs.job import (
     TRANSITIONS,
@@ -31,12 +31,12 @@ from tests.support.records import held_by, snapshot_of
 
 
 @dataclass
-class Granted(Tenants):
+class Granted(TenantPolicies):
     """Policies of tenants, without a file."""
 
     policies: Mapping[str, TenantPolicy] = field(default_factory=dict)
 
-    def policy(self, tenant: str) -> TenantPolicy:
+    def get(self, tenant: str) -> TenantPolicy:
         return self.policies.get(tenant, TenantPolicy())
 
 
@@ -94,8 +94,8 @@ def test_priorities_count_within_a_tenant_alone() -> None:
 
 
 def test_a_worker_counts_a_core_whatever_share_it_reserves() -> None:
-    assert Demand.of(job("a", resources=workers(1000, cpus=0.1)).spec).cpus == 1000
-    assert Demand.of(job("a", resources=workers(2, cpus=1.5)).spec).cpus == 3
+    assert Demand.for_job(job("a", resources=workers(1000, cpus=0.1)).spec).cpus == 1000
+    assert Demand.for_job(job("a", resources=workers(2, cpus=1.5)).spec).cpus == 3
 
 
 def test_a_job_that_waits_for_its_quota_is_not_overtaken_by_its_tenants_smaller_ones() -> None:
@@ -114,10 +114,10 @@ def test_a_retry_that_is_not_due_stops_nobody() -> None:
 
 def test_an_elastic_job_and_a_sweep_count_with_their_most() -> None:
     elastic = {"num_workers": {"min": 1, "max": 8}, "gpus_per_worker": 1, "cpus_per_worker": 2}
-    assert Demand.of(job("a", resources=elastic).spec) == Demand(1, 8.0, 16.0)
+    assert Demand.for_job(job("a", resources=elastic).spec) == Demand(1, 8.0, 16.0)
     sweep = {"learning_rate": [0.1, 0.2, 0.3], "max_concurrent": 8}
     spec = job("a", resources=workers(2, gpus=1), sweep=sweep, evaluation={"max_kl": 1}).spec
-    assert Demand.of(spec) == Demand(1, 6.0, 6.0)
+    assert Demand.for_job(spec) == Demand(1, 6.0, 6.0)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(1, 4)), max_size=12), st.integers(0, 6))
@@ -127,33 +127,33 @@ def test_whatever_waits_no_quota_is_passed_and_no_room_wasted(jobs: list[tuple[s
     for tenant, running, gpus in jobs:
         spec = {"resources": workers(gpus, gpus=1), "training": {"batch_size": 12}}
         candidate = job(tenant, status=JobStatus.RUNNING, **spec)
-        fits = (held_by([*live, candidate])[tenant]).exceeded_limit(granted.policy(tenant)) is None
+        fits = (held_by([*live, candidate])[tenant]).find_exceeded_limit(granted.get(tenant)) is None
         live.append(candidate if running and fits else replace(candidate, status=JobStatus.QUEUED))
     chosen = choose(FairQueue(granted), live, room=room)
     after = [replace(item, status=JobStatus.RUNNING) if item in chosen else item for item in live]
     for tenant, held in held_by(after).items():
-        assert held.exceeded_limit(granted.policy(tenant)) is None
+        assert held.find_exceeded_limit(granted.get(tenant)) is None
     assert len({item.id for item in chosen}) == len(chosen) <= room
     if len(chosen) < room:
         for tenant in "abc":
             waiting = [item for item in after if item.tenant == tenant and item.status is JobStatus.QUEUED]
             if waiting:
-                first = Demand.of(min(waiting, key=lambda item: item.id).spec)
+                first = Demand.for_job(min(waiting, key=lambda item: item.id).spec)
                 held = held_by(after).get(tenant, Demand()) + first
-                assert held.exceeded_limit(granted.policy(tenant)) is not None
+                assert held.find_exceeded_limit(granted.get(tenant)) is not None
 
 
 def test_policies_come_from_a_file_that_may_change(tmp_path: Path) -> None:
     path = tmp_path / "tenants.yaml"
     path.write_text("default: {max_queued_jobs: 5}\ntenants:\n  acme: {weight: 2}\n")
-    tenants = Tenants(path)
-    assert tenants.policy("acme") == TenantPolicy(weight=2, max_queued_jobs=5)
-    assert tenants.policy("other") == TenantPolicy(max_queued_jobs=5)
+    tenants = TenantPolicies(path)
+    assert tenants.get("acme") == TenantPolicy(weight=2, max_queued_jobs=5)
+    assert tenants.get("other") == TenantPolicy(max_queued_jobs=5)
     path.write_text("tenants: {acme: {max_gpus: 8}}  # changed\n")
-    assert tenants.policy("acme") == TenantPolicy(max_gpus=8)
+    assert tenants.get("acme") == TenantPolicy(max_gpus=8)
     path.write_text("tenants: {acme: {max_gpu: 8}}  # misspelt")
     with pytest.raises(InvalidInputError, match="max_gpus") as caught:
-        Tenants(path)
+        TenantPolicies(path)
     assert caught.value.field == "tenants_file"
 
 

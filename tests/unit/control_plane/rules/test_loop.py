@@ -13,7 +13,7 @@ from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.reconciler import PollIntervals, PollSchedule
 from swiftkv_platform.control_plane.jobs.repository import ClusterJob
-from swiftkv_platform.control_plane.loops import LEASE_S, LONGEST_LEASE_S, ControlLoop, Leadership, Leases
+from swiftkv_platform.control_plane.loops import LEASE_S, MAX_LEASE_S, ControlLoop, Leadership, Leases
 from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
 from swiftkv_platform.errors import DatabaseUnavailableError, LeaseLostError
 from tests.unit.control_plane.rules.conftest import Plane
@@ -68,13 +68,13 @@ def test_one_of_two_leads_until_it_resigns_or_dies(plane: Plane) -> None:
     leases = Leases(plane.database)
     turns: list[str] = []
     first, second = (Leadership(leases, "jobs", holder, plane.clock) for holder in ("a", "b"))
-    step_a, step_b = first.guard(lambda: turns.append("a")), second.guard(lambda: turns.append("b"))
+    step_a, step_b = first.guard_step(lambda: turns.append("a")), second.guard_step(lambda: turns.append("b"))
     for _ in range(3):
         step_a()
         step_b()
         plane.clock.now += LEASE_S / 2
     assert turns == ["a", "a", "a"]
-    first.resign()
+    first.release()
     step_b()
     step_a()
     assert turns[3:] == ["b"]
@@ -95,7 +95,7 @@ def test_a_control_plane_whose_lease_ran_out_in_a_round_submits_nothing_more(pla
     plane.cluster.submit = noted  # type: ignore[method-assign]
     leases = Leases(plane.database)
     first, second = (Leadership(leases, "jobs", holder, plane.clock) for holder in ("a", "b"))
-    other = second.guard(plane.reconciler(lease=second).tick)
+    other = second.guard_step(plane.reconciler(lease=second).tick)
 
     class Slow:
         """An attempt store in which one request takes longer than the lease."""
@@ -110,11 +110,11 @@ def test_a_control_plane_whose_lease_ran_out_in_a_round_submits_nothing_more(pla
 
     job = plane.submit()
     with pytest.raises(LeaseLostError):
-        first.guard(plane.reconciler(parts={"attempts": Slow()}, lease=first).tick)()
+        first.guard_step(plane.reconciler(parts={"attempts": Slow()}, lease=first).tick)()
     assert calls == [f"{job.id}-1"]
     assert plane.get(job).attempt.submitted_at is not None
     with pytest.raises(LeaseLostError):
-        first.check()
+        first.check_leading()
     other()
     assert calls == [f"{job.id}-1"]
 
@@ -122,16 +122,16 @@ def test_a_control_plane_whose_lease_ran_out_in_a_round_submits_nothing_more(pla
 def test_a_lease_is_renewed_while_a_step_takes_longer_than_it(plane: Plane) -> None:
     leases, turns = Leases(plane.database), list[str]()
     first, second = (Leadership(leases, "jobs", holder, time.time, lease_s=0.2) for holder in ("a", "b"))
-    other = second.guard(lambda: turns.append("b"))
+    other = second.guard_step(lambda: turns.append("b"))
 
     def long() -> None:
         began = time.monotonic()
         while time.monotonic() - began < 0.6:
             other()
-            first.check()
+            first.check_leading()
             time.sleep(0.01)
 
-    first.guard(long)()
+    first.guard_step(long)()
     assert turns == []
 
 
@@ -141,20 +141,20 @@ def test_a_step_ends_where_its_lease_cannot_be_renewed(plane: Plane) -> None:
     began = threading.Event()
 
     def step() -> None:
-        leases.take = lambda *_, **__: None  # type: ignore[assignment, method-assign, return-value]
+        leases.acquire = lambda *_, **__: None  # type: ignore[assignment, method-assign, return-value]
         while True:
-            first.check()
+            first.check_leading()
             began.wait(0.01)
 
     with pytest.raises(LeaseLostError):
-        first.guard(step)()
+        first.guard_step(step)()
     with pytest.raises(LeaseLostError):
-        first.check()
+        first.check_leading()
 
 
 def test_a_database_that_needs_longer_than_a_lease_slows_a_loop_down_and_does_not_stop_it(plane: Plane) -> None:
     leases = Leases(plane.database)
-    take, turns, longest = leases.take, list[str](), list[float]()
+    take, turns, longest = leases.acquire, list[str](), list[float]()
 
     def slow(name: str, holder: str, *, now: float, until: float) -> int | None:
         longest.append(until - now)
@@ -162,15 +162,15 @@ def test_a_database_that_needs_longer_than_a_lease_slows_a_loop_down_and_does_no
         plane.clock.now += seconds
         return token
 
-    leases.take = slow  # type: ignore[method-assign]
+    leases.acquire = slow  # type: ignore[method-assign]
     lease = Leadership(leases, "jobs", "a", plane.clock)
 
     def step() -> None:
-        lease.check()
+        lease.check_leading()
         turns.append("a")
 
     seconds = LEASE_S + 1.0
-    guarded = lease.guard(step)
+    guarded = lease.guard_step(step)
     with pytest.raises(LeaseLostError):
         guarded()  # its loop reports a failure
     for _ in range(3):
@@ -180,13 +180,13 @@ def test_a_database_that_needs_longer_than_a_lease_slows_a_loop_down_and_does_no
     for _ in range(2):
         with pytest.raises(LeaseLostError):
             guarded()
-    assert max(longest) == LONGEST_LEASE_S
+    assert max(longest) == MAX_LEASE_S
 
 
 def test_a_clock_that_is_set_back_keeps_nothing_waiting(plane: Plane) -> None:
     """A clock set back by an hour delays neither jobs, nor a cluster that was away, readiness or the lease."""
     lease = Leadership(Leases(plane.database), "jobs", "a", plane.clock)
-    step = lease.guard(plane.reconciler(max_running_jobs=2, polls=PollSchedule(), lease=lease).tick)
+    step = lease.guard_step(plane.reconciler(max_running_jobs=2, polls=PollSchedule(), lease=lease).tick)
     readiness = CachedCall(lambda: plane.clock.now, plane.clock, ttl_s=2.0)
     step()
     job = plane.submit()
@@ -203,9 +203,9 @@ def test_a_clock_that_is_set_back_keeps_nothing_waiting(plane: Plane) -> None:
     assert plane.get(job).status is JobStatus.SUCCEEDED
     plane.clock.now -= 3600.0
     restarted, turns = Leadership(Leases(plane.database), "jobs", "b", plane.clock), list[str]()
-    restarted.guard(lambda: turns.append("b"))()
+    restarted.guard_step(lambda: turns.append("b"))()
     assert turns == ["b"], "the killed one had a lease for an hour from now"
-    lease.guard(lambda: turns.append("a"))()
+    lease.guard_step(lambda: turns.append("a"))()
     assert turns == ["b"]
 
 

@@ -168,7 +168,7 @@ def test_a_row_that_cannot_be_read_breaks_neither_lists_nor_the_queue(plane: Pla
         session.execute(text(damage), {"id": damaged.id})
     found = plane.jobs.list(Page(order="asc"), tenant=first.tenant)
     assert [job.id for job in found.items] == [first.id, last.id]
-    assert list(found.left_out) == [damaged.id]
+    assert list(found.unreadable_ids) == [damaged.id]
     reconciler = plane.reconciler(max_running_jobs=2)
     reconciler.tick()
     assert plane.cluster.started == [f"{first.id}-1", f"{last.id}-1"]

@@ -15,10 +15,10 @@ from swiftkv_platform.control_plane.base import Caller, new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
 from swiftkv_platform.control_plane.deployments.service import DeploymentService
-from swiftkv_platform.control_plane.http.changes import Expected
+from swiftkv_platform.control_plane.http.merge_patch import ExpectedVersions
 from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.models.rows import Registry
-from swiftkv_platform.control_plane.ray.places import Node
+from swiftkv_platform.control_plane.models.repository import ModelRepository
+from swiftkv_platform.control_plane.ray.placement import Node
 from swiftkv_platform.errors import (
     ClusterUnavailableError,
     InvalidInputError,
@@ -91,7 +91,7 @@ def test_a_deployment_whose_row_cannot_be_read_is_served_on(
     assert plane.serving.status()[damaged.spec.id].status is DeploymentStatus.DELETING, "its row is gone"
 
 
-class BusyCatalog(Registry):
+class BusyCatalog(ModelRepository):
     """A registry in which other callers change the deployment between a read and its write."""
 
     meanwhile: list[Mapping[str, Any]]
@@ -112,7 +112,7 @@ def test_of_two_changes_at_once_the_later_one_is_refused_where_it_contradicts(pl
     deployment, catalog = deploy(plane, model.id), BusyCatalog(plane.database)
     deployments = DeploymentService(replace(plane.parts, deployments=catalog, registry=catalog), SETTINGS)
 
-    def update(meanwhile: Mapping[str, Any], expected: Expected | None = None, **changes: Any) -> Deployment:
+    def update(meanwhile: Mapping[str, Any], expected: ExpectedVersions | None = None, **changes: Any) -> Deployment:
         catalog.meanwhile = [meanwhile]
         return deployments.update(deployment.spec.id, ANN, changes, expected=expected)
 
@@ -132,9 +132,11 @@ def test_of_two_changes_at_once_the_later_one_is_refused_where_it_contradicts(pl
             update(meanwhile, **changes)
         assert stale.value.field == field
     version = catalog.get_deployment(deployment.spec.id, tenant=TENANT).version
-    assert update({"max_replicas": 3}, Expected(frozenset({version + 1})), max_replicas=4).spec.max_replicas == 4
+    assert (
+        update({"max_replicas": 3}, ExpectedVersions(frozenset({version + 1})), max_replicas=4).spec.max_replicas == 4
+    )
     with pytest.raises(PreconditionFailedError):
-        update({"max_replicas": 3}, Expected(frozenset({version + 2})), upscale_delay_s=5.0)
+        update({"max_replicas": 3}, ExpectedVersions(frozenset({version + 2})), upscale_delay_s=5.0)
 
 
 def test_an_adapter_whose_base_is_closed_is_not_deployed(plane: Plane, model: Model) -> None:
@@ -197,7 +199,7 @@ HALF: dict[str, Any] = {"deployments_share": 0.5}
 
 def having(policy: Callable[[str], TenantPolicy]) -> Any:
     """Tenants with these policies."""
-    return SimpleNamespace(policy=policy)
+    return SimpleNamespace(get=policy)
 
 
 def sharing(

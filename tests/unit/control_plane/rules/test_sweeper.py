@@ -8,14 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import Page, new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, start, transition
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
-from swiftkv_platform.control_plane.retention import DAY_S, Counts, Kind, RetainedObjects, RetainedRows, Sweeper, Swept
+from swiftkv_platform.control_plane.retention import (
+    DAY_S,
+    JobDataKind,
+    RemovedAmount,
+    RetentionRepository,
+    RetentionStore,
+    RetentionSweeper,
+    StoredAmounts,
+)
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.deployment import ResolvedDeployment
@@ -24,7 +32,7 @@ from tests.support.fakes.object_store import InMemoryObjectStore
 from tests.unit.control_plane.rules.conftest import TENANT, Plane
 
 NOTHING = dict.fromkeys((name for name in Settings.model_fields if re.fullmatch("retention_.*_days", name)), 0.0)
-EVERYTHING = NOTHING | {f"retention_{kind}_days": 1.0 for kind in (*Kind, "deliveries", "idempotency_keys")}
+EVERYTHING = NOTHING | {f"retention_{kind}_days": 1.0 for kind in (*JobDataKind, "deliveries", "idempotency_keys")}
 EVERYTHING |= {f"retention_{kind}_days": 2.0 for kind in ("promotions", "models")} | {"retention_jobs_days": 4.0}
 
 
@@ -32,16 +40,16 @@ def kept(days: dict[str, float]) -> Settings:
     return Settings(**days, retention_metric_points=3, retention_rollbacks=2, _env_file=None)
 
 
-def sweeper(plane: Plane, days: dict[str, float] = EVERYTHING, **options: object) -> Sweeper:
-    rows, objects = RetainedRows(plane.database), RetainedObjects(plane.objects)
-    return Sweeper(rows, objects, kept(days), plane.clock, **options)  # type: ignore[arg-type]
+def sweeper(plane: Plane, days: dict[str, float] = EVERYTHING, **options: object) -> RetentionSweeper:
+    rows, objects = RetentionRepository(plane.database), RetentionStore(plane.objects)
+    return RetentionSweeper(rows, objects, kept(days), plane.clock, **options)  # type: ignore[arg-type]
 
 
-def summed(round_: Iterator[Swept]) -> dict[str, tuple[int, int, int]]:
-    found: dict[str, Swept] = {}
+def summed(round_: Iterator[RemovedAmount]) -> dict[str, tuple[int, int, int]]:
+    found: dict[str, RemovedAmount] = {}
     for swept in round_:
-        found[swept.kind] = found.get(swept.kind, Swept(swept.kind)) + swept
-    return {kind: (each.rows, each.objects, each.bytes) for kind, each in found.items() if each != Swept(kind)}
+        found[swept.kind] = found.get(swept.kind, RemovedAmount(swept.kind)) + swept
+    return {kind: (each.rows, each.objects, each.bytes) for kind, each in found.items() if each != RemovedAmount(kind)}
 
 
 def keys(plane: Plane) -> list[str]:
@@ -71,7 +79,7 @@ def run(plane: Plane, reconciler: Reconciler, *, well: bool = True, name: str = 
 
 def state(plane: Plane) -> tuple[list[str], dict[str, int]]:
     """All keys of the store, and the number of rows of each table."""
-    return keys(plane), RetainedRows(plane.database).count_rows()
+    return keys(plane), RetentionRepository(plane.database).count_rows()
 
 
 def test_a_dry_run_tells_what_a_round_removes_and_removes_nothing(plane: Plane) -> None:
@@ -79,23 +87,23 @@ def test_a_dry_run_tells_what_a_round_removes_and_removes_nothing(plane: Plane) 
     for well in (True, False, True):
         run(plane, reconciler, well=well)
     deleted = run(plane, reconciler, name="deleted")
-    RetainedRows(plane.database).delete_job(deleted.id, by="ann", now=plane.clock())
+    RetentionRepository(plane.database).delete_job(deleted.id, by="ann", now=plane.clock())
     plane.clock.now += 1.5 * DAY_S
     before = state(plane)
-    told = summed(sweeper(plane).round(dry_run=True))
+    told = summed(sweeper(plane).run_round(dry_run=True))
     assert state(plane) == before
     assert {"events", "metrics", "event_objects", "checkpoints", "logs", "tracking", "deleted"} <= told.keys()
-    assert set(summed(sweeper(plane, NOTHING).round())) == {"deleted"}, "without retention only deleted jobs go"
-    rest = summed(sweeper(plane).round())
+    assert set(summed(sweeper(plane, NOTHING).run_round())) == {"deleted"}, "without retention only deleted jobs go"
+    rest = summed(sweeper(plane).run_round())
     assert rest == {kind: counts for kind, counts in told.items() if kind != "deleted"}
     assert len(before[0]) - len(keys(plane)) == sum(objects for _, objects, _ in told.values())
-    assert summed(sweeper(plane).round()) == {}
+    assert summed(sweeper(plane).run_round()) == {}
 
 
 def test_an_ended_job_keeps_its_record_its_history_and_its_model(plane: Plane) -> None:
     job = run(plane, plane.reconciler())
     plane.clock.now += 1.5 * DAY_S
-    summed(sweeper(plane).round())
+    summed(sweeper(plane).run_round())
     assert plane.get(job) == job
     assert plane.statuses(job) == ["queued", "starting", "running", "succeeded"]
     assert {event.type for event in plane.events(job)} == {"status"}
@@ -142,9 +150,9 @@ def test_a_kill_between_any_two_changes_leaves_a_state_that_the_next_round_ends(
     for changes in itertools.count(1):
         store = Dying(plane.objects)
         store.left = changes
-        rows, objects = RetainedRows(plane.database), RetainedObjects(store)
+        rows, objects = RetentionRepository(plane.database), RetentionStore(store)
         try:
-            summed(Sweeper(rows, objects, kept(EVERYTHING), plane.clock).round())
+            summed(RetentionSweeper(rows, objects, kept(EVERYTHING), plane.clock).run_round())
         except KeyboardInterrupt:
             deaths += 1
             # Rows go before objects: each model that has a row is whole.
@@ -157,7 +165,7 @@ def test_a_kill_between_any_two_changes_leaves_a_state_that_the_next_round_ends(
     assert deaths > 3
     assert [model.job_id for model in plane.catalog.list_models(Page(limit=9), tenant=TENANT).items] == [new.id]
     assert {key.split("/")[1] for key in keys(plane)} == {new.id}
-    assert RetainedRows(plane.database).deletions(now=plane.clock(), limit=9, after=None) == []
+    assert RetentionRepository(plane.database).list_due_deletions(now=plane.clock(), limit=9, after=None) == []
     assert [job.id for job in plane.jobs.list(Page(), tenant=TENANT).items] == [new.id], (old.id, failed.id)
 
 
@@ -165,7 +173,7 @@ def test_two_at_a_time_remove_each_thing_once(plane: Plane) -> None:
     reconciler = plane.reconciler()
     jobs = [run(plane, reconciler) for _ in range(4)]
     plane.clock.now += 5 * DAY_S
-    rounds = [sweeper(plane).round(), sweeper(plane).round()]
+    rounds = [sweeper(plane).run_round(), sweeper(plane).run_round()]
     while rounds:  # a step of one sweeper, a step of the other
         for each in list(rounds):
             if next(each, None) is None:
@@ -198,21 +206,21 @@ def test_a_tick_is_short_and_the_next_goes_on(plane: Plane) -> None:
     slow.tick()
     assert len(keys(plane)) == before, "the first step removes rows"
     ticks = 1
-    while slow.counts == Counts():
+    while slow.stored == StoredAmounts():
         slow.tick()
         ticks += 1
     assert ticks > 10
     assert len(keys(plane)) == 9
-    assert slow.swept["checkpoints"].objects == 6
-    assert slow.counts.rows["jobs"] == 3
-    assert slow.counts.objects == {"artifacts": 6, "other": 3}
-    assert slow.counts.bytes["artifacts"] > 0
+    assert slow.removed["checkpoints"].objects == 6
+    assert slow.stored.rows["jobs"] == 3
+    assert slow.stored.objects == {"artifacts": 6, "other": 3}
+    assert slow.stored.bytes["artifacts"] > 0
     again = run(plane, reconciler)
     plane.clock.now += 3599
     slow.tick()
-    assert slow.counts.rows["jobs"] == 3, "it pauses between rounds"
+    assert slow.stored.rows["jobs"] == 3, "it pauses between rounds"
     plane.clock.now += 2 * DAY_S
-    while slow.counts.rows["jobs"] == 3:
+    while slow.stored.rows["jobs"] == 3:
         slow.tick()
     assert not [key for key in keys(plane) if "checkpoints" in key and again.id in key]
 
@@ -224,7 +232,7 @@ def test_fifteen_days_of_traffic_end_at_a_steady_size(plane: Plane, tmp_path: Pa
     plane.objects = store  # type: ignore[assignment]
     plane.__post_init__()
     reconciler = plane.reconciler(max_running_jobs=9)
-    registry = RegistryService(plane.catalog, plane.clock, Tenants())
+    registry = RegistryService(plane.catalog, plane.clock, TenantPolicies())
     pinned = run(plane, reconciler, name="pinned")
     assert pinned.distilled_model is not None
     spec = ResolvedDeployment(
@@ -245,7 +253,7 @@ def test_fifteen_days_of_traffic_end_at_a_steady_size(plane: Plane, tmp_path: Pa
         run(plane, reconciler, name="chat", well=False)
         assert model is not None
         if day % 5 == 4:
-            registry.rollback("production", tenant=TENANT, by="ann", reason="worse")
+            registry.roll_back("production", tenant=TENANT, by="ann", reason="worse")
             promoted.pop()
         else:
             registry.promote(model, "production", tenant=TENANT, by="ann", reason="better")
@@ -253,8 +261,8 @@ def test_fifteen_days_of_traffic_end_at_a_steady_size(plane: Plane, tmp_path: Pa
         plane.clock.now += DAY_S
         nightly = sweeper(plane, monotonic=lambda: 0.0)
         nightly.tick()
-        objects = {f"objects of {kind}": number for kind, number in nightly.counts.objects.items()}
-        sizes.append({**nightly.counts.rows, **objects})
+        objects = {f"objects of {kind}": number for kind, number in nightly.stored.objects.items()}
+        sizes.append({**nightly.stored.rows, **objects})
         # One of the models kept for rollbacks was rolled back, and none is kept in its place.
         in_use = promoted[-1:] if day % 5 == 4 else promoted[-kept(EVERYTHING).retention_rollbacks :]
         for held in (pinned.distilled_model, *in_use):
@@ -276,17 +284,17 @@ def test_fifteen_days_of_traffic_end_at_a_steady_size(plane: Plane, tmp_path: Pa
 def test_one_job_that_cannot_be_swept_keeps_no_other_from_it_and_a_store_that_is_away_ends_the_round(
     plane: Plane,
 ) -> None:
-    reconciler, rows = plane.reconciler(), RetainedRows(plane.database)
+    reconciler, rows = plane.reconciler(), RetentionRepository(plane.database)
     jobs = [run(plane, reconciler) for _ in range(4)]
     plane.clock.now += 1.5 * DAY_S
-    away = RetainedObjects(Refusing(plane.objects, *(job.id for job in jobs)))
+    away = RetentionStore(Refusing(plane.objects, *(job.id for job in jobs)))
     with pytest.raises(StorageError):
-        summed(Sweeper(rows, away, kept(EVERYTHING), plane.clock).round())
-    assert rows.ended_jobs(Kind.EVENT_OBJECTS, before=plane.clock(), limit=9, after=None)
-    refusing = RetainedObjects(Refusing(plane.objects, jobs[0].id))
-    summed(Sweeper(rows, refusing, kept(EVERYTHING), plane.clock).round())
+        summed(RetentionSweeper(rows, away, kept(EVERYTHING), plane.clock).run_round())
+    assert rows.list_ended_jobs(JobDataKind.EVENT_OBJECTS, before=plane.clock(), limit=9, after=None)
+    refusing = RetentionStore(Refusing(plane.objects, jobs[0].id))
+    summed(RetentionSweeper(rows, refusing, kept(EVERYTHING), plane.clock).run_round())
     assert {key.split("/")[1] for key in keys(plane) if "checkpoints" in key} == {jobs[0].id}
-    summed(sweeper(plane).round())
+    summed(sweeper(plane).run_round())
     assert [key for key in keys(plane) if "checkpoints" in key] == [], "the next round tries it again"
 
 
@@ -295,12 +303,12 @@ def test_what_is_deleted_between_rounds_goes_within_a_minute(plane: Plane) -> No
     job, regular = run(plane, plane.reconciler()), sweeper(plane, NOTHING)
     regular.tick()
     kept = keys(plane)
-    RetainedRows(plane.database).delete_job(job.id, by="ann", now=plane.clock(), tenant=TENANT)
+    RetentionRepository(plane.database).delete_job(job.id, by="ann", now=plane.clock(), tenant=TENANT)
     plane.clock.now += 1.0
     regular.tick()
     assert keys(plane) == [], kept
     store_again = run(plane, plane.reconciler(), name="another")
-    RetainedRows(plane.database).delete_job(store_again.id, by="ann", now=plane.clock(), tenant=TENANT)
+    RetentionRepository(plane.database).delete_job(store_again.id, by="ann", now=plane.clock(), tenant=TENANT)
     regular.tick()
     assert keys(plane), "a minute has not passed"
     plane.clock.now += 60.0

@@ -30,31 +30,31 @@ from swiftkv_platform.errors import QuotaExceededError
 _TENANT: Any = bindparam("tenant")
 
 
-def _rows(table: Any, *where: Any) -> Select[Any]:
+def _count_rows(table: Any, *where: Any) -> Select[Any]:
     return select(func.count()).where(table.tenant == _TENANT, *where)
 
 
-_COUNTED: dict[str, tuple[str, Select[Any], str]] = {
+_COUNT_QUOTAS: dict[str, tuple[str, Select[Any], str]] = {
     "max_queued_jobs": (
         "jobs that wait or are paused",
-        _rows(JobRow, JobRow.status.in_(WAITING)),
+        _count_rows(JobRow, JobRow.status.in_(WAITING)),
         "submit again when one has started, or cancel one",
     ),
     "max_unfinished_jobs": (
         "jobs that have not ended",
-        _rows(JobRow, JobRow.status.in_(LIVE)),
+        _count_rows(JobRow, JobRow.status.in_(LIVE)),
         "submit again when one has ended, or cancel one",
     ),
     "max_stored_jobs": (
         "jobs that are stored, including ended ones",
-        _rows(JobRow),
+        _count_rows(JobRow),
         "submit again when you have deleted one",
     ),
-    "max_deployments": ("deployments", _rows(DeploymentRow), "delete one, and try again when it is gone"),
-    "max_files": ("files", _rows(FileRow), "delete one (`DELETE /v1/files/{id}`), and upload again"),
+    "max_deployments": ("deployments", _count_rows(DeploymentRow), "delete one, and try again when it is gone"),
+    "max_files": ("files", _count_rows(FileRow), "delete one (`DELETE /v1/files/{id}`), and upload again"),
     "max_imported_models": (
         "imported models",
-        _rows(ModelRow, ModelRow.job_id.is_(None)),
+        _count_rows(ModelRow, ModelRow.job_id.is_(None)),
         "delete one (`DELETE /models/{id}`), and import again",
     ),
     "max_aliases": (
@@ -64,31 +64,31 @@ _COUNTED: dict[str, tuple[str, Select[Any], str]] = {
     ),
     "max_pending_deliveries": (
         "deliveries that wait to be sent",
-        _rows(DeliveryRow, DeliveryRow.status == PENDING),
+        _count_rows(DeliveryRow, DeliveryRow.status == PENDING),
         "wait until some are sent",
     ),
 }
 """What limits of a policy count: the objects' name, their number, and the way to make room."""
 
 
-def count(session: Session, limit: str, tenant: str) -> int:
+def count_objects(session: Session, limit: str, tenant: str) -> int:
     """Return how many objects a tenant has of those that a field of `TenantPolicy` limits, such as `max_files`."""
-    return session.scalar(_COUNTED[limit][1], {"tenant": tenant}) or 0
+    return session.scalar(_COUNT_QUOTAS[limit][1], {"tenant": tenant}) or 0
 
 
-def check_number(session: Session, limit: str, tenant: str, policy: TenantPolicy) -> None:
+def check_count_quota(session: Session, limit: str, tenant: str, policy: TenantPolicy) -> None:
     """Raise `QuotaExceededError` if a tenant has as many objects as the policy's field `limit` allows."""
     most = getattr(policy, limit)
-    if most is not None and (number := count(session, limit, tenant)) >= most:
-        kind, _, cure = _COUNTED[limit]
+    if most is not None and (number := count_objects(session, limit, tenant)) >= most:
+        kind, _, cure = _COUNT_QUOTAS[limit]
         message = f"tenant {tenant!r} has {number} {kind}; its quota {limit} is {most}; {cure}"
         raise QuotaExceededError(message, field=limit, value=number)
 
 
-def check_bytes(session: Session, tenant: str, more: int, policy: TenantPolicy) -> None:
+def check_storage_quota(session: Session, tenant: str, added: int, policy: TenantPolicy) -> None:
     """Raise `QuotaExceededError` if the tenant's files and models would, with `more` bytes, exceed its quota."""
     most = policy.max_stored_bytes
-    if most is not None and (used := used_bytes(session, tenant) + more) > most:
+    if most is not None and (used := sum_stored_bytes(session, tenant) + added) > most:
         raise QuotaExceededError(
             f"files and models of tenant {tenant!r} come to {used} bytes; its quota max_stored_bytes is {most}; delete "
             "some, whose bytes are free within minutes, or ask the operator for more",
@@ -97,7 +97,7 @@ def check_bytes(session: Session, tenant: str, more: int, policy: TenantPolicy) 
         )
 
 
-def used_bytes(session: Session, tenant: str) -> int:
+def sum_stored_bytes(session: Session, tenant: str) -> int:
     """Return the bytes of the tenant's files and models: jobs' models included, and deleted ones until their objects
     are gone."""
     tables = (FileRow, ModelRow, DeletionRow)
@@ -105,14 +105,14 @@ def used_bytes(session: Session, tenant: str) -> int:
     return sum(int(session.scalar(each) or 0) for each in sums)
 
 
-def held_by(session: Session, tenant: str, *, without: str = "") -> Demand:
+def sum_demand(session: Session, tenant: str, *, exclude: str = "") -> Demand:
     """Return the demand of a tenant's jobs on the cluster and of its deployments. `without`: id of a deployment that
     does not count."""
-    jobs = held_by_jobs(session, ON_CLUSTER, tenants=[tenant]).get(tenant, Demand())
-    return jobs + held_by_deployments(session, tenants=[tenant], without=without).get(tenant, Demand())
+    jobs = sum_job_demand(session, ON_CLUSTER, tenants=[tenant]).get(tenant, Demand())
+    return jobs + sum_deployment_demand(session, tenants=[tenant], exclude=exclude).get(tenant, Demand())
 
 
-def held_by_jobs(
+def sum_job_demand(
     session: Session, statuses: Sequence[str], *, tenants: Sequence[str] | None = None
 ) -> dict[str, Demand]:
     """Return the summed demand of jobs in these statuses, by tenant. `tenants`: None for all."""
@@ -123,13 +123,13 @@ def held_by_jobs(
     return {tenant: Demand(jobs, gpus, cpus) for tenant, jobs, gpus, cpus in session.execute(query)}
 
 
-def held_by_deployments(
-    session: Session, *, tenants: Sequence[str] | None = None, without: str = ""
+def sum_deployment_demand(
+    session: Session, *, tenants: Sequence[str] | None = None, exclude: str = ""
 ) -> dict[str, Demand]:
     """Return the summed demand of deployments, by tenant. Deployments being deleted count, since their replicas still
     run. `tenants`: None for all. `without`: id of a deployment that does not count."""
     sums = (func.sum(DeploymentRow.gpus), func.sum(DeploymentRow.cpus), func.sum(DeploymentRow.replicas))
-    query = select(DeploymentRow.tenant, *sums).where(DeploymentRow.id != without).group_by(DeploymentRow.tenant)
+    query = select(DeploymentRow.tenant, *sums).where(DeploymentRow.id != exclude).group_by(DeploymentRow.tenant)
     if tenants is not None:
         query = query.where(DeploymentRow.tenant.in_(tenants))
     return {tenant: Demand(0, gpus, cpus, replicas) for tenant, gpus, cpus, replicas in session.execute(query)}

@@ -18,8 +18,8 @@ from pydantic import BaseModel, field_validator
 from swiftkv_platform.control_plane.access import callers
 from swiftkv_platform.control_plane.access.callers import Reader, Submitter
 from swiftkv_platform.control_plane.app import create_app
-from swiftkv_platform.control_plane.http import clients
-from swiftkv_platform.control_plane.http.clients import Turns
+from swiftkv_platform.control_plane.http import concurrency
+from swiftkv_platform.control_plane.http.concurrency import TenantConcurrencyLimiter
 from swiftkv_platform.errors import OverloadedError
 from swiftkv_platform.settings import Settings
 
@@ -52,9 +52,9 @@ async def test_a_tenants_requests_of_a_kind_take_turns_and_keep_no_others_waitin
         return SimpleNamespace(tenant=request.headers["tenant"])
 
     monkeypatch.setattr(callers, "get_caller", called)
-    monkeypatch.setattr(clients, "RESTS", 0.0)
+    monkeypatch.setattr(concurrency, "PAUSE_RATIO", 0.0)
     app, running, most = FastAPI(), Counter[str](), Counter[str]()
-    app.state.turns = taken = Turns()
+    app.state.concurrency_limiter = taken = TenantConcurrencyLimiter()
 
     @app.get("/")
     async def items(request: Request, _caller: Reader) -> None:
@@ -79,7 +79,7 @@ async def test_a_tenants_requests_of_a_kind_take_turns_and_keep_no_others_waitin
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test", headers={"tenant": "a"}) as client:
         assert (await client.post("/", json={"item": 1})).json() == 200
-        monkeypatch.setitem(globals(), "place", taken._places["a", "submitting"])
+        monkeypatch.setitem(globals(), "place", taken._semaphores["a", "submitting"])
         for body, status in (({"item": 1}, 200), ({}, 422), ({"item": 1}, 200)):
             assert (await client.post("/", json=body)).status_code == status
         sent = [client.get("/", headers={"tenant": tenant}) for tenant in "ab" * 4]
@@ -99,8 +99,8 @@ def test_every_route_with_a_key_takes_turns_or_is_bounded_otherwise(tmp_path: Pa
         names = set().union(*calls)
         if "get_caller" in names:
             without.update(f"{method} {route.path}" for method in route.methods)
-        assert not {"get_caller", "in_turn"} <= names, route.path
-        held, taken = ([at for at, each in enumerate(calls) if name in each] for name in ("hold_stream", "in_turn"))
+        assert not {"get_caller", "hold_slot"} <= names, route.path
+        held, taken = ([at for at, each in enumerate(calls) if name in each] for name in ("hold_stream", "hold_slot"))
         if held and taken:
             streamed.add(route.path)
             assert held[0] < taken[0], route.path
@@ -113,24 +113,24 @@ def _inside(dependant: Dependant) -> list[Dependant]:
 
 
 async def test_between_two_turns_of_a_tenant_others_have_twice_the_time() -> None:
-    taken, loop = Turns(), asyncio.get_running_loop()
-    async with taken.turn("a", "reading"):
+    taken, loop = TenantConcurrencyLimiter(), asyncio.get_running_loop()
+    async with taken.acquire("a", "reading"):
         began = loop.time()
         await asyncio.sleep(0.03)
         took = loop.time() - began
     ended = loop.time()
-    async with taken.turn("a", "reading"):
-        assert loop.time() - ended >= (min(took, 0.03) - clients.SPARED_S) * 2 * 0.9
+    async with taken.acquire("a", "reading"):
+        assert loop.time() - ended >= (min(took, 0.03) - concurrency.FREE_S) * 2 * 0.9
 
 
 async def test_one_that_would_wait_behind_too_many_is_refused_and_others_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(clients, "MOST_WAITING", 2)
-    taken, done = Turns(), asyncio.Event()
+    monkeypatch.setattr(concurrency, "MAX_QUEUED", 2)
+    taken, done = TenantConcurrencyLimiter(), asyncio.Event()
 
     async def ask(tenant: str) -> None:
-        async with taken.turn(tenant, "reading"):
+        async with taken.acquire(tenant, "reading"):
             await done.wait()
 
     asked = [asyncio.create_task(ask("a")) for _ in range(4)]

@@ -19,11 +19,11 @@ T = TypeVar("T")
 Item = TypeVar("Item", bound=BaseModel)
 
 
-class Answer(BaseModel):
+class ResponseModel(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True, from_attributes=True)
 
 
-class ListAnswer(Answer, Generic[Item]):
+class ListAnswer(ResponseModel, Generic[Item]):
     """Page of a list; `after={last_id}` gives the next."""
 
     object: Literal["list"] = "list"
@@ -35,7 +35,7 @@ class ListAnswer(Answer, Generic[Item]):
     """Ids of rows of this page that cannot be read, as another version of the program stored them."""
 
 
-def list_answer(
+def make_list_response(
     found: Slice[T],
     make: Callable[[T], Item],
     cursor: Callable[[Item], str] = attrgetter("id"),
@@ -43,9 +43,9 @@ def list_answer(
 ) -> ListAnswer[Item]:
     """Return the answer of a list, which ends before its objects exceed `PAGE_BYTES`, after one at least. Its first and
     last id, in `order`, may be those of rows that are left out."""
-    data = fitting_answers(map(make, found.items))
+    data = limit_page_bytes(map(make, found.items))
     is_cut = len(data) < len(found.items)
-    ids, left_out = [cursor(item) for item in data], list(found.left_out)
+    ids, left_out = [cursor(item) for item in data], list(found.unreadable_ids)
     if left_out:
         if is_cut:  # those after the page's end belong to a later page
             left_out = [each for each in left_out if (each < ids[-1] if order == "asc" else each > ids[-1])]
@@ -59,7 +59,7 @@ def list_answer(
     )
 
 
-def fitting_answers(items: Iterable[Item]) -> list[Item]:
+def limit_page_bytes(items: Iterable[Item]) -> list[Item]:
     """Return the first objects that have at most `PAGE_BYTES` together as JSON, at least one if there is any. No others
     are made."""
     found: list[Item] = []
@@ -75,20 +75,20 @@ def fitting_answers(items: Iterable[Item]) -> list[Item]:
 Order = Literal["asc", "desc"]
 
 
-def paged(default: int, first: Order, *, most: int = 1000) -> Callable[..., Page]:
+def make_page_query(default_limit: int, default_order: Order, *, max_limit: int = 1000) -> Callable[..., Page]:
     """Return the dependency that reads a page from the query; by default it has `default` items, in order `first`."""
 
-    def page(
+    def read_page(
         after: str | None = Query(None, description="`last_id` of the previous page"),
-        limit: int = Query(default, ge=1, le=most),
-        order: Order = first,
+        limit: int = Query(default_limit, ge=1, le=max_limit),
+        order: Order = default_order,
     ) -> Page:
         return Page(after, limit, order)
 
-    return page
+    return read_page
 
 
-NewestFirst = Annotated[Page, Depends(paged(20, "desc"))]
+NewestFirst = Annotated[Page, Depends(make_page_query(20, "desc"))]
 
 
-OldestFirst = Annotated[Page, Depends(paged(100, "asc"))]
+OldestFirst = Annotated[Page, Depends(make_page_query(100, "asc"))]

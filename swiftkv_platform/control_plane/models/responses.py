@@ -9,7 +9,7 @@ from pydantic import Field
 
 from swiftkv_platform.contract.verdicts import summarize_quality
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
-from swiftkv_platform.control_plane.http.answers import Answer, fitting_answers
+from swiftkv_platform.control_plane.http.responses import ResponseModel, limit_page_bytes
 from swiftkv_platform.control_plane.jobs.responses import AncestorAnswer
 from swiftkv_platform.control_plane.models.model import Model, Promotion
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN
@@ -35,7 +35,7 @@ class CreateModel(FiniteModel):
     metadata: Annotated[dict[Label, LabelValue], Field(max_length=32)] | None = None
     """Metadata instead of the job's."""
 
-    def changes(self) -> dict[str, Any]:
+    def dump_set_fields(self) -> dict[str, Any]:
         """Return the fields of a job spec that the request sets."""
         given = self.model_dump(mode="json", exclude={"from_checkpoint"}, exclude_unset=True)
         return {name: value for name, value in given.items() if value is not None}
@@ -50,7 +50,7 @@ class ImportModel(FiniteModel):
     """Name of the model; by default the name in the spec that trained it, or its directory's."""
 
 
-class ModelAnswer(Answer):
+class ModelAnswer(ResponseModel):
     """A distilled model and where it came from."""
 
     id: str
@@ -71,7 +71,7 @@ class ModelAnswer(Answer):
     """One-sentence summary of the model's evaluation; null if it was not evaluated."""
 
     @classmethod
-    def of(cls, model: Model) -> Self:
+    def from_model(cls, model: Model) -> Self:
         return cls.model_validate({**vars(model), "verdict": summarize_quality(model.metrics)})
 
 
@@ -93,7 +93,7 @@ class RollbackRequest(FrozenModel):
     """Reason of the rollback; kept with its author and time."""
 
 
-class PromotionAnswer(Answer):
+class PromotionAnswer(ResponseModel):
     """One change of an alias: a promotion or a rollback."""
 
     id: str
@@ -112,7 +112,7 @@ class PromotionAnswer(Answer):
     """Version of the alias from then on; also in `ETag`, for `If-Match`."""
 
 
-class AliasAnswer(Answer):
+class AliasAnswer(ResponseModel):
     """An alias, the model that it points to, and its history."""
 
     id: str
@@ -125,20 +125,20 @@ class AliasAnswer(Answer):
     """Oldest first. Of a history that is longer than a page of a list, only the newest changes."""
 
     @classmethod
-    def of(cls, alias: str, history: Sequence[Promotion]) -> Self:
+    def from_history(cls, alias: str, history: Sequence[Promotion]) -> Self:
         newest = {"version": history[-1].version, "model": history[-1].model}
-        shown = fitting_answers(map(PromotionAnswer.model_validate, reversed(history)))
+        shown = limit_page_bytes(map(PromotionAnswer.model_validate, reversed(history)))
         return cls.model_validate({"id": alias, **newest, "history": shown[::-1]})
 
 
-class LineageDeployment(Answer):
+class LineageDeployment(ResponseModel):
     id: str
     route_prefix: str
     alias: str | None
     status: DeploymentStatus
 
 
-class LineageAnswer(Answer):
+class LineageAnswer(ResponseModel):
     """Lineage from data and teacher to deployments."""
 
     object: Literal["lineage"] = "lineage"
@@ -164,7 +164,7 @@ class LineageAnswer(Answer):
     deployments: list[LineageDeployment]
 
     @classmethod
-    def of(
+    def from_model(
         cls,
         model: Model,
         deployments: Sequence[Deployment],
@@ -186,9 +186,9 @@ class LineageAnswer(Answer):
         )
 
 
-_STUDENT = ".student"
+_STUDENT_SUFFIX = ".student"
 """Suffix of the name of a student's score on a task."""
-_BETTER: Mapping[str, Literal["lower", "higher"]] = {
+_BETTER_DIRECTION: Mapping[str, Literal["lower", "higher"]] = {
     "distilled.perplexity": "lower",
     "distilled.kl": "lower",
     "distilled.top1_agreement": "higher",
@@ -196,11 +196,11 @@ _BETTER: Mapping[str, Literal["lower", "higher"]] = {
     "kv_bytes_ratio": "lower",
 }
 """Figures of `evaluation.json` that two models are compared by."""
-_SAME = ("teacher", "revision", "data_fingerprint")
+_COMPARABLE_KEYS = ("teacher", "revision", "data_fingerprint")
 """Keys of the lineage that must agree for quality to be comparable."""
 
 
-class FigureAnswer(Answer):
+class FigureAnswer(ResponseModel):
     name: str
     """Path in `evaluation.json`."""
     a: float | None
@@ -208,13 +208,13 @@ class FigureAnswer(Answer):
     better: Literal["a", "b"] | None
 
 
-class DifferenceAnswer(Answer):
+class DifferenceAnswer(ResponseModel):
     name: str
     a: Any
     b: Any
 
 
-class ComparisonAnswer(Answer):
+class ComparisonAnswer(ResponseModel):
     """Two models side by side."""
 
     object: Literal["comparison"] = "comparison"
@@ -227,22 +227,25 @@ class ComparisonAnswer(Answer):
     """Differences by dotted path of the spec."""
 
 
-def compare(a: Model, b: Model) -> ComparisonAnswer:
+def make_comparison(a: Model, b: Model) -> ComparisonAnswer:
     """Compare quality, prefill compute and cache size of two models, and the lineage and specs they were made from."""
     return ComparisonAnswer(
         a=a.id,
         b=b.id,
-        figures=[_figure(name, a, b) for name in [*_BETTER, *_task_scores(a, b)]],
-        differences=_different(*({name: model.lineage.get(name) for name in _SAME} for model in (a, b))),
-        spec_differences=_different(*(_flat(model.lineage.get("spec") or {}) for model in (a, b))),
+        figures=[_compare_figure(name, a, b) for name in [*_BETTER_DIRECTION, *_list_common_scores(a, b)]],
+        differences=_list_differences(
+            *({name: model.lineage.get(name) for name in _COMPARABLE_KEYS} for model in (a, b))
+        ),
+        spec_differences=_list_differences(*(_flatten(model.lineage.get("spec") or {}) for model in (a, b))),
     )
 
 
-def _figure(name: str, a: Model, b: Model) -> FigureAnswer:
-    figures = _flat(a.metrics)
-    first, second = _number(figures.get(name)), _number(_flat(b.metrics).get(name))
+def _compare_figure(name: str, a: Model, b: Model) -> FigureAnswer:
+    figures = _flatten(a.metrics)
+    first, second = _to_number(figures.get(name)), _to_number(_flatten(b.metrics).get(name))
     less_is_better = (
-        _BETTER.get(name) == "lower" or figures.get(f"{name.removesuffix(_STUDENT)}.higher_is_better") is False
+        _BETTER_DIRECTION.get(name) == "lower"
+        or figures.get(f"{name.removesuffix(_STUDENT_SUFFIX)}.higher_is_better") is False
     )
     better: Literal["a", "b"] | None = None
     if first is not None and second is not None and first != second:
@@ -250,28 +253,28 @@ def _figure(name: str, a: Model, b: Model) -> FigureAnswer:
     return FigureAnswer(name=name, a=first, b=second, better=better)
 
 
-def _task_scores(a: Model, b: Model) -> list[str]:
+def _list_common_scores(a: Model, b: Model) -> list[str]:
     """Return the names of student scores on tasks that both models were evaluated on."""
-    flat = [_flat(model.metrics) for model in (a, b)]
-    return sorted(name for name in flat[0].keys() & flat[1].keys() if name.endswith(_STUDENT))
+    flat = [_flatten(model.metrics) for model in (a, b)]
+    return sorted(name for name in flat[0].keys() & flat[1].keys() if name.endswith(_STUDENT_SUFFIX))
 
 
-def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in document.items():
         if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{name}."))
+            flat.update(_flatten(value, f"{prefix}{name}."))
         elif name == "tasks" and all(isinstance(each, Mapping) and "task" in each for each in value):
-            flat.update(_flat({each["task"]: each for each in value}, f"{prefix}{name}."))
+            flat.update(_flatten({each["task"]: each for each in value}, f"{prefix}{name}."))
         else:
             flat[f"{prefix}{name}"] = value
     return flat
 
 
-def _number(value: Any) -> float | None:
+def _to_number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[DifferenceAnswer]:
+def _list_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[DifferenceAnswer]:
     pairs = ((name, a.get(name), b.get(name)) for name in sorted({*a, *b}))
     return [DifferenceAnswer(name=name, a=ours, b=theirs) for name, ours, theirs in pairs if ours != theirs]

@@ -10,10 +10,10 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from swiftkv_platform.contract.attempts import file_key
-from swiftkv_platform.control_plane.access.holdings import check_bytes, check_number
 from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
+from swiftkv_platform.control_plane.access.usage import check_count_quota, check_storage_quota
 from swiftkv_platform.control_plane.base import Page, Slice
-from swiftkv_platform.control_plane.database.paging import Store, owned, page_of, value_of
+from swiftkv_platform.control_plane.database.paging import Repository, fetch_page, get_owned, to_dataclass
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import FileRow
 from swiftkv_platform.control_plane.references import find_live_users
@@ -38,81 +38,83 @@ class File(UploadedRows):
     """Time from which no new job may use it; it is deleted once no job does."""
 
     @property
-    def key(self) -> str:
+    def object_key(self) -> str:
         return file_key(self.tenant, self.id)
 
 
-_NAMED_JOBS = 3
+_MAX_NAMED_JOBS = 3
 """Most jobs that a refusal names."""
 
 
-class FileRepository(Store):
+class FileRepository(Repository):
     """Rows of files. Each method is one transaction."""
 
     def add(self, file: File, *, policy: TenantPolicy = DEFAULT_POLICY) -> File:
         """Store a new file. `policy`: says how many files, and bytes, the tenant may store, this file included. Raises
         `QuotaExceededError`."""
         with self._database.writing() as session:
-            take_turn(self._database, session, file.tenant)  # so that no other upload or import adds to it meanwhile
-            check_bytes(session, file.tenant, file.size, policy)
-            check_number(session, "max_files", file.tenant, policy)
+            lock_tenant_files(
+                self._database, session, file.tenant
+            )  # so that no other upload or import adds to it meanwhile
+            check_storage_quota(session, file.tenant, file.size, policy)
+            check_count_quota(session, "max_files", file.tenant, policy)
             session.add(FileRow(**{**vars(file), "columns": list(file.columns)}))
         return file
 
     def get(self, file_id: str, *, tenant: str) -> File:
         """Return a file. Raises `NotFoundError`, also for another tenant's file."""
         with self._database.reading() as session:
-            return _file(owned(session, FileRow, file_id, tenant))
+            return _parse_file(get_owned(session, FileRow, file_id, tenant))
 
     def list(self, page: Page, *, tenant: str) -> Slice[File]:
         """Return a page of files. Raises `InvalidInputError` if `page.after` names no file of the tenant."""
         with self._database.reading() as session:
-            rows = page_of(session, FileRow, page, tenant)
-            return Slice([_file(row) for row in rows.items], rows.has_more)
+            rows = fetch_page(session, FileRow, page, tenant)
+            return Slice([_parse_file(row) for row in rows.items], rows.has_more)
 
-    def find(self, ids: Sequence[str], *, tenant: str) -> Mapping[str, File]:
+    def find_existing(self, ids: Sequence[str], *, tenant: str) -> Mapping[str, File]:
         """Return the tenant's files among `ids`, by id."""
         query = select(FileRow).where(FileRow.id.in_(ids), FileRow.tenant == tenant)
         with self._database.reading() as session:
-            return {row.id: _file(row) for row in session.scalars(query)}
+            return {row.id: _parse_file(row) for row in session.scalars(query)}
 
-    def check_room(self, tenant: str, size: int, policy: TenantPolicy) -> None:
+    def check_quota(self, tenant: str, size: int, policy: TenantPolicy) -> None:
         """Raise `QuotaExceededError` if the tenant may not store another file, of `size` bytes."""
         with self._database.reading() as session:
-            check_number(session, "max_files", tenant, policy)
-            check_bytes(session, tenant, size, policy)
+            check_count_quota(session, "max_files", tenant, policy)
+            check_storage_quota(session, tenant, size, policy)
 
     def remove(self, file_id: str, *, tenant: str) -> File:
         """Remove a file's row. Raises `NotFoundError`, and `ConflictError` while a job that has not ended uses it."""
         with self._database.writing() as session:
-            take_turn(self._database, session, tenant)
-            row = owned(session, FileRow, file_id, tenant)
-            users = find_live_users(session, [file_id], tenant=tenant, limit=_NAMED_JOBS + 1)
+            lock_tenant_files(self._database, session, tenant)
+            row = get_owned(session, FileRow, file_id, tenant)
+            users = find_live_users(session, [file_id], tenant=tenant, limit=_MAX_NAMED_JOBS + 1)
             if users:
-                shown = ", ".join(users[:_NAMED_JOBS]) + (", ..." if len(users) > _NAMED_JOBS else "")
+                shown = ", ".join(users[:_MAX_NAMED_JOBS]) + (", ..." if len(users) > _MAX_NAMED_JOBS else "")
                 message = f"file {file_id} is used by {shown}; cancel what uses it, or wait for its end"
                 raise ConflictError(message, field="file_id", value=file_id)
             session.delete(row)
-            return _file(row)
+            return _parse_file(row)
 
-    def expired(self, now: float, *, limit: int) -> Sequence[File]:
+    def list_expired(self, now: float, *, limit: int) -> Sequence[File]:
         """Return expired files of all tenants, the longest expired first."""
         query = select(FileRow).where(FileRow.expires_at <= int(now)).order_by(FileRow.expires_at).limit(limit)
         with self._database.reading() as session:
-            return [_file(row) for row in session.scalars(query)]
+            return [_parse_file(row) for row in session.scalars(query)]
 
-    def known(self, ids: Sequence[str]) -> set[str]:
+    def list_existing_ids(self, ids: Sequence[str]) -> set[str]:
         """Return those of the ids that have a row, of any tenant."""
         with self._database.reading() as session:
             return set(session.scalars(select(FileRow.id).where(FileRow.id.in_(ids))))
 
 
-def take_turn(database: Database, session: Session, tenant: str) -> None:
+def lock_tenant_files(database: Database, session: Session, tenant: str) -> None:
     """Wait until no other transaction decides on the tenant's files; later ones wait for this one."""
-    database.take_turns(session, f"files of {tenant}")
+    database.lock(session, f"files of {tenant}")
 
 
-def check_present(session: Session, ids: Sequence[str], tenant: str) -> None:
+def check_files_exist(session: Session, ids: Sequence[str], tenant: str) -> None:
     """Raise `InvalidInputError` for a file that was deleted after the job was checked."""
     present = set(session.scalars(select(FileRow.id).where(FileRow.id.in_(ids), FileRow.tenant == tenant)))
     for file_id in ids:
@@ -121,5 +123,5 @@ def check_present(session: Session, ids: Sequence[str], tenant: str) -> None:
             raise InvalidInputError(message, field="data.sources", value=file_id)
 
 
-def _file(row: FileRow) -> File:
-    return value_of(File, row, columns=tuple(row.columns))
+def _parse_file(row: FileRow) -> File:
+    return to_dataclass(File, row, columns=tuple(row.columns))

@@ -14,8 +14,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, and_, case, func, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
-from swiftkv_platform.control_plane.access.holdings import count
-from swiftkv_platform.control_plane.database.paging import Store, stored_bytes, value_of
+from swiftkv_platform.control_plane.access.usage import count_objects
+from swiftkv_platform.control_plane.database.paging import Repository, row_bytes_expression, to_dataclass
 from swiftkv_platform.control_plane.database.tables import (
     DELIVERED,
     FAILED,
@@ -29,7 +29,7 @@ from swiftkv_platform.control_plane.jobs.job import Event, Job
 from swiftkv_platform.limits import EVENT_POINTS
 from swiftkv_platform.specs.publish import WebhookSpec
 
-Recipients = Callable[[Job], Sequence[WebhookSpec]]
+FindRecipients = Callable[[Job], Sequence[WebhookSpec]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Delivery:
     """Failed tries so far."""
 
 
-def delivery_rows(job: Job, events: Sequence[Event], recipients: Recipients) -> list[DeliveryRow]:
+def make_delivery_rows(job: Job, events: Sequence[Event], recipients: FindRecipients) -> list[DeliveryRow]:
     """Return the deliveries due for these events of a job: changes of status, to each recipient that wants them."""
     told = [event for event in events if event.type == "status"]
     return [
@@ -68,20 +68,24 @@ def delivery_rows(job: Job, events: Sequence[Event], recipients: Recipients) -> 
     ]
 
 
-def give_up_excess(session: Session, deliveries: Sequence[DeliveryRow], tenant: str, most: int | None) -> None:
+def fail_excess_deliveries(
+    session: Session, deliveries: Sequence[DeliveryRow], tenant: str, max_pending: int | None
+) -> None:
     """Mark new deliveries of a tenant as failed that would take its pending ones above `most`. None: no limit."""
-    if most is None:
+    if max_pending is None:
         return
-    room = max(most - count(session, "max_pending_deliveries", tenant), 0)
+    room = max(max_pending - count_objects(session, "max_pending_deliveries", tenant), 0)
     for row in deliveries[room:]:
         row.status = FAILED
-        row.error = f"not sent: {most} deliveries of tenant {tenant!r} are pending (max_pending_deliveries)"
+        row.error = f"not sent: {max_pending} deliveries of tenant {tenant!r} are pending (max_pending_deliveries)"
 
 
-class Outbox(Store):
+class Outbox(Repository):
     """Webhook deliveries to send. Every method raises `DatabaseUnavailableError`."""
 
-    def claim(self, *, now: float, until: float, limit: int, without: Collection[str] = ()) -> Sequence[Delivery]:
+    def claim(
+        self, *, now: float, until: float, limit: int, excluded_origins: Collection[str] = ()
+    ) -> Sequence[Delivery]:
         """Claim due deliveries, for each job and address only the oldest; no other process gets them before `until`.
         `without`: origins (`https://host:port`, lower case) that are skipped."""
         earlier = aliased(DeliveryRow)
@@ -97,7 +101,7 @@ class Outbox(Store):
         )
         due = (DeliveryRow.status == PENDING, DeliveryRow.not_before <= now, ~waits_for_another)
         # The search among all pending ones comes before the transaction that writes, which it would make last longer.
-        oldest = select(DeliveryRow.sequence).where(*due, *(~_is_at(origin) for origin in without))
+        oldest = select(DeliveryRow.sequence).where(*due, *(~_has_origin(origin) for origin in excluded_origins))
         with self._database.reading() as session:
             chosen = session.scalars(oldest.order_by(DeliveryRow.sequence).limit(limit)).all()
         if not chosen:
@@ -114,17 +118,17 @@ class Outbox(Store):
             found = []
             for row, event, tenant, job_name, labels in session.execute(query):
                 row.not_before = until
-                found.append(_delivery(row, event, tenant=tenant, job_name=job_name, metadata=labels))
+                found.append(_make_delivery(row, event, tenant=tenant, job_name=job_name, metadata=labels))
             return found
 
-    def delivered(self, sequence: int, now: float) -> None:
-        self._set(sequence, status=DELIVERED, delivered_at=now, error=None)
+    def mark_delivered(self, sequence: int, now: float) -> None:
+        self._update_pending(sequence, status=DELIVERED, delivered_at=now, error=None)
 
-    def put_off(self, sequence: int, error: str, not_before: float) -> None:
-        self._set(sequence, attempts=DeliveryRow.attempts + 1, error=error, not_before=not_before)
+    def reschedule(self, sequence: int, error: str, not_before: float) -> None:
+        self._update_pending(sequence, attempts=DeliveryRow.attempts + 1, error=error, not_before=not_before)
 
-    def give_up(self, sequence: int, error: str) -> None:
-        self._set(sequence, attempts=DeliveryRow.attempts + 1, error=error, status=FAILED)
+    def mark_failed(self, sequence: int, error: str) -> None:
+        self._update_pending(sequence, attempts=DeliveryRow.attempts + 1, error=error, status=FAILED)
 
     def count_by_status(self) -> Mapping[str, int]:
         query = select(DeliveryRow.status, func.count().label("number")).group_by(DeliveryRow.status)
@@ -132,20 +136,20 @@ class Outbox(Store):
             found = {row.status: row.number for row in session.execute(query)}
             return {status: found.get(status, 0) for status in (PENDING, DELIVERED, FAILED)}
 
-    def _set(self, sequence: int, **values: object) -> None:
+    def _update_pending(self, sequence: int, **values: object) -> None:
         pending = update(DeliveryRow).where(DeliveryRow.sequence == sequence, DeliveryRow.status == PENDING)
         with self._database.writing() as session:
             session.execute(pending.values(**values))
 
 
-def _is_at(origin: str) -> ColumnElement[bool]:
+def _has_origin(origin: str) -> ColumnElement[bool]:
     url = func.lower(DeliveryRow.url)
     return or_(url == origin, url.startswith(f"{origin}/", autoescape=True))
 
 
-def _delivery(row: DeliveryRow, event: EventRow, **of_job: Any) -> Delivery:
-    webhook, told = WebhookSpec.model_validate(row.webhook), value_of(Event, event)
-    return value_of(Delivery, row, webhook=webhook, event=told, **of_job)
+def _make_delivery(row: DeliveryRow, event: EventRow, **of_job: Any) -> Delivery:
+    webhook, told = WebhookSpec.model_validate(row.webhook), to_dataclass(Event, event)
+    return to_dataclass(Delivery, row, webhook=webhook, event=told, **of_job)
 
 
 _POINTS = "points"
@@ -153,7 +157,7 @@ _STEPS = "steps"
 """Key of the first and last step of the points that were left out."""
 
 
-def without_points(event: Event, stored: Collection[int]) -> Event:
+def strip_points(event: Event, stored: Collection[int]) -> Event:
     """Return the event as its row holds it: without points, if their steps are all in `stored`."""
     points = event.data.get(_POINTS)
     if event.type != "metrics" or not points:
@@ -165,28 +169,28 @@ def without_points(event: Event, stored: Collection[int]) -> Event:
     return replace(event, data={**data, _STEPS: [min(steps), max(steps)]})
 
 
-def bytes_of_points(job_id: str) -> ColumnElement[int]:
+def stripped_point_bytes(job_id: str) -> ColumnElement[int]:
     """Return the bytes of the points that `with_points` adds to a row of a job's events."""
     # Other events may have anything as their `steps`, which could not be cast.
     lacks_points = and_(EventRow.type == "metrics", EventRow.data[_POINTS].as_string().is_(None))
     first, last = (case((lacks_points, EventRow.data[_STEPS][index].as_integer())) for index in (0, 1))
-    of_event = select(func.sum(stored_bytes(PointRow))).where(
+    of_event = select(func.sum(row_bytes_expression(PointRow))).where(
         PointRow.job_id == job_id, PointRow.step.between(first, last)
     )
     return of_event.correlate(EventRow).scalar_subquery()
 
 
-def with_points(session: Session, job_id: str, events: Sequence[Event]) -> list[Event]:
+def restore_points(session: Session, job_id: str, events: Sequence[Event]) -> list[Event]:
     """Events of a job with the metric points that their rows leave out, the first `EVENT_POINTS` of each."""
     points: list[Mapping[str, Any]] = []
-    for first, last in _merged(event.data[_STEPS] for event in events if _lacks_points(event)):
+    for first, last in _merge_ranges(event.data[_STEPS] for event in events if _lacks_points(event)):
         query = select(PointRow).where(PointRow.job_id == job_id, PointRow.step.between(first, last))
         rows = session.scalars(query.order_by(PointRow.step).limit(EVENT_POINTS.default * len(events)))
         points += [{"step": row.step, **row.values} for row in rows]
-    return [_filled(event, points) if _lacks_points(event) else event for event in events]
+    return [_fill_points(event, points) if _lacks_points(event) else event for event in events]
 
 
-def _merged(ranges: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
+def _merge_ranges(ranges: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
     """Join ranges of steps that overlap or are adjacent, e.g. [2, 3] and [0, 1] -> [(0, 3)]."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(map(tuple, ranges)):
@@ -202,7 +206,7 @@ def _lacks_points(event: Event) -> bool:
     return event.type == "metrics" and _POINTS not in event.data and _STEPS in event.data
 
 
-def _filled(event: Event, points: Sequence[Mapping[str, Any]]) -> Event:
+def _fill_points(event: Event, points: Sequence[Mapping[str, Any]]) -> Event:
     first, last = event.data[_STEPS]
     data = {name: value for name, value in event.data.items() if name != _STEPS}
     kept = list(islice((point for point in points if first <= point["step"] <= last), EVENT_POINTS.default))

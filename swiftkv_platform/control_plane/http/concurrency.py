@@ -22,37 +22,37 @@ class Client:
     """The client of one request. Threads register how to stop their work."""
 
     def __init__(self) -> None:
-        self._has_left = False
-        self._stops: list[Callable[[], object]] = []
+        self._is_disconnected = False
+        self._callbacks: list[Callable[[], object]] = []
         self._lock = threading.Lock()
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Stop all registered work."""
         with self._lock:
-            self._has_left = True
-            for stop in self._stops:
+            self._is_disconnected = True
+            for stop in self._callbacks:
                 stop()
 
-    def check_present(self) -> None:
+    def check_connected(self) -> None:
         """Raise `ClientDisconnect` if the client has left."""
-        if self._has_left:
+        if self._is_disconnected:
             raise ClientDisconnect
 
     @contextmanager
-    def stopping(self, stop: Callable[[], object]) -> Iterator[None]:
+    def stop_on_disconnect(self, stop: Callable[[], object]) -> Iterator[None]:
         """Call `stop` if the client leaves within the context. Raises `ClientDisconnect` if it has left before."""
         with self._lock:
-            self.check_present()
-            self._stops.append(stop)
+            self.check_connected()
+            self._callbacks.append(stop)
         try:
             yield
         finally:
             with self._lock:
-                self._stops.remove(stop)
+                self._callbacks.remove(stop)
 
 
 @asynccontextmanager
-async def watched_client(request: Request) -> AsyncIterator[Client]:
+async def watch_client(request: Request) -> AsyncIterator[Client]:
     """Watch a request's connection within the context. Only for requests whose body has been read: watching discards
     what still comes."""
     client = Client()
@@ -60,7 +60,7 @@ async def watched_client(request: Request) -> AsyncIterator[Client]:
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        client.leave()
+        client.disconnect()
 
     watching = asyncio.create_task(watch())
     try:
@@ -69,65 +69,65 @@ async def watched_client(request: Request) -> AsyncIterator[Client]:
         watching.cancel()
 
 
-async def _waiting_client(request: Request) -> AsyncIterator[Client]:
-    async with watched_client(request) as client:
+async def _get_connected_client(request: Request) -> AsyncIterator[Client]:
+    async with watch_client(request) as client:
         yield client
 
 
-WaitingClient = Annotated[Client, Depends(_waiting_client, scope="function")]
+ConnectedClient = Annotated[Client, Depends(_get_connected_client, scope="function")]
 """The request's client, watched until the route's function returns. For routes whose body `BodyRoute` has read."""
 
 
-Kind = Literal["reading", "changing", "submitting", "fetching", "following", "asking"]
+RequestKind = Literal["reading", "changing", "submitting", "fetching", "following", "asking"]
 """Kinds of requests: those that read rows of the database, change them, check a spec, or ask a store or a cluster;
 streams that look for what is new; and look-ups of the deployment that is asked. A kind waits only for others of its own
 kind."""
 
-SPARED_S = 0.001
+FREE_S = 0.001
 """Seconds of a turn for which no rest is due."""
-RESTS = 2.0
+PAUSE_RATIO = 2.0
 """Seconds of rest for each second of the turn before it: two thirds of the time are left to others."""
-MOST_REST_S = 0.1
+MAX_PAUSE_S = 0.1
 """Longest rest between two turns of a tenant, in seconds."""
-MOST_WAITING = QUEUED_REQUESTS.default
+MAX_QUEUED = QUEUED_REQUESTS.default
 """Most requests of a tenant that wait for a turn of one kind."""
 _RETRY_AFTER_S = 2.0
 
 
-class Turns:
+class TenantConcurrencyLimiter:
     """Limits how many requests of each kind a tenant has at a time."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[str, Kind], asyncio.Semaphore] = {}
-        self._waiting: Counter[tuple[str, Kind]] = Counter()
-        self._rested: dict[tuple[str, Kind], float] = {}
+        self._semaphores: dict[tuple[str, RequestKind], asyncio.Semaphore] = {}
+        self._num_queued: Counter[tuple[str, RequestKind]] = Counter()
+        self._paused_until: dict[tuple[str, RequestKind], float] = {}
         """Monotonic time from which the next turn may begin."""
 
     @asynccontextmanager
-    async def turn(self, tenant: str, kind: Kind) -> AsyncIterator[None]:
+    async def acquire(self, tenant: str, kind: RequestKind) -> AsyncIterator[None]:
         """Wait for a turn and hold it. Raises `OverloadedError` if too many requests wait."""
-        place = tenant, kind
-        if self._waiting[place] >= MOST_WAITING and kind != "following":  # streams are limited by their places
+        key = tenant, kind
+        if self._num_queued[key] >= MAX_QUEUED and kind != "following":  # streams are limited by their places
             raise OverloadedError(
-                f"tenant {tenant!r} has {MOST_WAITING} requests waiting for its other requests, which is the maximum; "
+                f"tenant {tenant!r} has {MAX_QUEUED} requests waiting for its other requests, which is the maximum; "
                 "send fewer at a time",
                 retry_after_s=_RETRY_AFTER_S,
             )
         limit = CONCURRENT_FETCHES if kind == "fetching" else CONCURRENT_REQUESTS
-        turns = self._places.setdefault(place, asyncio.Semaphore(limit.default))
-        self._waiting[place] += 1
+        semaphore = self._semaphores.setdefault(key, asyncio.Semaphore(limit.default))
+        self._num_queued[key] += 1
         try:
-            await turns.acquire()
+            await semaphore.acquire()
         finally:
-            self._waiting[place] -= 1
+            self._num_queued[key] -= 1
         try:
-            if (rest := self._rested.get(place, 0.0) - time.monotonic()) > 0.0:
+            if (rest := self._paused_until.get(key, 0.0) - time.monotonic()) > 0.0:
                 await asyncio.sleep(rest)
             began = time.monotonic()
             try:
                 yield
             finally:
                 now = time.monotonic()
-                self._rested[place] = now + min(max(now - began - SPARED_S, 0.0) * RESTS, MOST_REST_S)
+                self._paused_until[key] = now + min(max(now - began - FREE_S, 0.0) * PAUSE_RATIO, MAX_PAUSE_S)
         finally:
-            turns.release()
+            semaphore.release()

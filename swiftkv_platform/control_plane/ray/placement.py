@@ -22,14 +22,14 @@ class Node:
     """Resources that no task, actor or placement group holds."""
 
 
-def resource(name: str) -> str:
+def normalize_resource_name(name: str) -> str:
     """Normalise the name of a resource, since Ray's dashboard changes capitals and underscores."""
     return name if name in ("CPU", "GPU", "memory") else name.lower().replace("_", "")
 
 
-def fit(nodes: Iterable[Bundle], bundles: Sequence[Bundle]) -> bool:
+def can_place(nodes: Iterable[Bundle], bundles: Sequence[Bundle]) -> bool:
     """Whether nodes with these resources hold all bundles at once."""
-    return take([plain(node) for node in nodes], bundles)
+    return reserve([normalize_resources(node) for node in nodes], bundles)
 
 
 class EmptyNodes:
@@ -37,74 +37,74 @@ class EmptyNodes:
     there are bundles."""
 
     def __init__(self, totals: Iterable[Bundle]) -> None:
-        self._nodes = [plain(total) for total in totals]
-        self._alike: dict[tuple[str, ...], dict[tuple[float, ...], list[int]]] = {}
+        self._nodes = [normalize_resources(total) for total in totals]
+        self._groups: dict[tuple[str, ...], dict[tuple[float, ...], list[int]]] = {}
         """Indices of nodes by their amounts of some resources, by the names of those resources."""
 
-    def hold(self, bundles: Sequence[Bundle]) -> bool:
+    def can_place(self, bundles: Sequence[Bundle]) -> bool:
         """Whether the nodes hold all bundles at once; the same answer as `fit`."""
         names = tuple(sorted({"GPU", "CPU"}.union(*({n for n, amount in each.items() if amount} for each in bundles))))
-        if names not in self._alike:
-            alike = self._alike[names] = {}
+        if names not in self._groups:
+            alike = self._groups[names] = {}
             for index, node in enumerate(self._nodes):
                 alike.setdefault(tuple([node.get(name, 0.0) for name in names]), []).append(index)
-        chosen = sorted(index for indices in self._alike[names].values() for index in indices[: len(bundles)])
-        return take([dict(self._nodes[index]) for index in chosen], bundles)
+        chosen = sorted(index for indices in self._groups[names].values() for index in indices[: len(bundles)])
+        return reserve([dict(self._nodes[index]) for index in chosen], bundles)
 
 
-def open_to_deployments(total: float, share: float) -> float:
+def limit_deployments(total: float, share: float) -> float:
     """Return how much of a cluster's resource replicas may use: a share rounded up, so that there is room for one."""
     return min(math.ceil(total * share), total)
 
 
-def plain(resources: Bundle) -> dict[str, float]:
+def normalize_resources(resources: Bundle) -> dict[str, float]:
     """Return the resources of a node by normalised names, in a copy that `take` may change."""
-    return {resource(name): amount for name, amount in resources.items()}
+    return {normalize_resource_name(name): amount for name, amount in resources.items()}
 
 
-def take(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
+def reserve(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
     """Take places for all bundles, of which the first may differ and the others are alike. Returns False, and takes
     nothing, if they do not fit at once."""
-    if _take_in_turn(nodes, bundles):
+    if _reserve_in_order(nodes, bundles):
         return True
     first, others = bundles[:1], bundles[1:]
-    if not others or first[0] == others[0] or not _take_in_turn([dict(node) for node in nodes], others):
+    if not others or first[0] == others[0] or not _reserve_in_order([dict(node) for node in nodes], others):
         return False
     for node in nodes:  # the others may fit if the first one takes another node
-        if _take_in_turn([node], first):
-            if _take_in_turn(nodes, others):
+        if _reserve_in_order([node], first):
+            if _reserve_in_order(nodes, others):
                 return True
-            _give(node, first[0])
+            _add_resources(node, first[0])
     return False
 
 
-def _take_in_turn(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
+def _reserve_in_order(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
     """Take each bundle from the node with the fewest GPUs, then CPUs, that holds it. Returns False, and takes nothing,
     if one does not fit."""
     taken: list[tuple[dict[str, float], Bundle]] = []
     for _, alike in groupby(bundles, key=id):
         first, *others = alike
         asked = {name: amount for name, amount in first.items() if amount}
-        holding = [node for node in nodes if _holds(node, asked)]
+        holding = [node for node in nodes if _has_capacity(node, asked)]
         # A node that was taken from still has fewer than those behind it.
         fewest_first = iter(sorted(holding, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0))))
         node = next(fewest_first, None)
         for _ in (first, *others):
-            while node is not None and not _holds(node, asked):
+            while node is not None and not _has_capacity(node, asked):
                 node = next(fewest_first, None)
             if node is None:
                 for where, what in taken:
-                    _give(where, what)
+                    _add_resources(where, what)
                 return False
-            _give(node, asked, sign=-1)
+            _add_resources(node, asked, sign=-1)
             taken.append((node, asked))
     return True
 
 
-def _give(node: dict[str, float], bundle: Bundle, sign: int = 1) -> None:
+def _add_resources(node: dict[str, float], bundle: Bundle, sign: int = 1) -> None:
     for name, amount in bundle.items():
         node[name] = node.get(name, 0.0) + sign * amount
 
 
-def _holds(node: Bundle, asked: Bundle) -> bool:
+def _has_capacity(node: Bundle, asked: Bundle) -> bool:
     return all(node.get(name, 0.0) + _ROUNDING >= amount for name, amount in asked.items())

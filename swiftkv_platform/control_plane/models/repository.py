@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from sqlalchemy import delete, func, or_, select
 from sqlalchemy.orm import Session
 
-from swiftkv_platform.control_plane.access.holdings import check_bytes, check_number
 from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
+from swiftkv_platform.control_plane.access.usage import check_count_quota, check_storage_quota
 from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.database.paging import (
-    fetch,
-    fetch_names,
-    fitting,
-    owned,
-    page_of,
-    readable,
-    stored_bytes,
-    value_of,
+    count_fitting,
+    fetch_column,
+    fetch_page,
+    fetch_rows,
+    get_owned,
+    parse_readable,
+    row_bytes_expression,
+    to_dataclass,
 )
 from swiftkv_platform.control_plane.database.tables import DeletionRow, DeploymentRow, ModelRow, PromotionRow
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus, apply_change
@@ -27,100 +27,100 @@ from swiftkv_platform.control_plane.deployments.repository import (
     read_deployment,
     write_deployment,
 )
-from swiftkv_platform.control_plane.files.rows import take_turn
+from swiftkv_platform.control_plane.files.repository import lock_tenant_files
 from swiftkv_platform.control_plane.models.model import Model, Promotion
 from swiftkv_platform.errors import StorageError
 
-Decide = Callable[[Iterator[Promotion]], Promotion]
-_PART = 20
+DecidePromotion = Callable[[Iterator[Promotion]], Promotion]
+_BATCH_ROWS = 20
 """Promotions that are read at once."""
-MOST_CANDIDATES = 5
+MAX_CANDIDATES = 5
 """Most models that a refusal of an ambiguous name lists."""
-IMPORT_S = 86400.0
+IMPORT_TIMEOUT_S = 86400.0
 """Seconds after which the objects of an unregistered import are removed."""
 
 
-class Registry(DeploymentRepository):
+class ModelRepository(DeploymentRepository):
     """Models and their promotions. Each method is one transaction."""
 
     def get_model(self, model_id: str, *, tenant: str) -> Model:
         """Return a model. Raises `NotFoundError`."""
         with self._database.reading() as session:
-            return value_of(Model, owned(session, ModelRow, model_id, tenant))
+            return to_dataclass(Model, get_owned(session, ModelRow, model_id, tenant))
 
-    def note_import(self, prefix: str, *, by: str, now: float) -> None:
+    def begin_import(self, prefix: str, *, by: str, now: float) -> None:
         """Schedule the removal of an import's objects in a day, unless `add_model` registers the model before."""
         with self._database.writing() as session:
-            session.add(DeletionRow(prefix=prefix, created_at=int(now + IMPORT_S), by=by))
+            session.add(DeletionRow(prefix=prefix, created_at=int(now + IMPORT_TIMEOUT_S), by=by))
 
-    def add_model(self, model: Model, *, policy: TenantPolicy = DEFAULT_POLICY, now: float) -> None:
+    def register_import(self, model: Model, *, policy: TenantPolicy = DEFAULT_POLICY, now: float) -> None:
         """Register an imported model and cancel the removal of its objects.
 
         Raises `QuotaExceededError` beyond the policy's number and bytes of models, and `StorageError` if the objects
         are due for removal within half a day, so that registration and removal never overlap.
         """
-        noted = (DeletionRow.prefix == model.prefix, DeletionRow.created_at >= now + IMPORT_S / 2)
+        noted = (DeletionRow.prefix == model.prefix, DeletionRow.created_at >= now + IMPORT_TIMEOUT_S / 2)
         with self._database.writing() as session:
             if session.connection().execute(delete(DeletionRow).where(*noted)).rowcount != 1:
                 raise StorageError(
                     f"the import of {model.name!r} took too long, and its copy is being deleted; import it again"
                 )
-            take_turn(self._database, session, model.tenant)
-            check_bytes(session, model.tenant, model.size, policy)
-            check_number(session, "max_imported_models", model.tenant, policy)
+            lock_tenant_files(self._database, session, model.tenant)
+            check_storage_quota(session, model.tenant, model.size, policy)
+            check_count_quota(session, "max_imported_models", model.tenant, policy)
             session.add(ModelRow(**vars(model)))
 
-    def check_room(self, tenant: str, size: int, policy: TenantPolicy) -> None:
+    def check_import_quota(self, tenant: str, size: int, policy: TenantPolicy) -> None:
         """Raise `QuotaExceededError` if the tenant may not import another model, of `size` bytes."""
         with self._database.reading() as session:
-            check_number(session, "max_imported_models", tenant, policy)
-            check_bytes(session, tenant, size, policy)
+            check_count_quota(session, "max_imported_models", tenant, policy)
+            check_storage_quota(session, tenant, size, policy)
 
     def list_models(self, page: Page, *, tenant: str) -> Slice[Model]:
         with self._database.reading() as session:
-            rows = page_of(session, ModelRow, page, tenant)
-            return Slice([value_of(Model, row) for row in rows.items], rows.has_more)
+            rows = fetch_page(session, ModelRow, page, tenant)
+            return Slice([to_dataclass(Model, row) for row in rows.items], rows.has_more)
 
-    def models(self, *, tenant: str, **columns: str) -> Sequence[Model]:
+    def find_models(self, *, tenant: str, **columns: str) -> Sequence[Model]:
         """Return the tenant's models with these values of columns, newest first, at most `MOST_CANDIDATES` + 1."""
         query = select(ModelRow).filter_by(tenant=tenant, **columns).order_by(ModelRow.id.desc())
         with self._database.reading() as session:
-            return [value_of(Model, row) for row in session.scalars(query.limit(MOST_CANDIDATES + 1))]
+            return [to_dataclass(Model, row) for row in session.scalars(query.limit(MAX_CANDIDATES + 1))]
 
-    def promotions(self, *, tenant: str, alias: str | None = None) -> Sequence[Promotion]:
+    def list_promotions(self, *, tenant: str, alias: str | None = None) -> Sequence[Promotion]:
         """Promotions in the order in which they happened."""
         with self._database.reading() as session:
-            return promotions_of(session, tenant, alias)
+            return select_promotions(session, tenant, alias)
 
-    def newest_promotion(self, alias: str, *, tenant: str) -> Promotion | None:
+    def get_newest_promotion(self, alias: str, *, tenant: str) -> Promotion | None:
         """Return the last change of an alias; None if nothing was ever promoted to it."""
         with self._database.reading() as session:
-            return _newest(session, tenant, alias)
+            return _get_newest(session, tenant, alias)
 
-    def promotions_about(self, model_id: str, *, tenant: str, limit: int) -> Sequence[Promotion]:
+    def list_model_promotions(self, model_id: str, *, tenant: str, limit: int) -> Sequence[Promotion]:
         """Return the last promotions that an alias's model became, or ceased to be, this one; oldest first."""
         query = select(PromotionRow).where(
             PromotionRow.tenant == tenant, or_(PromotionRow.model == model_id, PromotionRow.previous == model_id)
         )
         with self._database.reading() as session:
-            rows = fetch(session, query, PromotionRow.sequence, Page(limit=limit), after=None).items
-            return [value_of(Promotion, row) for row in reversed(rows)]
+            rows = fetch_rows(session, query, PromotionRow.sequence, Page(limit=limit), after=None).items
+            return [to_dataclass(Promotion, row) for row in reversed(rows)]
 
     def list_aliases(self, page: Page, *, tenant: str, newest: int) -> Slice[Sequence[Promotion]]:
         """A page of aliases by name: the `newest` promotions of each, in the order in which they happened. It ends as
         pages of rows do."""
         query = select(PromotionRow.alias).where(PromotionRow.tenant == tenant).distinct()
         rank = func.row_number().over(partition_by=PromotionRow.alias, order_by=PromotionRow.sequence.desc())
-        size = stored_bytes(PromotionRow)
+        size = row_bytes_expression(PromotionRow)
         with self._database.reading() as session:
-            names = fetch_names(session, query, PromotionRow.alias, page, after=page.after)
+            names = fetch_column(session, query, PromotionRow.alias, page, after=page.after)
             ranked = select(PromotionRow.alias, PromotionRow.sequence, rank.label("rank"), size.label("size")).where(
                 PromotionRow.tenant == tenant, PromotionRow.alias.in_(names.items)
             )
             kept = ranked.subquery()
             total = select(kept.c.alias, func.sum(kept.c.size)).where(kept.c.rank <= newest).group_by(kept.c.alias)
             sizes = {alias: int(each) for alias, each in session.execute(total)}
-            shown = names.items[: fitting(sizes[name] for name in names.items)]
+            shown = names.items[: count_fitting(sizes[name] for name in names.items)]
             rows = session.scalars(
                 select(PromotionRow)
                 .join(kept, kept.c.sequence == PromotionRow.sequence)
@@ -129,10 +129,10 @@ class Registry(DeploymentRepository):
             )
             found: dict[str, list[Promotion]] = {name: [] for name in shown}
             for row in rows:
-                found[row.alias].append(value_of(Promotion, row))
+                found[row.alias].append(to_dataclass(Promotion, row))
         return Slice(list(found.values()), has_more=names.has_more or len(shown) < len(names.items))
 
-    def promote(self, decide: Decide, alias: str, tenant: str, *, policy: TenantPolicy) -> Promotion:
+    def promote(self, decide: DecidePromotion, alias: str, tenant: str, *, policy: TenantPolicy) -> Promotion:
         """Store and return the promotion that `decide` returns, and change the deployments that follow the alias, in
         one transaction. If the alias's last promotion is that one, nothing changes.
 
@@ -143,18 +143,18 @@ class Registry(DeploymentRepository):
         with self._database.writing() as session:
             # 1. decide  2. the promotion, and the end of its history  3. deployments
             self._lock_deployments(session, tenant)
-            newest = _newest(session, tenant, alias)
-            promotion = decide(newest_first(session, tenant, alias))
+            newest = _get_newest(session, tenant, alias)
+            promotion = decide(iterate_newest_first(session, tenant, alias))
             if promotion == newest:
                 return promotion
             if newest is None:
-                check_number(session, "max_aliases", tenant, policy)
-            _trim(session, promotion, policy.max_alias_changes)
+                check_count_quota(session, "max_aliases", tenant, policy)
+            _trim_history(session, promotion, policy.max_alias_changes)
             session.add(PromotionRow(**vars(promotion)))
-            model = value_of(Model, session.get_one(ModelRow, promotion.model))
+            model = to_dataclass(Model, session.get_one(ModelRow, promotion.model))
             following = select(DeploymentRow).where(DeploymentRow.tenant == tenant, DeploymentRow.alias == alias)
             rows = {row.id: row for row in session.scalars(following.with_for_update())}
-            for deployment in readable(rows.values(), read_deployment)[0]:
+            for deployment in parse_readable(rows.values(), read_deployment)[0]:
                 if deployment.state.status is not DeploymentStatus.DELETING:
                     served = {"model": model.id, "artifact_uri": model.artifact_uri}
                     spec = deployment.spec.model_copy(update=served)
@@ -162,11 +162,11 @@ class Registry(DeploymentRepository):
         return promotion
 
 
-def _newest(session: Session, tenant: str, alias: str) -> Promotion | None:
-    return next(newest_first(session, tenant, alias, part=1), None)
+def _get_newest(session: Session, tenant: str, alias: str) -> Promotion | None:
+    return next(iterate_newest_first(session, tenant, alias, part=1), None)
 
 
-def newest_first(session: Session, tenant: str, alias: str, *, part: int = _PART) -> Iterator[Promotion]:
+def iterate_newest_first(session: Session, tenant: str, alias: str, *, part: int = _BATCH_ROWS) -> Iterator[Promotion]:
     """Read an alias's history backwards, in parts."""
     before: int | None = None
     while before != 0:
@@ -174,19 +174,19 @@ def newest_first(session: Session, tenant: str, alias: str, *, part: int = _PART
         if before is not None:
             query = query.where(PromotionRow.sequence < before)
         rows = session.scalars(query.order_by(PromotionRow.sequence.desc()).limit(part)).all()
-        yield from (value_of(Promotion, row) for row in rows)
+        yield from (to_dataclass(Promotion, row) for row in rows)
         before = rows[-1].sequence if len(rows) == part else 0
 
 
-def _trim(session: Session, promotion: Promotion, most: int | None) -> None:
+def _trim_history(session: Session, promotion: Promotion, most: int | None) -> None:
     """Remove the oldest changes of an alias, so that its history has at most `most` with this one."""
     if most is not None and promotion.version > most:
         of_alias = (PromotionRow.tenant == promotion.tenant, PromotionRow.alias == promotion.alias)
         session.execute(delete(PromotionRow).where(*of_alias, PromotionRow.version <= promotion.version - most))
 
 
-def promotions_of(session: Session, tenant: str, alias: str | None) -> list[Promotion]:
+def select_promotions(session: Session, tenant: str, alias: str | None) -> list[Promotion]:
     query = select(PromotionRow).where(PromotionRow.tenant == tenant).order_by(PromotionRow.sequence)
     if alias is not None:
         query = query.where(PromotionRow.alias == alias)
-    return [value_of(Promotion, row) for row in session.scalars(query)]
+    return [to_dataclass(Promotion, row) for row in session.scalars(query)]

@@ -1,8 +1,8 @@
-"""Attention of layers >= l: their own queries, and keys and values made from the hidden state after layer l - 1.
+"""Attention of layers >= l: queries from the layer's input, keys and values from x, the hidden state after layer l - 1.
 
-There is one class per kind of attention: `HeadAttentionMixin` (keys and values by head: MHA, GQA, MQA) and
-`LatentAttentionMixin` (MLA). They know projections, RoPE and transformers' attention interface; the decoder decides
-which tokens are computed. Source: paper, section 3.1 (SingleInputKV) and 3.2 (AcrossKV).
+One class per kind of attention: `HeadAttentionMixin` (keys and values by head: MHA, GQA, MQA) and
+`LatentAttentionMixin` (MLA). They implement projections, RoPE and transformers' attention interface. The decoder
+selects the tokens. Source: paper, section 3.1 (SingleInputKV) and 3.2 (AcrossKV).
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 Rotation = torch.Tensor | tuple[torch.Tensor, ...]
 """Output of a family's rotary embedding for a forward pass: tensors [batch, num_tokens, ...]."""
 KeyValue = tuple[torch.Tensor, torch.Tensor]
-"""Two tensors [batch, num_heads, num_tokens, dim] of a cache layer or an attention: keys with RoPE and values, or the
-form in which the cache stores them."""
+"""Two tensors [batch, num_heads, num_tokens, dim]: keys with RoPE and values, or what a cache layer stores for them."""
 
 MakeKeyValue = Callable[["SwiftKVAttentionMixin", torch.Tensor, Rotation], KeyValue]
-"""Function that makes a layer's keys and values by head from the layer's attention, its normalized input [batch,
-num_tokens, hidden_size] and its rotation."""
+"""Function that makes keys and values by head from a layer's attention, its normalized input [batch, num_tokens,
+hidden_size] and its rotation."""
 
 
 def normalize_attention_input(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the input of a layer's attention for the layer's input, normalized if the family has a norm before."""
+    """Apply the norm before a layer's attention, if the family has one, to the layer's input."""
     norm = getattr(layer, "input_layernorm", None)
     return hidden if norm is None else norm(hidden)
 
@@ -36,21 +35,20 @@ def normalize_attention_input(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
 class SwiftKVAttentionMixin(nn.Module):
     """Mixin for a family's attention module in layers >= l, with one subclass per kind of attention.
 
-    Without `shared_key_value` it is the family's own attention (the teacher); with it, the student's.
+    Without `shared_key_value` it runs the teacher's attention, with it the student's.
 
     A cache layer stores two tensors [batch, num_heads, num_tokens, dim]: keys with RoPE and values, or for MLA the
-    latent and the key part that carries RoPE, one head each. `past_key_values.update(first, second, cache_layer)`
-    appends to both and returns them over the whole context. This holds below layer l and in teacher mode too. A leader
-    turns the tensors that the cache returns into the keys and values of its group.
+    latent and the key part with RoPE, one head each. `past_key_values.update(first, second, cache_layer)` appends to
+    both and returns them over the whole context, in all layers and modes. The first layer of a group, its leader,
+    expands them to the group's keys and values.
     """
 
     key_value_modules: ClassVar[tuple[str, ...]]
-    """Teacher modules of which group leaders have a twin, `{name}_swiftkv`."""
+    """Teacher modules that group leaders copy to `{name}_swiftkv`."""
     decode_modules: ClassVar[tuple[str, ...]]
-    """Those of `key_value_modules` of which leaders have a second twin, `{name}_decode_swiftkv`, if deep tokens keep
-    their own K and V."""
+    """Teacher modules that leaders also copy to `{name}_decode_swiftkv` if deep tokens have their own K and V."""
     shared_heads: nn.Module | None
-    """Module that attention functions get instead of this one if the student has other key-value heads."""
+    """Stand-in for this module in calls of attention functions if the student has another number of KV heads."""
     # Attributes of the family's own attention.
     config: Any
     scaling: float
@@ -73,17 +71,18 @@ class SwiftKVAttentionMixin(nn.Module):
 
     @classmethod
     def list_query_modules(cls, config: Any, /) -> tuple[str, ...]:
-        """Return the names of the teacher's modules that make queries, in the order in which they are applied."""
+        """Return the names of the teacher's modules that make queries, in order of application."""
         raise NotImplementedError
 
     @classmethod
     def list_twin_modules(cls, config: Any, /) -> tuple[str, ...]:
-        """Return the names of the teacher's modules of which every layer >= l has a twin."""
+        """Return the names of the teacher's modules that every layer >= l copies to `{name}_swiftkv`."""
         return cls.list_query_modules(config) + (("o_proj",) if config.own_output_projection else ())
 
     @classmethod
     def locate_teacher_rows(cls, _config: Any, name: str, /) -> tuple[str, slice | None]:
-        """Return the teacher's module that contains the projection `name`, and its rows in it; None: all rows."""
+        """Return the teacher's module that contains the projection `name`, and the projection's rows; None: all
+        rows."""
         return name, None
 
     @classmethod
@@ -93,7 +92,7 @@ class SwiftKVAttentionMixin(nn.Module):
         return tuple(dict.fromkeys(cls.locate_teacher_rows(config, name)[0] for name in names))
 
     def get_teacher_module(self, name: str) -> Any:
-        """Return the teacher's module `name`; for a fused one, a linear module that shares the memory of its rows."""
+        """Return the teacher's module `name`. A part of a fused module is returned as a view."""
         module, rows = self.locate_teacher_rows(self.config, name)
         whole = getattr(self, module)
         if rows is None:
@@ -109,12 +108,12 @@ class SwiftKVAttentionMixin(nn.Module):
 
     @property
     def input_projections(self) -> Sequence[nn.Linear]:
-        """A leader's projections of norm_swiftkv(x). Inference fuses them into one matrix product."""
+        """Projections of norm_swiftkv(x) in a leader. Inference fuses them into one matrix product."""
         raise NotImplementedError
 
     @property
     def decode_projections(self) -> Sequence[nn.Linear]:
-        """A leader's projections of a deep token's normalized input, with outputs like those of `input_projections`."""
+        """Projections of deep tokens' normalized input in a leader, with the same outputs as `input_projections`."""
         return [getattr(self, f"{name}_decode_swiftkv") for name in self.decode_modules]
 
     def shape_key_value(self, projected: Sequence[torch.Tensor], rotation: Rotation) -> KeyValue:
@@ -127,12 +126,12 @@ class SwiftKVAttentionMixin(nn.Module):
         raise NotImplementedError
 
     def project_own_key_value(self, hidden_states: torch.Tensor, rotation: Rotation) -> KeyValue:
-        """Return the two tensors that the cache stores for deep tokens, from this leader's normalized input [batch,
+        """Return the two tensors that the cache stores for deep tokens, from the leader's normalized input [batch,
         num_tokens, hidden_size]."""
         return self.shape_key_value([projection(hidden_states) for projection in self.decode_projections], rotation)
 
     def expand_key_value(self, stored: KeyValue) -> KeyValue:
-        """Return the keys and values by head of a leader's group, from the two tensors of its cache layer."""
+        """Return the keys and values by head of the leader's group from the two tensors of its cache layer."""
         return stored
 
     def project_query(self, hidden_states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
@@ -146,11 +145,11 @@ class SwiftKVAttentionMixin(nn.Module):
         return [module for module in modules if module not in expanding]
 
     def list_expanding_modules(self) -> list[nn.Module]:
-        """Return a leader's modules that turn the cached tensors into keys and values, once for the whole group."""
+        """Return a leader's modules that expand the cached tensors to the group's keys and values."""
         return []
 
     def list_shared_norms(self) -> list[nn.Module]:
-        """Return a leader's norms on the keys of its group, which are also the teacher's norms in this layer."""
+        """Return a leader's norms on its group's keys, which teacher and student share."""
         return []
 
     def list_idle_modules(self) -> tuple[str, ...]:
@@ -170,13 +169,13 @@ class SwiftKVAttentionMixin(nn.Module):
         shared_key_value: KeyValue | MakeKeyValue | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output [batch, num_tokens, hidden_size] and attention weights (None if the backend has none).
+        """Return the output [batch, num_tokens, hidden_size] and the attention weights, if the backend returns any.
 
         Args:
             hidden_states: normalized input of this layer, [batch, num_tokens, hidden_size].
             position_embeddings: rotation of these tokens.
-            shared_key_value: the group's keys and values by head over the whole context, or a function that makes them
-                from this layer's input; None runs the teacher's attention.
+            shared_key_value: the group's keys and values by head over the whole context, or a function that makes them;
+                None runs the teacher's attention.
         """
         if shared_key_value is None:
             teacher: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
@@ -206,8 +205,8 @@ class SwiftKVAttentionMixin(nn.Module):
 
 
 class _StudentHeads(nn.Module):
-    """The module attributes that transformers' attention functions read, for students whose key-value heads are not the
-    teacher's (paper, appendix C)."""
+    """Module attributes for transformers' attention functions, for students with another number of key-value heads than
+    the teacher (paper, appendix C)."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
@@ -218,8 +217,8 @@ class _StudentHeads(nn.Module):
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Apply RoPE to `x` [batch, num_heads, num_tokens, head_dim]; dimension j pairs with j + head_dim / 2. If
-    `rotation` has fewer dimensions than a head, only the first ones are rotated."""
+    """Apply RoPE to `x` [batch, num_heads, num_tokens, head_dim], or to the first dimensions if `rotation` has fewer.
+    Dimension j pairs with j + dim / 2: x cos + (-x2, x1) sin."""
     size = rotation[0].shape[-1]
     if size < x.shape[-1]:
         return torch.cat((rotate(x[..., :size], rotation), x[..., size:]), dim=-1)
@@ -232,8 +231,8 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 def split_heads(
     projected: torch.Tensor, head_dim: int, norm: nn.Module | None = None, *, over_all_heads: bool = False
 ) -> torch.Tensor:
-    """[batch, num_tokens, num_heads * head_dim] -> [batch, num_heads, num_tokens, head_dim], normalized by `norm` over
-    each head or, with `over_all_heads`, over all heads together."""
+    """[batch, num_tokens, num_heads * head_dim] -> [batch, num_heads, num_tokens, head_dim]. `norm` applies to each
+    head, or with `over_all_heads` to all heads together."""
     if norm is not None and over_all_heads:
         projected = norm(projected)
     heads: torch.Tensor = projected.unflatten(-1, (-1, head_dim)).transpose(1, 2)
@@ -241,12 +240,12 @@ def split_heads(
 
 
 class HeadAttentionMixin(SwiftKVAttentionMixin):
-    """Keys and values by head (MHA, GQA, MQA), RoPE over the head or its first dimensions, and the family's norms on
-    heads, if any."""
+    """Attention with keys and values by head (MHA, GQA, MQA), RoPE on all or the first dimensions of a head, and the
+    family's head norms."""
 
     key_value_modules = decode_modules = ("k_proj", "v_proj")
     rotate: Callable[[torch.Tensor, Rotation], torch.Tensor] = staticmethod(rotate)
-    """Function that applies RoPE; an instance may get a faster one."""
+    """Function that applies RoPE. The engine replaces it by a faster one."""
     head_dim: int
     q_proj_swiftkv: nn.Linear
     k_proj_swiftkv: nn.Linear

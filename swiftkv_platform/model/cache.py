@@ -1,13 +1,12 @@
-"""The KV cache that `generate()` uses: `num_kv_cache_layers` layers instead of one per model layer, optionally in 8
-bits.
+"""The KV cache of `generate()`: `num_kv_cache_layers` layers instead of one per model layer, optionally in 8 bits.
 
-It is a transformers `Cache` of transformers' own layers, so it can grow, slide, crop and reorder as they do.
+It is a transformers `Cache` of transformers' own layers, so it grows, slides, crops and reorders as they do.
 
-Quantized, a row (the part of a head and a token: d elements of K or of V, or a latent) has one scale in bfloat16, which
-has the range of float32, so that it cannot overflow and needs no calibration. The scale is rounded up and the row
-quantized with the rounded scale, so that the largest element never saturates. FP8 scales are not limited to powers of
-two either: the largest element then lands at the top of the payload's range, where relative steps are smallest. A row
-takes d + 2 bytes, 2d / (d + 2) times less than in bfloat16: 1.94 at d = 64, 1.97 at d = 128.
+In a quantized cache, each row (d elements of K or V of a head and token, or a latent) has one scale in bfloat16. A
+bfloat16 scale has the range of float32, so it cannot overflow and needs no calibration. It is rounded up before the row
+is quantized, so that the largest element never saturates. FP8 scales are not powers of two: the largest element lands
+at the top of the payload's range, where relative steps are smallest. A row takes d + 2 bytes, 2d / (d + 2) times less
+than in bfloat16: 1.94 at d = 64, 1.97 at d = 128.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ PAYLOAD_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _MAX_PAYLOAD = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _SMALLEST_SCALE = torch.finfo(torch.bfloat16).tiny
 _FP8_SHIFT = 2.0**120
-"""Factor from a bfloat16 with an e4m3 number's bits to that number: the exponents are biased by 127 and 7."""
+"""Ratio of an e4m3 number to the bfloat16 with its shifted bits: the exponent biases are 127 and 7."""
 
 
 def get_payload_dtype(kv_cache_dtype: Any) -> torch.dtype | None:
     """Return the dtype that a cache stores for `kv_cache_dtype`; None for `auto`, the model's own dtype. Raises
-    `InvalidInputError`: the value is unknown; the message lists the accepted ones."""
+    `InvalidInputError` with the accepted values for an unknown one."""
     if kv_cache_dtype in (None, "auto"):
         return None
     if kv_cache_dtype not in PAYLOAD_DTYPES:
@@ -52,10 +51,10 @@ def get_payload_dtype(kv_cache_dtype: Any) -> torch.dtype | None:
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize the rows of `x` [..., d]; returns the payload of `dtype` [..., d] and bfloat16 scales [...].
+    """Quantize the rows of `x` [..., d]. Returns the payload of `dtype` [..., d] and bfloat16 scales [...].
 
-    A row with a NaN or an infinity gets the scale NaN, so that all of it is NaN when read and an overflow upstream
-    stays visible. Elements within 1/16 of the maximum of `x`'s dtype are clamped, since rounding up would overflow.
+    A row with NaN or infinity gets the scale NaN, so that overflows stay visible. Elements within 1/16 of the maximum
+    of `x`'s dtype are clamped, since rounding the scale up would overflow.
     """
     wide = x.float()
     limit = torch.finfo(x.dtype).max * (1 - 1 / 16)
@@ -69,12 +68,12 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 def dequantize(payload: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Undo `quantize`, with a result in `dtype`: payload [..., d], scales [...] -> [..., d]."""
-    # float16 lacks the scales' range, so that product is taken in float32.
+    # The scales exceed float16's range, so multiply in float32.
     through = torch.float32 if dtype == torch.float16 else dtype
     scale = scale.unsqueeze(-1).to(through)
     if payload.dtype == torch.float8_e4m3fn and payload.device.type == "cpu":
-        # On CPU, converting float8 elements is some 15 times slower than shifting their bits to where bfloat16 has
-        # them. The payload has no NaN (0x7f): rows that are not finite have a NaN scale.
+        # On a CPU, converting float8 elements is about 15 times slower than shifting their bits into a bfloat16. The
+        # payload has no NaN (0x7f), since rows that are not finite have a NaN scale.
         bits = payload.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(-0x8000 | 0x07F0)
         elements = bits.view(torch.bfloat16).to(through).mul_(_FP8_SHIFT)
     else:
@@ -83,7 +82,7 @@ def dequantize(payload: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
 
 
 def pack(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Quantize into one tensor of bytes: [..., d] -> uint8 [..., d + 2], each row's payload followed by its scale."""
+    """Quantize to bytes: [..., d] -> uint8 [..., d + 2], each row's payload followed by its scale."""
     payload, scale = quantize(x, dtype)
     return torch.cat((payload.view(torch.uint8), scale.unsqueeze(-1).view(torch.uint8)), dim=-1)
 
@@ -108,8 +107,8 @@ def make_cache(
     A group's cache layer keeps the longest window of its layers.
 
     Args:
-        kv_cache_dtype: `auto` stores what the model computes; `fp8` and `int8` quantize it.
-        max_cache_len: number of tokens to allocate at once (static cache); None grows as needed.
+        kv_cache_dtype: `auto` stores the model's dtype; `fp8` and `int8` quantize.
+        max_cache_len: number of tokens to preallocate (static cache); None grows as needed.
 
     Raises:
         InvalidInputError: an unknown `kv_cache_dtype`.
@@ -136,8 +135,8 @@ def make_cache(
 
 
 def check_cache_layers(cache: Any, layer_map: LayerMap, *, swiftkv: bool) -> None:
-    """Raise `ModelError` if a transformers cache has another number of layers than the mode needs. A cache without
-    layers is accepted, since it adds them as needed."""
+    """Raise `ModelError` if a transformers cache has the wrong number of layers. A cache without layers is accepted,
+    since it adds layers on their first write."""
     if not isinstance(cache, Cache) or not cache.layers:
         return
     wanted = layer_map.num_kv_cache_layers if swiftkv else layer_map.num_hidden_layers
@@ -159,14 +158,14 @@ def cache_bytes(cache: Cache) -> int:
 
 
 def get_stored_dtype(cache: Any) -> torch.dtype | None:
-    """Return the data type that a quantized cache of `make_cache` stores; None for any other."""
+    """Return the dtype that a quantized cache of `make_cache` stores; None for other caches."""
     layers: Any = cache.layers if isinstance(cache, Cache) else ()
     return layers[0].payload if layers and isinstance(layers[0], _QuantizedLayerMixin) else None
 
 
 @dataclass(frozen=True)
 class StoredKeyValue:
-    """Keys and values as a quantized layer stores them; `read` dequantizes them when they are needed."""
+    """Keys and values of a quantized cache layer. `read` dequantizes them."""
 
     keys: torch.Tensor
     """uint8 [batch, num_heads, num_tokens, dim + 2]."""
@@ -179,10 +178,10 @@ class StoredKeyValue:
 
 
 class _QuantizedLayerMixin:
-    """Mixin for a cache layer that stores each row as bytes, its payload and its scale (`pack`).
+    """Mixin for a cache layer that stores each row as packed bytes (`pack`).
 
-    Attention reads the stored values even for the tokens being written, so that an answer depends neither on how the
-    prompt is split into chunks nor on which part of it was cached already.
+    Attention reads the stored values even of new tokens, so that outputs do not depend on the chunks of a prompt or on
+    its cached part.
     """
 
     def __init__(self, payload: torch.dtype, **arguments: Any) -> None:
@@ -193,7 +192,7 @@ class _QuantizedLayerMixin:
         return self.store(key_states, value_states).read()
 
     def store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> StoredKeyValue:
-        """Append like `update`, but return the context without dequantizing it."""
+        """Append like `update`, but return the context quantized."""
         layer: Any = super()
         keys, values = layer.update(pack(key_states, self.payload), pack(value_states, self.payload))
         return StoredKeyValue(keys, values, self.payload, key_states.dtype)
@@ -203,15 +202,15 @@ QUANTIZED_LAYERS: dict[type, Any] = {
     layer: type(f"Quantized{layer.__name__}", (_QuantizedLayerMixin, layer), {})
     for layer in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 }
-"""The class of a cache layer in 8 bits, by that of transformers."""
+"""Classes of 8-bit cache layers, by transformers' class."""
 
 
 CacheContents = KeyValue | StoredKeyValue
-"""Contents of a group's cache layer: quantized, or as `Cache.update` returns them."""
+"""Contents of a cache layer: quantized, or as `Cache.update` returns them."""
 
 
 def append_key_value(cache: Any, keys: torch.Tensor, values: torch.Tensor, cache_layer: int) -> CacheContents:
-    """Append keys and values to a cache layer and return the whole context's; a quantized layer's stay quantized."""
+    """Append keys and values to a cache layer. Returns those of the whole context, quantized if the layer is."""
     layer = cache.layers[cache_layer] if get_stored_dtype(cache) is not None else None
     if isinstance(layer, _QuantizedLayerMixin):
         return layer.store(keys, values)

@@ -1,10 +1,9 @@
-"""Teacher -> student: rewire a pretrained model and initialize its SwiftKV projections, in memory or on disk.
+"""Conversion of a teacher to a student: rewire the model and initialize its SwiftKV projections, in memory or on disk.
 
-On disk a few tensors are in memory at a time, so a laptop converts a 405B model. The teacher's weights do not change,
-so the student reuses their files, as hard links unless copies are asked for: 140 GB need not be written again. New
-files hold the SwiftKV tensors; one index names both.
+Conversion on disk holds a few tensors in memory at a time, so a laptop converts a 405B model. The student reuses the
+teacher's weight files by hard links or copies; new files hold the SwiftKV tensors, and one index lists both.
 
-Source: paper, section 3.1 and 3.2; the calibrated start is described in `calibration`.
+Source: paper, section 3.1 and 3.2; `calibration` describes the calibrated start.
 """
 
 from __future__ import annotations
@@ -130,9 +129,7 @@ def make_student(
 
 
 def load_dense(path: str | Path, *, dtype: torch.dtype | None = None, revision: str | None = None) -> Any:
-    """Load an unchanged teacher in this project's classes: l = L, every layer computes its own KV, nothing is skipped.
-
-    It uses the same forward pass as a student and so serves as the baseline for one.
+    """Load an unchanged teacher in this project's classes, with l = L: the baseline with a student's forward pass.
 
     Args:
         path: directory or hub id of a causal language model of a known family; for a student, its teacher is loaded.
@@ -154,7 +151,7 @@ def resolve_dense_model(path: str | Path, revision: str | None = None) -> tuple[
 
 
 def make_dense_config(student: Any) -> Any:
-    """Return a student's configuration changed so that every layer computes its own KV, as in its teacher."""
+    """Return a copy of a student's configuration in which every layer computes its own KV, as in its teacher."""
     dense = copy.deepcopy(student)
     dense.shape = StudentShape.dense(dense.num_hidden_layers)
     return dense
@@ -163,7 +160,7 @@ def make_dense_config(student: Any) -> Any:
 def load_teacher(
     path: str | Path, config: Any = None, *, revision: str | None = None, dtype: torch.dtype | str | None = None
 ) -> PreTrainedModel:
-    """Load a teacher in transformers' own class, after checking that its files are complete. Raises `ModelError`.
+    """Load a teacher in transformers' class after checking its files. Raises `ModelError`.
 
     Args:
         config: the teacher's configuration; None reads it.
@@ -179,17 +176,19 @@ def load_teacher(
 
 
 def _rewire(teacher: PreTrainedModel, config: Any) -> Any:
-    """Make a student that shares the teacher's parameters and whose new parameters are uninitialized."""
+    """Make a student that shares the teacher's parameters; its new parameters are uninitialized."""
     classes = student_classes(teacher.config.model_type)
     config.dtype = teacher.dtype
     # Tied as in the loaded model, which may differ from the configuration.
     config.tie_word_embeddings = teacher.lm_head.weight is teacher.model.embed_tokens.weight
     config._attn_implementation = teacher.config._attn_implementation
+    # 1. build on the meta device and assign the teacher's parameters
     with torch.device("meta"):
         student = classes.causal_lm(config)
     student.load_state_dict(teacher.state_dict(), strict=False, assign=True)
     student.model.rotary_emb = teacher.model.rotary_emb  # its buffers are not part of a state dict
     student.tie_weights()
+    # 2. allocate the new parameters
     for name, parameter in list(student.named_parameters()):
         if parameter.is_meta:
             module, _, leaf = name.rpartition(".")
@@ -221,7 +220,7 @@ def convert_checkpoint(
     progress: Progress = lambda _done, _total: None,
     **shape: Any,
 ) -> ConversionResult:
-    """Write the student that `convert` makes of `source` to the directory `target`, completely or not at all.
+    """Write the student that `convert` makes of `source` to the directory `target` atomically.
 
     Args:
         source: a teacher's directory or hub id, in safetensors.
@@ -241,13 +240,15 @@ def convert_checkpoint(
     target = Path(target)
     check_target_is_empty(target)
     teacher, request = read_config(source, revision=revision), ShapeRequest(**shape)
-    make_student_config(teacher, request)  # refuses a shape before weights are downloaded
+    # 1. check shape, files and tokenizer before a weight is read
+    make_student_config(teacher, request)
     quantization = get_quantization_fields(teacher)
     directory = fetch_model_directory(str(source), revision, field="model.name_or_path")
     student = LazyStudent.open(directory, request, {}, dtype="auto")
     config = student.model.config
     if has_tokenizer(directory):
-        load_tokenizer(directory, config.vocab_size)  # refuse it now rather than in serving
+        load_tokenizer(directory, config.vocab_size)
+    # 2. write the new tensors, then link or copy the teacher's files
     if calibration is None:
         tensors = student.read_new_tensors()
     else:

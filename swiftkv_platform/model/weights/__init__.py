@@ -1,8 +1,9 @@
-"""Weights of models: where they come from, and how they are read and written.
+"""Reading and writing of model weights.
 
-A name becomes a directory or a hub id (`bases`, which converts GGUF files). `checkpoint` alone opens safetensors files
-and reads their tensors, or parts of them, one at a time; `quantization` reads quantized ones as floats or as integers,
-and `loading` gives all of them by the names and shapes that they have in memory, checked against the model.
-`lazy_student` reads a student's from its teacher's. Training, conversion, calibration, export and the engine read
-through these. `writing` makes model directories, and `adapters` those that hold only the difference from a base.
+- `bases` resolves a name to a directory or hub id, and converts GGUF files.
+- `checkpoint` opens safetensors files and reads tensors, or parts of them, one at a time.
+- `quantization` reads quantized tensors as floats or integers.
+- `loading` maps stored tensors to the names and shapes in memory, and checks them against the model.
+- `lazy_student` reads a student's weights from its teacher's.
+- `writing` makes model directories; `adapters` writes only the difference from a base model.
 """

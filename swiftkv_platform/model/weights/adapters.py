@@ -1,7 +1,7 @@
-"""Adapters on disk: written tensor by tensor as the difference to a base model, and assembled with it into a directory.
+"""Adapters on disk: the tensors in which a student differs from a base model, and their merge into a whole model.
 
-The assembled directory is read like any whole model. Its unchanged files are links to the base's; files that lose
-tensors, or whose tensors change dtype, are rewritten. This module knows files and tensor names, not layers.
+The merged directory is read like any model. Unchanged files are links to the base's files; files that lose tensors, or
+whose tensors change dtype, are rewritten.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FindBase = Callable[[BaseModelReference], str | Path]
 """Function that returns the directory or hub id of a base model."""
 
 MAX_ADAPTER_SHARE = 0.9
-"""Share of a student's bytes at which an adapter counts as no smaller than the model."""
+"""Share of a student's bytes from which an adapter counts as large as the model."""
 _PARALLEL_TENSORS = 4
 """Number of tensors hashed at the same time."""
 
@@ -194,8 +194,8 @@ def check_adapter_base(adapter: AdapterConfig, base: Checkpoint) -> None:
 def open_merged_model(
     source: str | Path, *, base_model: str | Path | None = None, find_base: FindBase | None = None, **arguments: Any
 ) -> Iterator[tuple[str | Path, AdapterConfig | None]]:
-    """Yield the model to read instead of `source`, and its adapter: for an adapter a directory that lasts until the
-    block ends, for any other model `source` itself and None.
+    """Yield a readable model and its adapter: for an adapter, a temporary merged directory; for other models, `source`
+    itself and None.
 
     Args:
         base_model: directory or hub id of the base.
@@ -229,9 +229,9 @@ def open_merged_model(
 
 @contextmanager
 def open_readable(source: str | Path, arguments: dict[str, Any]) -> Iterator[tuple[str | Path, Checkpoint | None]]:
-    """Yield the model and the checkpoint that `from_pretrained` should read for `source`, with an adapter applied to
-    its base. Removes `base_model` from `arguments`, those of `from_pretrained`, and for an adapter the hub arguments
-    too. Raises `ModelError`: as `open_merged_model`."""
+    """Yield the model and the checkpoint to read for `source`; an adapter is merged. Removes `base_model` from
+    `arguments`, those of `from_pretrained`, and for an adapter the hub arguments too. Raises `ModelError` as
+    `open_merged_model`."""
     base_model = arguments.pop("base_model", None)
     if arguments.get("state_dict") is not None or arguments.get("gguf_file") is not None:
         yield source, None

@@ -1,6 +1,5 @@
-"""Safetensors checkpoints of any model: names, shapes and dtypes from index and headers, and single tensors on demand.
-
-A checkpoint may be a local directory or a hub id.
+"""Safetensors checkpoints in a directory or on the hub: names, shapes and dtypes from index and headers, and single
+tensors on demand.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class TensorInfo:
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
-    """Data type; None for one that this project does not support."""
+    """Data type; None if this project does not support it."""
     num_bytes: int
 
 

@@ -1,9 +1,9 @@
-"""A student whose weights are read on demand, so that no process has to hold the whole model.
+"""A student whose weights are read on demand, so that no process holds the whole model.
 
-A module is filled before it runs or is sharded, and released after it has run; for a model that is sharded already each
-worker reads its own rows.
+A module is filled before it runs or is sharded, and released afterwards. In a sharded model each worker reads its own
+rows.
 
-New tensors start as copies, made of these teacher tensors:
+New tensors start as copies of these teacher tensors:
 
     q_*, o_proj   the layer's own                 norm_swiftkv  layer l's input_layernorm
     k_*, v_*, ... the mean over the group         exit_norm, exit_head  the teacher's final norm and head
@@ -131,7 +131,7 @@ class LazyStudent:
                     name = student_name(f"{prefix}.{leaf}" if prefix else leaf)
                     self._names[id(module), leaf] = name
                     aliases[id(parameter)].append(name)
-        # A tied parameter goes by its first name; the kept teacher's copies are parameters of their own.
+        # A tied parameter has its first name. The teacher's copies are separate parameters.
         self._tied = {name: names[0] for names in aliases.values() if len(names) > 1 for name in names}
         self._filled: dict[str, nn.Parameter] = {}
 
@@ -140,8 +140,8 @@ class LazyStudent:
         """Load every parameter of `module` that is on the meta device, in its dtype.
 
         Args:
-            own: include parameters that the teacher does not have.
-            read: read the values; False only allocates storage, for a worker that receives the values from another.
+            own: include the student's own parameters.
+            read: read the values; False only allocates storage, for a worker that receives the values.
         """
         for part, leaf, parameter in _iterate_parameters(module):
             name = self._names[id(part), leaf]
@@ -223,7 +223,7 @@ def _iterate_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.
 
 def save_lazy_student(lazy: LazyStudent, directory: Path, *, teacher: bool) -> None:
     """Write a student's weight files as `save_pretrained` does, with one file's tensors in memory. `teacher`: keep the
-    teacher's projections of layers >= l; if not, the model's configuration is updated to say so."""
+    teacher's projections of layers >= l; False also updates the model's configuration."""
     write_model_shards(directory, read_stored_tensors(lazy, teacher=teacher))
 
 
@@ -247,7 +247,7 @@ _LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.self_attn\.(\w+)\.(\w+)")
 
 @dataclass(frozen=True)
 class StartingTensor:
-    """A tensor that the student adds to its teacher's."""
+    """Initial value of a tensor that the teacher does not have."""
 
     name: str
     sources: tuple[str, ...]
@@ -255,11 +255,11 @@ class StartingTensor:
     rows: slice | None = None
     """Rows of the sources to use; None: all."""
     heads: tuple[int, int] | None = None
-    """Key-value heads of a source and of this tensor, if they differ; the first dimension is then heads x head_dim."""
+    """Number of key-value heads of a source and of this tensor, if they differ; rows are then heads x head_dim."""
 
     def make(self, read: Callable[[str, slice | None], Tensor], rows: slice | None = None) -> Tensor:
-        """Return this tensor, or only the given rows, in the dtype of its sources. The mean is taken in float32.
-        `read`: returns a teacher's tensor by name, or only the given rows of it."""
+        """Return this tensor, or the given rows of it, in the dtype of its sources. The mean is computed in float32.
+        `read` returns a teacher's tensor by name, or the given rows of it."""
         if self.heads is not None:  # sharing heads changes the rows
             tensor = self._mean([read(source, self.rows) for source in self.sources])
             return tensor if rows is None else tensor[rows]
@@ -284,8 +284,8 @@ class StartingTensor:
 def share_heads(tensor: torch.Tensor, num_heads: int, num_shared: int) -> torch.Tensor:
     """[num_heads * head_dim, ...] -> [num_shared * head_dim, ...].
 
-    Fewer heads: each is the mean of the consecutive heads that it replaces. More: each head is repeated for the query
-    heads that read it, which does not change the output but gives training more parameters.
+    Fewer heads: the mean of the consecutive heads that each one replaces. More heads: repeated heads, which do not
+    change the output but give training more parameters.
     """
     heads: torch.Tensor = tensor.unflatten(0, (num_heads, -1))
     if num_shared < num_heads:

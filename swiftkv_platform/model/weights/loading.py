@@ -1,8 +1,7 @@
-"""Loading of models: through transformers, with checks of the files before weights are read, or tensor by tensor.
+"""Loading of models: through transformers after checks of the files, or tensor by tensor.
 
-`StoredWeights` reads by the names and shapes that weights have in memory. Families that fuse experts in memory store
-them one by one, and quantized checkpoints store numbers with scales. Both are converted, following transformers' table
-of conversions, and only the needed parts of the files are read.
+`StoredWeights` reads tensors by their names and shapes in memory. It fuses experts that are stored separately, by
+transformers' table of conversions, and dequantizes weights. Only the needed parts of the files are read.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _MAX_SHOWN_NAMES = 3
 _IGNORED_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")
 """Buffers that old checkpoints store."""
 _LOAD_ERRORS = (OSError, ValueError, LookupError, AttributeError, TypeError, AssertionError, SafetensorError)
-"""Errors of a load other than lack of memory."""
+"""Errors of loading, except out of memory."""
 
 Load = Callable[..., Any]
 """A `from_pretrained` function."""
@@ -92,8 +91,8 @@ def load_checked(
 
 
 def check_checkpoint_fits(checkpoint: Checkpoint, config: Any, build: Callable[[Any], Any]) -> bool:
-    """Settle `config.tie_word_embeddings` and compare the tensors of `checkpoint` with those of the model that `build`
-    makes of `config`; returns whether they are quantized. Raises `ModelError`: as `check_tensors`."""
+    """Resolve `config.tie_word_embeddings`, and compare the tensors of `checkpoint` with those of `build(config)`.
+    Returns whether they are quantized. Raises `ModelError` as `check_tensors`."""
     resolve_tied_head(config, checkpoint)
     quantized = is_quantized(config)
     with build_without_weights(checkpoint.source):
@@ -105,8 +104,8 @@ def check_checkpoint_fits(checkpoint: Checkpoint, config: Any, build: Callable[[
 def open_checked(
     model_class: Any, config: Any, checkpoint: Checkpoint, *, dtype: torch.dtype | str | None = None
 ) -> tuple[Any, StoredWeights]:
-    """Return the model that `load_checked` would load, without its weights, and the reader of these. Raises
-    `ModelError`: as `load_checked` and `build_on_meta`."""
+    """Return the model that `load_checked` would load, on the meta device, and the reader of its weights. Raises
+    `ModelError` as `load_checked` and `build_on_meta`."""
     resolve_tied_head(config, checkpoint)
     quantized = is_quantized(config)
     dtype = _resolve_dtype(dtype, config, torch.bfloat16 if quantized else get_first_dtype(checkpoint))
@@ -206,7 +205,7 @@ def _is_ignored(name: str, model: Any) -> bool:
 
 
 def get_first_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype that transformers uses if the configuration has none: that of the first floating tensor."""
+    """Return the dtype of the first floating tensor, which transformers uses if the configuration has none."""
     found = (info.dtype for info in checkpoint.headers.values())
     return next((dtype for dtype in found if dtype is not None and dtype.is_floating_point), torch.float32)
 
@@ -239,24 +238,22 @@ def _misfit_error(checkpoint: Checkpoint, model: Any, what: str, which: list[str
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _TIED_NAMES = {_HEAD: _EMBEDDING, _EMBEDDING: _HEAD}
-"""Other name under which a tied tensor may be stored."""
+"""Alternative names of tied tensors."""
 _COMPARED_ROWS = 1024
 """Number of rows of head and embedding that are compared at a time."""
 
 
 def resolve_tied_head(config: Any, checkpoint: Checkpoint) -> None:
-    """Set `config.tie_word_embeddings` to whether the files really tie the head, as transformers does.
-
-    A stored head that differs from the stored embedding is used even if the configuration ties them. If none is stored,
-    the configuration decides: the head is tied, or a tensor is missing.
+    """Set `config.tie_word_embeddings` to False if the stored head differs from the stored embedding, as transformers
+    does. Without a stored head the configuration decides.
     """
     if getattr(config, "tie_word_embeddings", False) and not {_HEAD, _EMBEDDING} - checkpoint.shards.keys():
         config.tie_word_embeddings = _are_equal(checkpoint, _HEAD, _EMBEDDING)
 
 
 def check_finite(name: str, tensor: torch.Tensor, source: str | Path) -> None:
-    """Raise `ModelError` for a weight with a NaN or an infinity, which would spoil every answer of the model."""
-    # The extremes are NaN if any element is, and computing them needs no memory per element.
+    """Raise `ModelError` for a weight with NaN or infinity, which would spoil all outputs."""
+    # Min and max are NaN if any element is, and need no memory per element.
     if tensor.numel() and not tensor.is_meta and not torch.stack(torch.aminmax(tensor)).isfinite().all():
         raise ModelError.for_field(
             "model.name_or_path",
@@ -279,20 +276,19 @@ def _are_equal(checkpoint: Checkpoint, name: str, other: str) -> bool:
 
 @dataclass
 class _TensorSources:
-    """The tensors of the checkpoint from which one tensor in memory is made."""
+    """Stored tensors that make one tensor in memory."""
 
     converter: WeightConverter | None = None
-    """Converter of transformers; None for a tensor that is stored unchanged."""
+    """Converter of transformers; None for unchanged tensors."""
     sources: dict[str, list[str]] = field(default_factory=dict)
-    """Names in the checkpoint, by the pattern of the converter that matches them."""
+    """Names in the checkpoint, by the matching pattern of the converter."""
 
     def add(self, pattern: str | None, name: str) -> None:
         self.sources.setdefault(pattern or "", []).append(name)
 
     @property
     def expert_blocks(self) -> list[list[str]] | None:
-        """Names by block of experts to stack, with the rows of a block (gates) above those of the next; None: not made
-        by stacking."""
+        """Names per block of experts to stack; blocks (gate, up) are concatenated by rows. None: other conversions."""
         if self.converter is None:
             return None
         merge, *concatenate = self.converter.operations
@@ -303,7 +299,7 @@ class _TensorSources:
 
 
 class StoredWeights:
-    """Reader of the tensors of a teacher or of a student, which has its teacher's conversions.
+    """Reads the tensors of a teacher, or of a student by its teacher's conversions.
 
     Args:
         config: the model's configuration.
@@ -326,12 +322,11 @@ class StoredWeights:
             stored.add(pattern, name)
 
     def __contains__(self, name: str) -> bool:
-        """Whether the checkpoint stores a tensor under this name, not only as tied to another."""
+        """Whether the checkpoint stores a tensor under this name; a tied tensor counts under one name only."""
         return name in self._stored
 
     def read(self, name: str, part: Part | None = None) -> torch.Tensor:
-        """Read a tensor by its name in memory. `part`: read only this part; if the tensor can only be converted whole,
-        the rest is read and dropped. Raises `ModelError`: it holds numbers that are not finite."""
+        """Read a tensor, or a part of it, by its name in memory. Raises `ModelError` for values that are not finite."""
         tensor = self._read(name, part)
         check_finite(name, tensor, self.checkpoint.source)
         return tensor
@@ -348,7 +343,7 @@ class StoredWeights:
         return made if part is None else made[part].clone()
 
     def _stack(self, blocks: list[list[str]], part: Part | None) -> torch.Tensor:
-        """Read stacked experts [num_experts, rows, columns], with the rows of all blocks one above the other."""
+        """Read stacked experts [num_experts, rows, columns], with the rows of all blocks concatenated."""
         experts, rows, columns = expand_ranges(part, 3)
         heights = [self._weights.headers[block[0]].shape[0] for block in blocks]
         first, last, _ = rows.indices(sum(heights))

@@ -1,14 +1,14 @@
-"""Quantized weights: the formats that are read and written, weights as floats, and rounding to integers.
+"""Quantized weights: reading of several formats as floats or integers, and rounding to integers.
 
-A weight of 8 bits, float8 or int8, comes with a grid of scales, `{name}_scale` (fbgemm and compressed-tensors: one per
-row or one for all; compressed-tensors also one per block) or `{name}_scale_inv` (fine-grained FP8: one per block); a
-value is the product of the two. compressed-tensors packs 4 or 8 bits into int32 as `{name}_packed`, and stores
-`{name}_shape` with the scales. transformers runs such weights only on some GPUs and with the format's own library. Here
-they are dequantized when read, which needs neither and gives the same teacher.
+Read formats: an 8-bit weight (float8 or int8) has scales in `{name}_scale` (fbgemm: per row or tensor;
+compressed-tensors: per row, tensor or block) or `{name}_scale_inv` (fine-grained FP8: per block); its values are weight
+x scale. compressed-tensors packs 4- or 8-bit integers into the int32 tensor `{name}_packed` and stores `{name}_shape`.
+transformers runs such weights only on some GPUs with the format's library. Here they are dequantized when read, which
+gives the same teacher on any machine.
 
-We write compressed-tensors' int8 with a scale per row, W8A8 (`int-quantized`; inputs are quantized to int8 per token at
-run time), and int4 with a scale per group of inputs, W4A16 (`pack-quantized`; inputs stay unquantized), which vLLM and
-llm-compressor read too.
+Written formats: compressed-tensors' int8 with a scale per row, W8A8 (`int-quantized`; inputs are quantized per token at
+run time), and int4 with a scale per group of inputs, W4A16 (`pack-quantized`; inputs stay unquantized). vLLM and
+llm-compressor read both.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from swiftkv_platform.planning import has_quantized_weights
 QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 _SCALE_SUFFIXES = ("_scale", "_scale_inv")
 _ACTIVATION_SUFFIXES = (".input_scale", ".input_scale_ub", ".activation_scale", ".q_scale", ".k_scale", ".v_scale")
-"""Suffixes of tensors that only quantized activations and caches need."""
+"""Suffixes of scales for quantized activations and caches, which are ignored."""
 PACKED_SUFFIX, SHAPE_SUFFIX = "_packed", "_shape"
 
 
 def is_quantized(config: Any) -> bool:
-    """Whether a configuration says that weights are quantized. Raises `ModelError`: the format is not supported."""
+    """Whether a configuration has quantized weights. Raises `ModelError` for an unsupported format."""
     return has_quantized_weights({"quantization_config": get_quantization_fields(config)})
 
 
@@ -44,15 +44,15 @@ def get_quantization_fields(config: Any) -> dict[str, Any] | None:
 
 
 def dequantize_checkpoint(checkpoint: Checkpoint) -> DequantizedCheckpoint:
-    """Return a view of the checkpoint with the names and shapes of its unquantized weights, which are dequantized when
-    read. Reading raises `ModelError`: scales are missing or do not fit."""
+    """Return a view of the checkpoint with unquantized names and shapes; weights are dequantized when read. Reading
+    raises `ModelError` for missing or misshapen scales."""
     own = {name for name in checkpoint.shards if not _is_quantization_parameter(name, checkpoint)}
     shards = {name.removesuffix(PACKED_SUFFIX): shard for name, shard in checkpoint.shards.items() if name in own}
     return DequantizedCheckpoint(checkpoint.source, shards, checkpoint.hub_arguments, stored=checkpoint)
 
 
 def exclude_swiftkv_modules(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a teacher's `quantization_config` changed for its student, whose own tensors are not quantized."""
+    """Return a teacher's `quantization_config` for its student, whose own tensors are not quantized."""
     if fields["quant_method"] == "compressed-tensors":
         ignored = [*(fields.get("ignore") or []), "re:.*_swiftkv$", "exit_head"]
         return {**fields, "ignore": ignored}

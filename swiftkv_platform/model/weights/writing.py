@@ -20,14 +20,14 @@ from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 
 FilePlacement = Literal["link", "copy", "symlink"]
-"""Way to put an unchanged weight file into a new directory: a hard link, which takes no space and no time; a copy, for
-a target that must not share its bytes with the source; or a symbolic link, for a target that its source outlives."""
+"""How an unchanged weight file gets into a new directory: a hard link, which takes no space; a copy; or a symbolic
+link, for a temporary target."""
 
 Progress = Callable[[int, int], None]
-"""Function that gets the number of tensors (or files) done and of all."""
+"""Function called with the number of finished tensors (or files) and the total."""
 
 MAX_SHARD_BYTES = 2 << 30
-"""Largest weight file, unless a single tensor is larger."""
+"""Max size of a weight file, unless a single tensor is larger."""
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json")
 _MODEL_SPECIFIC_FILES = ("config.json", "README.md", "evaluation.json", "manifest.json")
@@ -44,9 +44,9 @@ def check_target_is_empty(target: Path) -> None:
 
 @contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
-    """Yield a directory to fill, which becomes `target` if the block succeeds and is deleted otherwise.
+    """Yield a directory to fill. It is renamed to `target` if the block succeeds, else deleted.
 
-    It is next to `target` under a hidden name, so that a killed process leaves nothing that looks complete.
+    It is a hidden sibling of `target`, so that a killed process leaves no incomplete target.
 
     Raises:
         ConflictError: `target` exists and is not empty.
@@ -64,7 +64,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 
 
 def place_file(source: Path, target: Path, files: FilePlacement) -> None:
-    """Put `source` at `target`: a link if asked for and possible, else a copy."""
+    """Link or copy `source` to `target`. A hard link falls back to a copy."""
     source = source.resolve()  # the hub's cache links to its blobs
     if files == "symlink":
         target.symlink_to(source)
@@ -92,14 +92,14 @@ def copy_companion_files(source: Path, target: Path, *, leaving_out: Collection[
 
 
 def make_shard_names(shards: Iterable[str], prefix: str) -> dict[str, str]:
-    """Return new names of weight files. They differ from those of `save_pretrained`, which would overwrite a linked
-    file together with its source."""
+    """Return new names of weight files. They differ from those of `save_pretrained`, which would overwrite linked
+    files together with their sources."""
     ordered = sorted(set(shards))
     return {shard: f"{prefix}-{n:05d}-of-{len(ordered):05d}.safetensors" for n, shard in enumerate(ordered, start=1)}
 
 
 class ShardWriter:
-    """Writer of tensors into numbered files, which holds at most one file's tensors in memory."""
+    """Writes tensors to numbered files, with at most one file's tensors in memory."""
 
     def __init__(self, directory: Path, name: str, max_bytes: int = MAX_SHARD_BYTES) -> None:
         self._directory, self._name, self._max_bytes = directory, name, max_bytes
@@ -178,7 +178,7 @@ def write_model_shards(
 
 
 def write_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a weight file with default permissions; safetensors would make it private."""
+    """Write a weight file with default permissions. safetensors writes private files."""
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o666 & ~_get_umask())
 

@@ -172,12 +172,7 @@ class TrainingRuns:
         return self._starts[key]
 
     def _train(
-        self,
-        spec: JobSpec,
-        total_steps: int,
-        start: Checkpoint,
-        directory: Path,
-        notes: _TrainingListener,
+        self, spec: JobSpec, total_steps: int, start: Checkpoint, directory: Path, notes: _TrainingListener
     ) -> Mapping[str, Tensor]:
         strategy = distribute_model(spec, self.path, start, device=get_task_device(spec))
         request = AttemptRequest(job_id="bench", attempt=1, spec=spec, run_id="bench")
@@ -306,6 +301,7 @@ def main() -> int:
         runs_by_value = RunsByDecodeKeyValue(spec, Path(name), AttemptAnswers(open_store(store_uri), request))
         tokenizer = load_tokenizer(spec, runs_by_value[spec.swiftkv.decode_key_value].path)
         needles = [Needles.create(tokenizer, length, args.needle_samples) for length in args.needle_lengths]
+        # train and measure each point that has no stored result
         for seed, point in ((seed, point) for seed in args.seeds for point in args.points):
             done = args.directory / f"{make_result_name(point, args, seed)}.json"
             if not done.is_file():

@@ -71,12 +71,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    config = EngineConfig(
-        kv_cache_bytes=count_caches(args) * KV_CACHE_BYTES,
-        enable_prefix_caching=False,
-        seed=0,
-    )
+    config = EngineConfig(kv_cache_bytes=count_caches(args) * KV_CACHE_BYTES, enable_prefix_caching=False, seed=0)
     with ExitStack() as stack:
+        # 1. load our engines and Hugging Face
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         paths = save_models(args, directory)
         loaded = {name: load_model(path, config) for name, path in paths.items()}
@@ -97,6 +94,7 @@ def main(argv: list[str] | None = None) -> None:
             "kv_blocks": count_kv_blocks(loaded),
         }
         print(json.dumps(report["counted"] | {"kv_blocks": report["kv_blocks"]}), flush=True)
+        # 2. start other engines in their interpreters
         workers: dict[str, EngineWorker] = {}
         for name in [name for name in args.systems if name in VLLM_SYSTEMS]:
             model, options = VLLM_SYSTEMS[name]
@@ -111,6 +109,7 @@ def main(argv: list[str] | None = None) -> None:
             systems[name] = make_vllm_system(worker)
         for name, worker in workers.items():
             print(f"{name} {json.dumps(worker.settings)}", flush=True)
+        # 3. measure each load
         loads = {
             "prefill": ((1, args.prompt_length), 1, args.prefill_rounds),
             "decode": ((args.batch_size, args.context_length), args.output_length, args.rounds),

@@ -47,12 +47,7 @@ def add_vllm_python_argument(parser: argparse._ActionsContainer) -> None:
 
 
 def make_vllm_arguments(
-    model: Path,
-    *,
-    kv_cache_bytes: int,
-    max_model_len: int,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
+    model: Path, *, kv_cache_bytes: int, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int
 ) -> dict[str, Any]:
     """Return vLLM's engine arguments for the settings of our engine: no prefix caching, no tokenizer; else its
     defaults."""
@@ -74,12 +69,7 @@ class EngineWorker:
     """A worker process; as a context manager, it is closed after the block."""
 
     def __init__(
-        self,
-        python: Path,
-        arguments: Mapping[str, Any],
-        *,
-        num_threads: int,
-        script: Path = VLLM_SCRIPT,
+        self, python: Path, arguments: Mapping[str, Any], *, num_threads: int, script: Path = VLLM_SCRIPT
     ) -> None:
         """Start the process and wait until it has loaded the model.
 

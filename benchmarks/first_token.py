@@ -53,11 +53,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def start_engine_systems(artifact: Path) -> dict[str, System]:
-    options: dict[str, Any] = {
-        "dtype": "bfloat16",
-        "kv_cache_bytes": KV_CACHE_BYTES,
-        "enable_prefix_caching": False,
-    }
+    options: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_bytes": KV_CACHE_BYTES, "enable_prefix_caching": False}
     return {
         f"engine, {mode}": make_engine_system(
             LLMEngine.from_pretrained(artifact, EngineConfig(swiftkv=swiftkv, **options))

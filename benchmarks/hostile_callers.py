@@ -366,6 +366,7 @@ def main() -> None:
 
 
 def measure_case(name: str, directory: Path, options: Any) -> dict[str, Any]:
+    # 1. start the server, and define the other tenant's requests
     case = CASES[name]
     port = find_free_ports([0])[0]
     keys = directory / "keys.yaml"
@@ -396,6 +397,7 @@ def measure_case(name: str, directory: Path, options: Any) -> dict[str, Any]:
     phases: list[tuple[list[float | None], list[float | None]]] = []
     seen: Counter[str] = Counter()
     busy_after: list[float] = []
+    # 2. measure in rounds, without the attack and during it
     with closing(server):
         server.wait_until_ready(calls[0][1])
         if case.prepare is not None:
@@ -415,6 +417,7 @@ def measure_case(name: str, directory: Path, options: Any) -> dict[str, Any]:
                 seen.update(json.loads(process.stdout.read()))
             busy_after.append(server.wait_until_idle())
         most_rss = server.read_memory_mib("VmHWM")
+    # 3. summarize latencies
     both = [[taken for phase in phases for taken in phase[at]] for at in (0, 1)]
     quiet = min(compute_quantile(without, 0.99) for without, _ in phases)
     median, p99 = ([compute_quantile(times, share) for times in both] for share in (0.5, 0.99))

@@ -169,10 +169,12 @@ def main() -> None:
         "forked": (our_loss_unfused, False),
         "forked, fused loss": (our_loss, False),
     }
+    # 1. count FLOPs
     flops = {
         name: [count_flops(Variant(args, loss, checkpointed=ck), batch, early_stop=stop) for stop in (False, True)]
         for name, (loss, ck) in schemes.items()
     }
+    # 2. measure the time of eager and compiled steps
     variants = {name: Variant(args, loss, checkpointed=ck) for name, (loss, ck) in schemes.items()}
     if args.compile:
         torch._dynamo.config.recompile_limit = 64  # three variants share the code of their layers

@@ -88,13 +88,7 @@ FULL = Loads(
 )
 """For a GPU with 80 GiB and a model of 8 billion parameters."""
 SHORT = replace(
-    FULL,
-    agreement_lengths=(300, 1999),
-    total_tokens=64000,
-    output_tokens=64,
-    rates=(),
-    group_sizes=(1,),
-    rounds=1,
+    FULL, agreement_lengths=(300, 1999), total_tokens=64000, output_tokens=64, rates=(), group_sizes=(1,), rounds=1
 )
 """Sizes for the same model in minutes: only figure 3, each point once."""
 TINY = Loads(
@@ -114,10 +108,7 @@ TINY = Loads(
 """Sizes that run the same code in seconds; the figures are meaningless."""
 NUM_AGREEMENT_TOKENS = 64
 FIGURES = ("total_token_throughput", "median_ttft_ms", "median_tpot_ms")
-ROW_KEYS = {
-    "lengths": ("num_input_tokens", "prompt tokens"),
-    "rates": ("request_rate", "requests/s"),
-}
+ROW_KEYS = {"lengths": ("num_input_tokens", "prompt tokens"), "rates": ("request_rate", "requests/s")}
 """Key and title of each report's first column."""
 
 
@@ -129,6 +120,7 @@ def main(argv: list[str] | None = None) -> None:
         directory = args.models or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu-")))
         source = args.model or ("tiny" if args.tiny else "8b")
         models = prepare_models(source, directory, dtype=dtype, device=args.device, group_sizes=list(loads.group_sizes))
+        # 1. compare all models with PyTorch
         run = GpuBenchmark(models, args, loads)
         found = run.check_agreement() | agreement.check_small_models(directory, dtype, args.device)
         args.output_dir.mkdir(parents=True, exist_ok=True)
@@ -140,6 +132,7 @@ def main(argv: list[str] | None = None) -> None:
             sys.exit("the engine disagrees with PyTorch, so its speed is not measured")
         if args.agreement:
             return
+        # 2. measure speed
         text = run.measure(args.output_dir / "own")
         (args.output_dir / "own.md").write_text(text + "\n", encoding="utf-8")
         print(text, flush=True)

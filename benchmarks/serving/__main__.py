@@ -85,10 +85,7 @@ def measure_memory(systems: SystemFactory, args: argparse.Namespace) -> Iterator
         }
 
 
-PARTS: dict[str, Part] = {
-    "lengths": measure_lengths,
-    "memory": measure_memory,
-}
+PARTS: dict[str, Part] = {"lengths": measure_lengths, "memory": measure_memory}
 
 
 def get_student_name(args: argparse.Namespace) -> str:

@@ -117,16 +117,19 @@ class ChatRenderer:
         target is the marked text; otherwise the whole message, including its closing marker. Raises as `render_prompt`,
         and `RowError` for tool calls that the template leaves out.
         """
+        # 1. bind the template, and adapt the messages to it
         template = self._bind_template(conversation)
         messages = template.adapt_messages(conversation.messages)
         template.check_tool_calls(messages)
-        counted = [
+        # 2. select the assistant messages whose weight is not 0
+        targets = [
             turn
             for turn, (message, given) in enumerate(zip(messages, conversation.messages, strict=True))
             if message["role"] == "assistant" and given.get("weight") != 0
         ]
+        # 3. render texts in which each target follows its prompt
         turns = _AssistantTurns(template, messages)
-        return turns.render_all_targets(counted) if train_on == "all" else turns.render_assistant_targets(counted)
+        return turns.render_all_targets(targets) if train_on == "all" else turns.render_assistant_targets(targets)
 
     def _bind_template(self, conversation: Conversation) -> _BoundTemplate:
         template = find_chat_template(self.tokenizer, conversation.tools) or PLAIN_TEMPLATE
@@ -181,25 +184,16 @@ class _BoundTemplate:
                     "the tokenizer's chat template leaves out tool_calls; use a tokenizer whose template renders them"
                 )
 
-    def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, continue_final_message: bool = False
-    ) -> str:
-        """Render adapted messages. Raises `RowError`."""
-        return self._render(
-            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
-        )[0]
+    def render(self, messages: Sequence[Message], **options: bool) -> str:
+        """Render adapted messages with the options of `render_prompt`. Raises `RowError`."""
+        return self._render(messages, **options)[0]
 
     def render_with_spans(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         """Render adapted messages. Returns the text and the spans marked as the assistant's. Raises `RowError`."""
         return self._render(messages, with_spans=self.has_generation_tags)
 
     def _render(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
-        with_spans: bool = False,
+        self, messages: Sequence[Message], *, with_spans: bool = False, **options: bool
     ) -> tuple[str, list[Span]]:
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -212,8 +206,7 @@ class _BoundTemplate:
                 tools=self.tools,
                 chat_template=self.template,
                 return_assistant_tokens_mask=with_spans,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
+                **options,
                 **self.variables,
                 **{name: value for name, value in self.request_variables.items() if name not in self.variables},
             )

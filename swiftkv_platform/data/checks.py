@@ -154,181 +154,165 @@ def check_sources(
     budget = ReadBudget() if budget is None else budget
     found: list[SourceEstimate] = []
     for index, source in enumerate(sources):
-        share = max(budget.num_files // (len(sources) - index), 1)  # at least one file of every source
-        found.append(_check_source(source, f"data.sources[{index}]", access, budget, share))
+        max_files = max(budget.num_files // (len(sources) - index), 1)  # at least one file of every source
+        found.append(_SourceCheck(source, f"data.sources[{index}]", access, budget, max_files).estimate())
     return tuple(found)
 
 
-def _check_source(
-    source: DataSourceSpec, source_field: str, access: Access, budget: ReadBudget, max_files: int
-) -> SourceEstimate:
-    name, field = source.name_or_path, f"{source_field}.name_or_path"
-    match access.parse_data(name, field):
-        case BuiltinSource():
-            check_builtin(source, source_field)
-            return SourceEstimate(name, formats=("text" if name == BUILTIN_DATA else "prompt_completion",))
-        case FileSource():
-            assert access.files is not None, "`Access` refuses files without an entry"
-            check_single_file(source, source_field)
-            stored = access.files[name]
-            found = _match_format_name(stored.columns, "it", source, source_field)
-            return SourceEstimate(name, num_files=1, num_bytes=stored.size, formats=(found,))
-        case PathSource(path=path):
+@dataclass(frozen=True)
+class _SourceCheck:
+    """Check of one source. Every method raises `DataError` for an unusable source."""
+
+    source: DataSourceSpec
+    source_field: str
+    access: Access
+    budget: ReadBudget
+    max_files: int
+
+    @property
+    def field(self) -> str:
+        return f"{self.source_field}.name_or_path"
+
+    def estimate(self) -> SourceEstimate:
+        name = self.source.name_or_path
+        match self.access.parse_data(name, self.field):
+            case BuiltinSource():
+                check_builtin(self.source, self.source_field)
+                return SourceEstimate(name, formats=("text" if name == BUILTIN_DATA else "prompt_completion",))
+            case FileSource():
+                assert self.access.files is not None, "`Access` refuses files without an entry"
+                check_single_file(self.source, self.source_field)
+                stored = self.access.files[name]
+                found = self._match_format(stored.columns, "it")
+                return SourceEstimate(name, num_files=1, num_bytes=stored.size, formats=(found,))
+            case PathSource(path=path):
+                try:
+                    return self._estimate_path(self.access.boundary.check_path(path, self.field))
+                except _BudgetExceededError as spent:
+                    return SourceEstimate(name, not_checked=f"none of its files were read: {spent}")
+                except OSError as error:  # it may exist, but not for this user
+                    raise self._make_error(f"it cannot be read ({error.strerror})") from error
+            case _:
+                return SourceEstimate(name)
+
+    def _estimate_path(self, path: Path) -> SourceEstimate:
+        name = self.source.name_or_path
+        # 1. check the path, and directories that `datasets` reads
+        if not path.exists():
+            raise self._make_error("no such file or directory")
+        self.budget.check_time()
+        if path.is_dir():
+            self.budget.count_entries(path)
+            self.access.boundary.check_tree(path, self.field)
+            if is_saved_dataset(path) or is_hub_layout(path):
+                if self.access.is_restricted:
+                    (check_saved_dataset if is_saved_dataset(path) else check_hub_layout)(path, self.field)
+                return SourceEstimate(name)
+        # 2. select the files of the split
+        files = list_source_files(path, self.source, self.source_field)
+        found = [file for file in files if find_data_suffix(file.name) is not None]
+        if not found:
+            raise self._make_error(f"it has no file in a known format; {ACCEPTED_FILES}")
+        filled = [file for file in found if file.stat().st_size]
+        if not filled:
+            raise self._make_error("it is empty; at least one row is needed")
+        # 3. match the formats of their first rows
+        formats, not_checked = self._find_formats(filled)
+        return SourceEstimate(
+            name,
+            num_files=len(filled),
+            num_bytes=sum(file.stat().st_size for file in filled),
+            formats=tuple(dict.fromkeys(formats)),
+            not_checked=not_checked,
+        )
+
+    def _find_formats(self, files: Sequence[Path]) -> tuple[list[str], str | None]:
+        """Return the row formats of the files' first rows, and which files were not read."""
+        limit, formats = min(self.max_files, CHECKED_SOURCE_FILES.default), list[str]()
+        for index, file in enumerate(files[:limit]):
             try:
-                real = access.boundary.check_path(path, field)
-                return _check_path(real, source, source_field, access, budget, max_files)
+                found = self._find_format(file)
             except _BudgetExceededError as spent:
-                return SourceEstimate(name, not_checked=f"none of its files were read: {spent}")
-            except OSError as error:  # it may exist, but not for this user
-                raise _make_source_error(source_field, name, f"it cannot be read ({error.strerror})") from error
-        case _:
-            return SourceEstimate(name)
+                return formats, _describe_unread_files(files, index, str(spent))
+            if found is not None:
+                formats.append(found)
+        if len(files) <= limit:
+            return formats, None
+        limits = f"{CHECKED_SOURCE_FILES.default} files of a source and {CHECKED_FILES.default} in total"
+        return formats, _describe_unread_files(files, limit, f"a check reads at most {limits}")
 
+    def _find_format(self, file: Path) -> str | None:
+        """Return the row format of the file's first row; None if its columns cannot be read here."""
+        kind = find_data_suffix(file.name)
+        if kind in _TEXT_FILES:
+            return _TEXT
+        self.budget.spend_file()
+        if _is_reader_missing(file):
+            return None
+        if kind in (".csv", ".tsv", ".parquet"):
+            columns = self._read_parquet_columns(file) if kind == ".parquet" else self._read_csv_columns(file)
+            return None if columns is None else self._match_format(columns, file.name)
+        row = self._read_first_json_row(file)
+        return None if row is None else self._match_format(row, file.name, NonEmptyColumns(lambda: iter([row])))
 
-def _check_path(
-    path: Path, source: DataSourceSpec, source_field: str, access: Access, budget: ReadBudget, max_files: int
-) -> SourceEstimate:
-    name, field = source.name_or_path, f"{source_field}.name_or_path"
-    if not path.exists():
-        raise _make_source_error(source_field, name, "no such file or directory")
-    budget.check_time()
-    if path.is_dir():
-        budget.count_entries(path)
-        access.boundary.check_tree(path, field)
-        if is_saved_dataset(path) or is_hub_layout(path):
-            if access.is_restricted:
-                (check_saved_dataset if is_saved_dataset(path) else check_hub_layout)(path, field)
-            return SourceEstimate(name)
-    found = [file for file in list_source_files(path, source, source_field) if find_data_suffix(file.name) is not None]
-    if not found:
-        raise _make_source_error(source_field, name, f"it has no file in a known format; {ACCEPTED_FILES}")
-    filled = [file for file in found if file.stat().st_size]
-    if not filled:
-        raise _make_source_error(source_field, name, "it is empty; at least one row is needed")
-    formats, not_checked = _find_first_formats(filled, source, source_field, budget, max_files)
-    return SourceEstimate(
-        name,
-        num_files=len(filled),
-        num_bytes=sum(file.stat().st_size for file in filled),
-        formats=tuple(dict.fromkeys(formats)),
-        not_checked=not_checked,
-    )
+    def _match_format(self, columns: Collection[str], origin: str, non_empty: NonEmptyColumns | None = None) -> str:
+        """Return the name of the row format of these columns."""
+        formats = FORMATS if self.source.complete is None else PROMPT_FORMATS
+        wanted = [each for each in formats if self.source.format in ("auto", each.name)]
+        matched = match_format(columns, wanted, non_empty)
+        if matched is None:
+            raise self._make_error(describe_mismatch(origin, columns, wanted))
+        return matched[0].name
 
+    def _read_first_json_row(self, file: Path) -> Row | None:
+        """Return the first row; None if there is none, or if it is longer than the last of `_HEAD_SIZES`."""
+        for head, is_whole in self._read_heads(file):
+            # The last character may be cut in two.
+            text = head.decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n").removeprefix("[").lstrip()
+            if is_whole and text.rstrip() in {"", "]"}:  # without rows; other files may have some
+                return None
+            try:
+                row, _ = json.JSONDecoder().raw_decode(text)
+            except (ValueError, RecursionError) as error:
+                if is_whole:
+                    raise self._make_error(f"the first row of {file.name} is not JSON ({error})") from error
+                continue
+            if not isinstance(row, dict):
+                raise self._make_error(f"the first row of {file.name} is not an object with columns")
+            return row
+        return None
 
-def _find_first_formats(
-    files: Sequence[Path], source: DataSourceSpec, source_field: str, budget: ReadBudget, max_files: int
-) -> tuple[list[str], str | None]:
-    """Return the row formats of the files' first rows, and which files were not read."""
-    limit = min(max_files, CHECKED_SOURCE_FILES.default)
-    formats: list[str] = []
-    for index, file in enumerate(files[:limit]):
-        try:
-            found = _find_first_format(file, source, source_field, budget)
-        except _BudgetExceededError as spent:
-            return formats, _describe_unread_files(files, index, str(spent))
-        if found is not None:
-            formats.append(found)
-    if len(files) <= limit:
-        return formats, None
-    why = f"a check reads at most {CHECKED_SOURCE_FILES.default} files of a source and {CHECKED_FILES.default} in total"
-    return formats, _describe_unread_files(files, limit, why)
+    def _read_csv_columns(self, file: Path) -> Collection[str] | None:
+        """Return the columns in the first line; None if it is longer than the last of `_HEAD_SIZES`."""
+        heads = (head for head, is_whole in self._read_heads(file) if is_whole or b"\n" in head)
+        return next((parse_csv_columns(BytesIO(head), file, self.field) for head in heads), None)
+
+    def _read_heads(self, file: Path) -> Iterator[tuple[bytes, bool]]:
+        """Yield the first bytes of a file, more each time, and whether they are the whole file."""
+        head = b""
+        with open_file(file, self.field) as stream:
+            for size in _HEAD_SIZES:
+                head += self.budget.read_bytes(stream, size - len(head))
+                yield head, len(head) < size
+                if len(head) < size:
+                    return
+
+    def _read_parquet_columns(self, file: Path) -> Collection[str] | None:
+        """Return the columns of every row; None if the footer, which lists them, exceeds `_MAX_FOOTER_BYTES`."""
+        size = _read_footer_size(file)
+        if _MAX_FOOTER_BYTES < size <= file.stat().st_size:
+            return None
+        self.budget.spend_bytes(min(size, file.stat().st_size))
+        reader = find_reader(file, self.field)
+        assert reader is not None, "only files with a reader get here"
+        return reader.read_columns(file, self.field)
+
+    def _make_error(self, why: str) -> DataError:
+        return DataError.for_field(self.field, self.source.name_or_path, f": {why}")
 
 
 def _describe_unread_files(files: Sequence[Path], num_read: int, why: str) -> str:
     return f"the rows of {len(files) - num_read} of {len(files)} files were not read: {why}"
-
-
-def _find_first_format(file: Path, source: DataSourceSpec, source_field: str, budget: ReadBudget) -> str | None:
-    """Return the row format of the file's first row; None if its columns cannot be read here."""
-    kind = find_data_suffix(file.name)
-    if kind in _TEXT_FILES:
-        return _TEXT
-    budget.spend_file()
-    if _is_reader_missing(file):
-        return None
-    if kind in (".csv", ".tsv", ".parquet"):
-        columns = (_read_parquet_columns if kind == ".parquet" else _read_csv_columns)(
-            file, f"{source_field}.name_or_path", budget
-        )
-        return None if columns is None else _match_format_name(columns, file.name, source, source_field)
-    row = _read_first_json_row(file, source, source_field, budget)
-    return (
-        None
-        if row is None
-        else _match_format_name(row, file.name, source, source_field, NonEmptyColumns(lambda: iter([row])))
-    )
-
-
-def _match_format_name(
-    columns: Collection[str],
-    origin: str,
-    source: DataSourceSpec,
-    source_field: str,
-    non_empty: NonEmptyColumns | None = None,
-) -> str:
-    """Return the name of the row format that reads these columns. Raises `DataError`."""
-    formats = FORMATS if source.complete is None else PROMPT_FORMATS
-    wanted = [each for each in formats if source.format in ("auto", each.name)]
-    matched = match_format(columns, wanted, non_empty)
-    if matched is None:
-        raise _make_source_error(source_field, source.name_or_path, describe_mismatch(origin, columns, wanted))
-    return matched[0].name
-
-
-def _read_first_json_row(file: Path, source: DataSourceSpec, source_field: str, budget: ReadBudget) -> Row | None:
-    """Return the first row; None if there is none, or if it is longer than the last of `_HEAD_SIZES`."""
-    for head, is_whole in _read_heads(file, f"{source_field}.name_or_path", budget):
-        # The last character may be cut in two.
-        text = head.decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n").removeprefix("[").lstrip()
-        if is_whole and text.rstrip() in {"", "]"}:  # without rows; other files may have some
-            return None
-        try:
-            row, _ = json.JSONDecoder().raw_decode(text)
-        except (ValueError, RecursionError) as error:
-            if is_whole:
-                why = f"the first row of {file.name} is not JSON ({error})"
-                raise _make_source_error(source_field, source.name_or_path, why) from error
-            continue
-        if not isinstance(row, dict):
-            raise _make_source_error(
-                source_field, source.name_or_path, f"the first row of {file.name} is not an object with columns"
-            )
-        return row
-    return None
-
-
-def _read_csv_columns(file: Path, field: str, budget: ReadBudget) -> Collection[str] | None:
-    """Return the columns that the first line names; None if it is longer than the last of `_HEAD_SIZES`."""
-    return next(
-        (
-            parse_csv_columns(BytesIO(head), file, field)
-            for head, is_whole in _read_heads(file, field, budget)
-            if is_whole or b"\n" in head
-        ),
-        None,
-    )
-
-
-def _read_heads(file: Path, field: str, budget: ReadBudget) -> Iterator[tuple[bytes, bool]]:
-    """Yield the first bytes of a file, more each time, and whether they are the whole file."""
-    head = b""
-    with open_file(file, field) as stream:
-        for size in _HEAD_SIZES:
-            head += budget.read_bytes(stream, size - len(head))
-            yield head, len(head) < size
-            if len(head) < size:
-                return
-
-
-def _read_parquet_columns(file: Path, field: str, budget: ReadBudget) -> Collection[str] | None:
-    """Return the columns of every row; None if the footer, which lists them, is longer than `_MAX_FOOTER_BYTES`."""
-    size = _read_footer_size(file)
-    if _MAX_FOOTER_BYTES < size <= file.stat().st_size:
-        return None
-    budget.spend_bytes(min(size, file.stat().st_size))
-    reader = find_reader(file, field)
-    assert reader is not None, "only files with a reader get here"
-    return reader.read_columns(file, field)
 
 
 def _is_reader_missing(file: Path) -> bool:
@@ -343,10 +327,6 @@ def _read_footer_size(file: Path) -> int:
     with file.open("rb") as stream:
         stream.seek(-min(8, file.stat().st_size), os.SEEK_END)
         return int.from_bytes(stream.read(4), "little")
-
-
-def _make_source_error(source_field: str, name: str, why: str) -> DataError:
-    return DataError.for_field(f"{source_field}.name_or_path", name, f": {why}")
 
 
 MAX_ROW_BYTES = UPLOAD_ROW_BYTES.default

@@ -93,6 +93,7 @@ class DocumentEncoder:
     def encode(self, documents: Sequence[RenderedDocument]) -> list[EncodedDocument]:
         """Tokenize many documents at once. Raises `DataError` if assistant tokens must be found and the tokenizer has
         no offset mapping."""
+        # 1. tokenize all short texts in one call, with offsets if targets are spans
         texts = [text for document in documents for text in document.texts]
         with_offsets = any(text.loss_spans is not None for text in texts)
         if with_offsets and not self._tokenizer.is_fast:
@@ -106,6 +107,7 @@ class DocumentEncoder:
         encoding = self._tokenize(
             ["" if is_long else text.text for text, is_long in zip(texts, long, strict=True)], with_offsets
         )
+        # 2. tokenize long texts in pieces, and add loss masks
         offsets = encoding["offset_mapping"] if with_offsets else [None] * len(texts)
         tokens = zip(
             (
@@ -173,6 +175,7 @@ class DocumentEncoder:
     def _encode(
         self, document: RenderedDocument, text: RenderedText, ids: TokenIds, offsets: list[Span] | None
     ) -> EncodedDocument:
+        # 1. find target tokens
         if text.loss_spans is None:
             is_target = np.ones(len(ids), dtype=np.bool_)
         else:
@@ -180,6 +183,7 @@ class DocumentEncoder:
             is_target = _mask_tokens_in_spans(np.array(offsets, dtype=np.int64).reshape(-1, 2), text.loss_spans)
         if document.add_special_tokens:
             ids, is_target = self._add_special_tokens(ids, is_target)
+        # 2. truncate conversations; split plain texts into windows
         num_tokens = len(ids)
         if document.is_conversation:
             ids, is_target = ids[: self.max_length], is_target[: self.max_length]

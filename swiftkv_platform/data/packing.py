@@ -198,7 +198,7 @@ def _pack_best_fit(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray
     free_mask = 0  # bit n is set if rows_by_free_tokens[n] is not empty
     for index in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[index])
-        fitting = free_mask >> length
+        fitting = free_mask >> length  # rows with at least `length` free tokens
         if fitting:
             free_tokens = length + (fitting & -fitting).bit_length() - 1  # lowest set bit: the tightest row
             row = rows_by_free_tokens[free_tokens].pop()

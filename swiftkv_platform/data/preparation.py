@@ -79,15 +79,15 @@ def prepare_data(
         InvalidInputError: an `s3://` source without `remote`.
         StorageError: the hub is unavailable.
     """
+    # 1. read, render and tokenize every source
     encoder = DocumentEncoder(tokenizer, max_length=spec.max_length, train_on=spec.train_on, mask_prompts=mask_prompts)
     writer = DocumentWriter(directory, vocab_size=max(tokenizer.get_vocab().values()) + 1)
     sources = []
     for index, source in enumerate(spec.sources):
         collector = SourceCollector(source, index, encoder, writer)
         if source.complete is None:
-            sources.append(
-                collector.read_rows(read_source_rows(source, index, seed=seed, remote=remote, access=access))
-            )
+            rows = read_source_rows(source, index, seed=seed, remote=remote, access=access)
+            sources.append(collector.read_rows(rows))
         else:
             assert completions is not None, "the teacher completes prompts before rows are prepared"
             prompts = PromptSource(
@@ -96,6 +96,7 @@ def prepare_data(
             sources.append(collector.read_completions(prompts.read_completions(completions.store)))
         progress(len(sources), len(spec.sources))
     documents = writer.finish()
+    # 2. hold out samples, and repeat training documents by their source's weight
     held_out = _select_held_out(documents, spec.validation_fraction)
     of_document = np.repeat(np.arange(len(documents)), documents.num_samples)
     trained = np.bincount(of_document[~held_out], minlength=len(documents)) > 0
@@ -107,6 +108,7 @@ def prepare_data(
             "add samples, or set data.train_on: all",
             field="data.sources",
         )
+    # 3. pack the training, reported and validation samples into rows
     pad_token_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     samples = documents.select_samples(chosen)
     steering = _select_steering(documents, held_out) if with_steering else np.zeros_like(held_out)
@@ -115,6 +117,7 @@ def prepare_data(
         pack(documents.samples, members, max_length=spec.max_length, pad_token_id=pad_token_id, packing=spec.packing)
         for members in (samples[~held_out[samples]], np.flatnonzero(reported), np.flatnonzero(steering))
     )
+    # 4. save rows and statistics
     statistics = DataStatistics(
         train=RowStatistics.from_rows(train, len(chosen)),
         held_out=RowStatistics.from_rows(evaluation, len(np.unique(of_document[reported]))),

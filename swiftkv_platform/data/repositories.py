@@ -162,6 +162,7 @@ def _find_cached_directory(source: DataSourceSpec, source_field: str) -> Path:
     import datasets
     from datasets.naming import camelcase_to_snakecase
 
+    # 1. find complete directories that are named after a commit
     name = source.name_or_path
     owner, slash, repository = name.rpartition("/")
     separator = "___"  # `datasets` writes it for a slash, so a name with both is ambiguous
@@ -171,6 +172,7 @@ def _find_cached_directory(source: DataSourceSpec, source_field: str) -> Path:
     configurations = sorted({each.parts[-3] for each in commits})
     if not commits:
         raise _make_hub_error(name, f"{source_field}.name_or_path", "`datasets` has prepared no rows of it")
+    # 2. select the subset, and its newest commit
     wanted = [each for each in commits if source.subset in (None, each.parts[-3])]
     if not wanted or (source.subset is None and len(configurations) > 1):
         raise DataError.for_field(
@@ -251,9 +253,7 @@ def _check_builder(builder: Any, name: str, field: str, is_allowed: Any) -> None
 
 def _make_hub_error(name: str, field: str, error: Exception | str) -> StorageError:
     return StorageError.for_field(
-        field,
-        name,
-        f": no such local path, and the hub is unavailable ({error}); use a local copy of the data set",
+        field, name, f": no such local path, and the hub is unavailable ({error}); use a local copy of the data set"
     )
 
 

@@ -230,12 +230,11 @@ def _open_object(remote: RemoteFiles, file: RemoteFile, field: str, *, keep: boo
             if not keep:
                 Path(copy.origin).unlink(missing_ok=True)
 
-    return Table(
-        file.origin, None, rows, lambda: download().count_rows(), READERS[find_data_suffix(file.key) or ""].unit
-    )
+    unit = READERS[find_data_suffix(file.key) or ""].unit
+    return Table(file.origin, None, rows, lambda: download().count_rows(), unit)
 
 
-_NUM_STREAMED_ROWS_SEARCHED = 10_000
+_NUM_SEARCHED_ROWS = 10_000
 """Rows of a streamed source that are searched for non-empty columns, to find the format."""
 _MAX_CACHED_READERS = 256
 """Max cached readers, by set of columns, of a file whose rows have different columns."""
@@ -255,7 +254,6 @@ class SourceRow:
     """Whether the source holds the row out; None if the source has no splits."""
 
     def make_error(self, why: RowError, source_field: str) -> DataError:
-        """Return the error for an unusable row."""
         return make_row_error(source_field, self.origin, self.number, f", read as {self.format}: {why}", unit=self.unit)
 
 
@@ -287,9 +285,8 @@ def _read_sample(
     if count is None or source.streaming:
         yield from islice(chain.from_iterable(parser.parse_rows(table, None) for table in tables), count)
         return
-    for table, chosen in zip(
-        tables, _draw_row_indices([table.count_rows() for table in tables], count, key), strict=True
-    ):
+    indices = _draw_row_indices([table.count_rows() for table in tables], count, key)
+    for table, chosen in zip(tables, indices, strict=True):
         yield from parser.parse_rows(table, chosen)
 
 
@@ -303,47 +300,44 @@ def _draw_row_indices(lengths: Sequence[int], count: int, key: tuple[int, int]) 
     return [chosen[(begin <= chosen) & (chosen < end)] - begin for begin, end in pairwise(begins)]
 
 
+@dataclass(frozen=True)
 class _RowParser:
     """Parses rows of tables, by the format that matches their columns."""
 
-    def __init__(self, source: DataSourceSpec, source_field: str, formats: Sequence[RowFormat]) -> None:
-        self._source = source
-        self._source_field = source_field
-        self._formats = formats
+    source: DataSourceSpec
+    source_field: str
+    formats: Sequence[RowFormat]
 
     def parse_rows(self, table: Table, chosen: IntArray | None) -> Iterator[SourceRow]:
         """Yield the rows of a table; only those at the indices `chosen` (from 0, ascending) if it is not None."""
-        non_empty = NonEmptyColumns(partial(self._read_format_columns, table))
-        fixed = None if table.columns is None else self._find_reader(table.columns, table.origin, non_empty)
+        find = partial(
+            find_row_reader,
+            self.source.format,
+            source_field=self.source_field,
+            formats=self.formats,
+            non_empty=NonEmptyColumns(partial(self._read_format_columns, table)),
+        )
+        # one reader for the table, or one for each set of columns
+        fixed = None if table.columns is None else find(table.columns, origin=table.origin)
         readers: dict[tuple[str, ...], RowReader] = {}
         for number, row in _select_rows(table.read_rows(None if fixed is None else fixed.columns), chosen):
             reader = fixed or readers.get(tuple(row))
             if reader is None:
-                reader = self._find_reader(tuple(row), f"{table.origin}, {table.unit} {number},", non_empty)
+                reader = find(tuple(row), origin=f"{table.origin}, {table.unit} {number},")
                 if len(readers) < _MAX_CACHED_READERS:
                     readers[tuple(row)] = reader
             try:
                 content = reader(row)
             except RowError as error:
                 why = f", read as {reader.format.name}: {error}"
-                raise make_row_error(self._source_field, table.origin, number, why, unit=table.unit) from error
+                raise make_row_error(self.source_field, table.origin, number, why, unit=table.unit) from error
             yield SourceRow(content, reader.format.name, table.origin, table.unit, number, table.held_out)
-
-    def _find_reader(self, columns: tuple[str, ...], origin: str, non_empty: NonEmptyColumns) -> RowReader:
-        return find_row_reader(
-            self._source.format,
-            columns,
-            origin=origin,
-            source_field=self._source_field,
-            formats=self._formats,
-            non_empty=non_empty,
-        )
 
     def _read_format_columns(self, table: Table) -> Iterator[Row]:
         """Return all rows, only the first ones of a streamed source, with just the columns that decide the format."""
         columns = None if table.columns is None else [name for name in table.columns if name in COLUMNS]
         rows = (row for _, row in table.read_rows(columns))
-        return islice(rows, _NUM_STREAMED_ROWS_SEARCHED if self._source.streaming else None)
+        return islice(rows, _NUM_SEARCHED_ROWS if self.source.streaming else None)
 
 
 def _select_rows(rows: Iterator[NumberedRow], positions: IntArray | None) -> Iterator[NumberedRow]:

@@ -20,10 +20,7 @@ HELD_OUT_PERCENT = 5
 """Percentage of modules that are held out, by a hash of their names."""
 
 _SKIPPED_DIRECTORIES = frozenset(
-    {
-        *("site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"),
-        *("test", "tests", "idle_test"),
-    }
+    {*("site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"), *("test", "tests", "idle_test")}
 )
 """Third-party code, packages with generated tables, and tests, which some distributions omit."""
 

@@ -148,6 +148,7 @@ def _get_scalar_format(kind: int) -> str:
 
 
 def _build_config(values: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
+    # 1. check the architecture
     architecture = str(values.get("general.architecture"))
     family = _FAMILIES.get(architecture)
     if family is None:
@@ -158,6 +159,7 @@ def _build_config(values: Mapping[str, Any], tensors: set[str]) -> dict[str, Any
     if values.get(f"{architecture}.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in tensors:
         # transformers reads neither from GGUF, so the model would compute something else at every position.
         raise _UnreadableFileError("its rotary embeddings are scaled; use a Hugging Face model directory")
+    # 2. translate its keys
     shape = {key: _require_number(values, f"{architecture}.{gguf_key}") for gguf_key, key in _CONFIG_KEYS.items()}
     vocabulary = values.get(_VOCABULARY_KEY)
     if isinstance(vocabulary, _SkippedList):

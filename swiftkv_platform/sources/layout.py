@@ -12,13 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.sources.untrusted_files import CARD_BYTES, read_head
-from swiftkv_platform.specs import (
-    BUILTIN_CHATS,
-    BUILTIN_DATA,
-    BUILTIN_LONG_RECALL,
-    BUILTIN_RECALL,
-    DataSourceSpec,
-)
+from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_DATA, BUILTIN_LONG_RECALL, BUILTIN_RECALL, DataSourceSpec
 
 FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".py")
 """Suffixes of supported files, in upper or lower case."""
@@ -106,6 +100,7 @@ def select_split_files(names: Sequence[str], source: DataSourceSpec, source_fiel
     `SPLIT_WORDS`, all belong to the split `train`. Raises `DataError` for an unsupported data format, files without a
     clear split next to files with one, a missing split, or a subset.
     """
+    # 1. refuse unsupported data formats
     check_subset(source, source_field)
     unsupported = [
         name
@@ -119,6 +114,7 @@ def select_split_files(names: Sequence[str], source: DataSourceSpec, source_fiel
             f", which has unsupported files ({_list_names(unsupported)}); unpack, convert or remove them: "
             f"{ACCEPTED_FILES}",
         )
+    # 2. find the splits of each file
     found = [name for name in names if find_data_suffix(name) is not None]
     splits = {name: _find_splits(name) for name in found}
     if source.split == "train" and not any(splits.values()):
@@ -133,6 +129,7 @@ def select_split_files(names: Sequence[str], source: DataSourceSpec, source_fiel
             f", which has files of splits ({_list_names([name for name in found if name not in unclear])}) and files "
             f"without a clear split ({_list_names(unclear)}); name the file to read, or remove the latter",
         )
+    # 3. select the files of the wanted split
     wanted = {_SPLIT_BY_WORD.get(source.split.lower().replace("-", "_"), source.split)}
     chosen = [name for name in found if splits[name] == wanted]
     if found and not chosen:

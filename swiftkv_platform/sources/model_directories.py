@@ -81,9 +81,11 @@ def create_model_view(directory: Path, parent: Path) -> Path:
     content = json.dumps([sorted(cleaned.items()), sorted((name, str(path)) for name, path in links.items())])
     view = parent / hashlib.sha256(content.encode()).hexdigest()[:32]
     parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # remove views of deleted weights
     for old in parent.iterdir():
         if any(path.is_symlink() and not path.exists() for path in old.glob("*.safetensors")):
             shutil.rmtree(old, ignore_errors=True)
+    # create the view under a temporary name, and rename it
     if not view.exists():
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=parent))
         try:

@@ -101,11 +101,11 @@ SPLIT = ("train.jsonl", "test.jsonl", "dev-00001.jsonl.gz")
         (
             ("train-test.jsonl", "train.jsonl"),
             "train",
-            "beside train-test.jsonl, whose names do not contain exactly one split",
+            "files without a clear split (train-test.jsonl)",
         ),
         (("a.jsonl", "b.zip"), "train", "which has unsupported files (b.zip); unpack, convert or remove them"),
-        (("a.jsonl", "b.gz", "c.tar.xz"), "train", "which holds b.gz, c.tar.xz, which cannot be read"),
-        (("b.parquet.gz",), "train", "which holds b.parquet.gz, which cannot be read"),
+        (("a.jsonl", "b.gz", "c.tar.xz"), "train", "which has unsupported files (b.gz, c.tar.xz)"),
+        (("b.parquet.gz",), "train", "which has unsupported files (b.parquet.gz)"),
     ],
 )
 def test_a_directory_gives_its_split_and_passes_nothing_over_in_silence(

@@ -1,5 +1,5 @@
-"""Admission of callers at a replica: API keys and tokens, tenant, rate limits, hosts, origins and path normalization.
-Knows no model."""
+"""Middleware and dependencies of a replica for its callers: API keys and tokens, tenant, rate limits, hosts, CORS and
+path normalization. Knows no model."""
 
 from __future__ import annotations
 
@@ -28,114 +28,115 @@ from swiftkv_platform.web.origins import explain_foreign_host
 from swiftkv_platform.web.problems import is_anthropic_path, respond_with_error
 
 REPLICA_HEADER = "x-replica"
-"""Header of every response: Serve's name of the replica that answered."""
+"""Response header with Serve's name of the replica."""
 IGNORED_FIELDS_HEADER = "x-swiftkv-ignored-fields"
-"""Response header with the names, comma-separated, of request fields that were accepted without effect."""
+"""Response header with the comma-separated names of request fields without effect."""
 API_KEY_HEADER = "x-api-key"
-"""Header in which Anthropic's clients send the key, accepted on the routes of Anthropic's API."""
+"""Request header in which Anthropic's clients send the key, for the routes of Anthropic's API."""
 
-
-_MOST_QUOTAS = 10_000
-"""Most callers whose quotas are kept; the least recent one is dropped."""
-_SLASHES = re.compile("/{2,}")
-_MODELS = "/v1/models"
-_LIMITS = [f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens")]
+_MAX_QUOTAS = 10_000
+"""Max callers with a quota in memory; the least recent one is dropped."""
+_REPEATED_SLASHES = re.compile("/{2,}")
+_MODELS_PATH = "/v1/models"
+_RATE_LIMIT_HEADERS = [
+    f"x-ratelimit-{field}-{unit}" for field in ("limit", "remaining", "reset") for unit in ("requests", "tokens")
+]
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Caller of a request, with the request's path and trace."""
+    """Caller of a request, with path and trace of the request."""
 
     tenant: str = ""
-    """Tenant of the key; empty if no key is needed."""
+    """Tenant of the key; empty without keys."""
     name: str = ""
-    """Name of the key; empty if no key is needed."""
+    """Name of the key; empty without keys."""
     max_priority: int | None = None
-    """Highest priority (lowest number) that the caller may ask for; None: any."""
+    """Most urgent allowed priority (lowest number); None: any."""
     quota: Quota | None = None
     """Quota of the key; None: no limit."""
     path: str = ""
-    """Path of the request."""
     traceparent: str | None = None
     """The caller's own trace context (https://www.w3.org/TR/trace-context/)."""
     address: str = ""
-    """Address of the client, or of the proxy in front."""
+    """Address of the client, or of its proxy."""
 
     @property
     def sender(self) -> Sender:
-        """By whom the replica is shared: the key, or without keys the client address."""
+        """The key, or without keys the client address."""
         return Sender(self.tenant, self.name or self.address)
 
     def check_priority(self, priority: int) -> None:
         """Raise `ForbiddenError` for a priority more urgent than the key allows."""
         if self.max_priority is not None and priority < self.max_priority:
-            accepted = f"; lower goes first, and this key accepts {self.max_priority} and above"
+            accepted = f"; the most urgent priority of this key is {self.max_priority} (lower is more urgent)"
             raise ForbiddenError.for_field("priority", priority, accepted)
 
 
-def _credential(request: Request) -> str | None:
-    """Return the request's `Authorization`, or the equivalent of the header that Anthropic's clients use instead."""
+def _get_credential(request: Request) -> str | None:
+    """Return the request's `Authorization`, also for a key in `API_KEY_HEADER`."""
     credential, key = (request.headers.get(name) for name in ("authorization", API_KEY_HEADER))
     path = request.url.path
-    if credential is None and key is not None and (is_anthropic_path(path) or _MODELS in path):
+    if credential is None and key is not None and (is_anthropic_path(path) or _MODELS_PATH in path):
         return f"Bearer {key}"
     return credential
 
 
 class Gate:
-    """Admits callers by key or token; without an authenticator, every caller. `tenant`: the only tenant admitted; None:
-    any."""
+    """Admits callers by key or token, or all callers without an authenticator. `tenant`: the only admitted tenant;
+    None: all."""
 
     def __init__(self, authenticator: Authenticator | None, tenant: str | None = None) -> None:
         self._authenticator = authenticator
         self._tenant = tenant
-        # All keys of one caller share a quota, until their limits change.
-        self._quota_of = lru_cache(_MOST_QUOTAS)(lambda _tenant, *limits: Quota(*limits))
+        # Keys with the same tenant, name and limits share a quota.
+        self._get_quota = lru_cache(_MAX_QUOTAS)(lambda _tenant, *limits: Quota(*limits))
 
     def _check_tenant(self, key: Principal) -> None:
         if self._tenant not in (None, key.tenant):
             raise ForbiddenError(
-                f"key {key.name!r} belongs to tenant {key.tenant!r}, this deployment to another; ask one of your own",
+                f"key {key.name!r} belongs to tenant {key.tenant!r}, but this deployment to another tenant; use one of "
+                f"{key.tenant!r}",
                 field="Authorization",
             )
 
-    def check_sees(self, request: Request) -> None:
-        """Raise `UnauthenticatedError` or `ForbiddenError` unless the caller may see what is served: it needs a key or
-        token of the tenant, with any scope. Counts nothing. May block to fetch the keys of a token's issuer."""
+    def require_tenant_access(self, request: Request) -> None:
+        """Raise `UnauthenticatedError` or `ForbiddenError` unless the caller has a key or token of the tenant, with any
+        scope. Counts no request. May block to fetch the keys of a token's issuer."""
         if self._authenticator is not None:
-            self._check_tenant(self._authenticator.authenticate(_credential(request)))
+            self._check_tenant(self._authenticator.authenticate(_get_credential(request)))
 
     def admit(self, request: Request) -> Caller:
-        """Authenticate a request and count it. Raises `UnauthenticatedError`, `ForbiddenError`, `RateLimitedError`."""
+        """Authenticate and count a request. Raises `UnauthenticatedError`, `ForbiddenError`, `RateLimitedError`."""
         path, traceparent = request.url.path, request.headers.get("traceparent")
         address = "" if request.client is None else request.client.host
         if self._authenticator is None:
             return Caller(path=path, traceparent=traceparent, address=address)
-        key = self._authenticator.authenticate(_credential(request))
+        key = self._authenticator.authenticate(_get_credential(request))
         key.require(Scope.GENERATE)
         self._check_tenant(key)
         limits = (key.requests_per_minute, key.tokens_per_minute)
-        request.state.quota = quota = None if limits == (None, None) else self._quota_of(key.tenant, key.name, *limits)
+        request.state.quota = quota = None if limits == (None, None) else self._get_quota(key.tenant, key.name, *limits)
         if quota is not None and request.method == "POST":
             quota.count_request()
         return Caller(key.tenant, key.name, key.max_priority, quota, path, traceparent, address)
 
-    async def let_in(self, request: Request) -> Caller:
-        """Call `admit`, in a thread if the issuer of a token may have to be asked. Raises as `admit`."""
-        if self._authenticator is not None and has_token(_credential(request)):
+    async def admit_async(self, request: Request) -> Caller:
+        """Call `admit`, for a token in a thread, since it may fetch the issuer's keys. Raises as `admit`."""
+        if self._authenticator is not None and has_token(_get_credential(request)):
             return await run_in_threadpool(self.admit, request)
         return self.admit(request)
 
 
-class Door(Middleware):
-    """Authenticates and counts POST requests before any of the body is read."""
+class AuthMiddleware(Middleware):
+    """Authenticates and counts POST requests before their bodies are read."""
 
     async def handle(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
         if scope["method"] == "POST":
             request = Request(scope)
             gate: Gate = request.app.state.gate
             try:
-                request.state.caller = await gate.let_in(request)
+                request.state.caller = await gate.admit_async(request)
             except SwiftKVError as error:
                 await respond_with_error(error, request.url.path)(scope, receive, send)
                 return
@@ -143,8 +144,8 @@ class Door(Middleware):
 
 
 class HostGuard(Middleware):
-    """Refuses requests for unknown hosts, for replicas without keys: guards against DNS rebinding by web pages.
-    `allowed`: hosts accepted in addition to addresses and local names."""
+    """Refuses requests for unknown hosts at replicas without keys, against DNS rebinding by web pages. `allowed`:
+    accepted hosts besides addresses and local names."""
 
     def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
         super().__init__(app)
@@ -155,54 +156,54 @@ class HostGuard(Middleware):
         if detail is None:
             await self._app(scope, receive, send)
             return
-        error = ForbiddenError(f"{detail}; a deployment without keys lists its names in allowed_hosts", field="Host")
+        error = ForbiddenError(f"{detail}. Add the host to the deployment's allowed_hosts", field="Host")
         await respond_with_error(error, scope["path"])(scope, receive, send)
 
 
 _Header = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
-"""Declares the key in the OpenAPI document; the gate reads the header itself."""
+"""Declares the key in the OpenAPI document; `Gate` reads the header."""
 HAS_API_KEY = Security(APIKeyHeader(name=API_KEY_HEADER, auto_error=False))
 """Declares Anthropic's key header in the OpenAPI document."""
 
 
 async def get_caller(request: Request, _header: _Header) -> Caller:
-    """Return the caller, admitted by `Door` for POST requests and here for others. Raises as `Gate.admit`."""
-    known: Caller | None = getattr(request.state, "caller", None)
+    """Return the caller. `AuthMiddleware` has admitted callers of POST requests. Raises as `Gate.admit`."""
+    caller: Caller | None = getattr(request.state, "caller", None)
     gate: Gate = request.app.state.gate
-    return known or await gate.let_in(request)
+    return caller or await gate.admit_async(request)
 
 
-TheCaller = Annotated[Caller, Depends(get_caller)]
+AdmittedCaller = Annotated[Caller, Depends(get_caller)]
 
 
-def check_viewer(request: Request, _header: _Header) -> None:
-    """Call `Gate.check_sees`, and raise as it does."""
+def require_viewer(request: Request, _header: _Header) -> None:
+    """Raise as `Gate.require_tenant_access`."""
     gate: Gate = request.app.state.gate
-    gate.check_sees(request)
+    gate.require_tenant_access(request)
 
 
-def get_viewer(request: Request, header: _Header) -> bool:
-    """Whether the caller may see what is served."""
+def check_is_viewer(request: Request, header: _Header) -> bool:
+    """Whether the caller may see which model is served."""
     try:
-        check_viewer(request, header)
+        require_viewer(request, header)
     except (ForbiddenError, UnauthenticatedError):
         return False
     return True
 
 
-Sees = Annotated[bool, Depends(get_viewer)]
-MustSee = Annotated[None, Depends(check_viewer)]
+IsViewer = Annotated[bool, Depends(check_is_viewer)]
+ViewerRequired = Annotated[None, Depends(require_viewer)]
 
 
-class AnswerHeaders(Middleware):
-    """Adds headers to responses: the replica's name, ignored fields, and a caller's remaining rate limits."""
+class ResponseHeaders(Middleware):
+    """Adds response headers: the replica's name, ignored fields, and the caller's remaining rate limits."""
 
     def __init__(self, app: ASGIApp, replica: str) -> None:
         super().__init__(app)
         self._replica = replica
 
     async def handle(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
-        async def tell(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers[REPLICA_HEADER] = self._replica
@@ -212,51 +213,47 @@ class AnswerHeaders(Middleware):
                     headers[IGNORED_FIELDS_HEADER] = ", ".join(ignored_fields)
                 quota: Quota | None = state.get("quota")
                 if quota is not None:
-                    headers.update(quota.headers())
+                    headers.update(quota.make_headers())
             await send(message)
 
-        await self._app(scope, receive, tell)
+        await self._app(scope, receive, send_with_headers)
 
 
-class Origins(CORSMiddleware):
-    """CORS for the deployment's allowed origins, without cookies. `allowed`: returns the current origins, `*` for all;
-    with none, the middleware does nothing."""
+class DeploymentCORS(CORSMiddleware):
+    """CORS without cookies. `get_allowed`: returns the currently allowed origins, `*` for all; with none, the
+    middleware does nothing."""
 
-    def __init__(self, app: ASGIApp, allowed: Callable[[], Collection[str]]) -> None:
-        exposed = [REPLICA_HEADER, IGNORED_FIELDS_HEADER, "retry-after", *_LIMITS]
+    def __init__(self, app: ASGIApp, get_allowed: Callable[[], Collection[str]]) -> None:
+        exposed = [REPLICA_HEADER, IGNORED_FIELDS_HEADER, "retry-after", *_RATE_LIMIT_HEADERS]
         methods = ["GET", "HEAD", "POST"]
         super().__init__(app, allow_methods=methods, allow_headers=["*"], expose_headers=exposed)
-        self._allowed = allowed
+        self._get_allowed = get_allowed
 
     async def __call__(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
-        await (super().__call__ if self._allowed() else self.app)(scope, receive, send)
+        await (super().__call__ if self._get_allowed() else self.app)(scope, receive, send)
 
     def is_allowed_origin(self, origin: str) -> bool:
-        allowed = self._allowed()
+        allowed = self._get_allowed()
         return origin in allowed or "*" in allowed
 
 
-class Spelling(Middleware):
-    """Treats `//models` and `/models/` as `/models`, and answers HEAD like GET without the body."""
+class PathNormalizer(Middleware):
+    """Treats `//models` and `/models/` as `/models`, and HEAD as GET without the response's body."""
 
     async def handle(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
-        changed: dict[str, Any] = {"path": _SLASHES.sub("/", scope["path"]).rstrip("/") or "/"}
+        changed: dict[str, Any] = {"path": _REPEATED_SLASHES.sub("/", scope["path"]).rstrip("/") or "/"}
         if scope["method"] != "HEAD":
             await self._app({**scope, **changed}, receive, send)
             return
 
-        async def head(message: Message) -> None:
+        async def send_head(message: Message) -> None:
             await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
-        await self._app({**scope, **changed, "method": "GET"}, receive, head)
+        await self._app({**scope, **changed, "method": "GET"}, receive, send_head)
 
 
 class Quota:
-    """Token buckets of one caller for requests and tokens per minute; without a bucket if the limit is None.
-
-    A bucket holds one minute's worth and refills evenly. Each replica counts separately: a caller whose requests reach
-    several replicas may use the limit at each of them.
-    """
+    """Limits one caller's requests and tokens per minute; None: no limit. Each replica counts separately."""
 
     def __init__(self, name: str, requests: int | None, tokens: int | None, clock: Clock = time.monotonic) -> None:
         self._name = name
@@ -264,21 +261,21 @@ class Quota:
         self._tokens = None if tokens is None else TokenBucket(tokens, clock)
 
     def count_request(self) -> None:
-        """Count a request. Raises `RateLimitedError` above the limit; refused requests are not counted."""
+        """Count a request. Raises `RateLimitedError` above the limit, without counting the request."""
         if self._requests is not None:
-            self._check(self._requests, 1, "requests")
+            self._require_level(self._requests, 1, "requests")
             self._requests.consume(1)
 
-    def reserve_tokens(self, amount: int) -> Reservation:
-        """Reserve `amount` tokens, at most one minute's, for a new answer. Raises `RateLimitedError`."""
+    def reserve_tokens(self, amount: int) -> TokenReservation:
+        """Reserve `amount` tokens for a request, at most one minute's limit. Raises `RateLimitedError`."""
         if self._tokens is None:
-            return Reservation()
+            return TokenReservation()
         amount = min(amount, self._tokens.per_minute)
-        self._check(self._tokens, amount, "tokens")
+        self._require_level(self._tokens, amount, "tokens")
         self._tokens.consume(amount)
-        return Reservation(self._tokens, amount)
+        return TokenReservation(self._tokens, amount)
 
-    def headers(self) -> dict[str, str]:
+    def make_headers(self) -> dict[str, str]:
         """Return OpenAI's `x-ratelimit` headers."""
         headers = {}
         for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
@@ -288,25 +285,25 @@ class Quota:
                 headers[f"x-ratelimit-reset-{name}"] = f"{bucket.seconds_until(bucket.per_minute):.3f}s"
         return headers
 
-    def _check(self, bucket: TokenBucket, amount: int, what: str) -> None:
+    def _require_level(self, bucket: TokenBucket, amount: int, unit: str) -> None:
         wait = bucket.seconds_until(amount)
         if wait > 0.0:
             raise RateLimitedError(
-                f"key {self._name!r} may use {bucket.per_minute} {what} a minute; try again in {wait:.1f} s",
+                f"the limit of key {self._name!r} is {bucket.per_minute} {unit} per minute; try again in {wait:.1f} s",
                 field="Authorization",
                 retry_after_s=wait,
             )
 
 
-class Reservation:
-    """Tokens reserved for an answer until its actual use is known."""
+class TokenReservation:
+    """Tokens reserved for a request until it ends."""
 
     def __init__(self, bucket: TokenBucket | None = None, amount: int = 0) -> None:
         self._bucket = bucket
         self._amount = amount
 
     def settle(self, used: int) -> None:
-        """Replace the reserved tokens by the `used` ones. Only the first call has an effect."""
+        """Replace the reserved tokens by the `used` ones. Later calls have no effect."""
         if self._bucket is not None:
             self._bucket.consume(used - self._amount)
             self._bucket = None

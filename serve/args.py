@@ -1,4 +1,4 @@
-"""Arguments of the Ray Serve application, which define a deployment. Frozen; reads nothing and imports no Ray."""
+"""Arguments of the Ray Serve application, which define a deployment. Knows no Ray, does no I/O."""
 
 from __future__ import annotations
 
@@ -12,95 +12,99 @@ from swiftkv_platform.specs.base import Reserved
 from swiftkv_platform.specs.deployment import ReplicasSpec, ResolvedCandidate, ServedSpec
 
 HUB_PREFIX = "hf:"
-"""Marks an `artifact_uri` as the id of a model on the Hugging Face hub."""
+"""Prefix of an `artifact_uri` that is a model id of the Hugging Face hub."""
 
 
-class BaseAccess(FiniteModel):
-    """Sources that an adapter's base model may come from: those of its tenant, see `sources.Access`."""
+class BaseModelAccess(FiniteModel):
+    """Allowed sources of an adapter's base model, by its tenant; see `sources.Access`."""
 
     roots: tuple[str, ...] | None = None
-    """Directories and `s3://` prefixes; null allows every path and address."""
+    """Directories and `s3://` prefixes; null allows all."""
     hub_organizations: tuple[str, ...] | None = None
-    """Organisations of the hub; null allows the whole hub."""
+    """Organizations of the hub; null allows all."""
 
 
-class Served(ServedSpec[EngineConfig, ResolvedCandidate]):
-    """The served models: Serve's `user_config`. If only this changes, running replicas swap the new version in.
+class ServedConfig(ServedSpec[EngineConfig, ResolvedCandidate]):
+    """The served models: Serve's `user_config`. Running replicas swap to a changed one without a restart.
 
-    `model` and `candidate.model` may be any names; responses contain them.
+    `model` and `candidate.model` are any names; responses contain them.
     """
 
     artifact_uri: Annotated[str, Field(min_length=1)]
-    """Directory or `s3://` prefix with the artifact's `manifest.json`. With `verify` off also a plain Hugging Face
+    """Directory or `s3://` prefix with the artifact's `manifest.json`. With `verify: false` also a plain Hugging Face
     directory, or `hf:` and a hub id."""
     verify: bool = True
-    """Serve only files that match the manifest byte for byte."""
-    base_access: BaseAccess = BaseAccess()
-    """Rules for the base models of adapters, applied when a model is loaded. A change does not reload models."""
+    """Check all files against the manifest's digests."""
+    base_access: BaseModelAccess = BaseModelAccess()
+    """Rules for the base models of adapters, checked when a model is loaded. A change does not reload models."""
     revision: str = ""
-    """Opaque name of this state of the deployment, which `/health` repeats."""
+    """Opaque id of this configuration, which `/health` returns."""
 
     @model_validator(mode="after")
-    def _verifiable(self) -> Self:
+    def _check_verify(self) -> Self:
         if self.verify and self.artifact_uri.startswith(HUB_PREFIX):
-            raise ValueError(f"a hub model has no manifest, so artifact_uri {self.artifact_uri!r} needs verify: false")
+            raise ValueError(
+                f"artifact_uri {self.artifact_uri!r} is a hub model, which has no manifest; it needs verify: false"
+            )
         return self
 
-    def loads_the_same_as(self, other: Served) -> bool:
-        """Whether both load the same models: they differ at most in shares, ignored fields, origins, base model rules
-        and revision."""
-        return self._loaded() == other._loaded()
+    def loads_same_models(self, other: ServedConfig) -> bool:
+        """Whether both have the same models: they may differ in shares, ignored fields, CORS origins, `base_access` and
+        `revision`."""
+        return self._select_loaded_fields() == other._select_loaded_fields()
 
-    def _loaded(self) -> Served:
+    def _select_loaded_fields(self) -> ServedConfig:
         candidate = self.candidate and self.candidate.model_copy(update={"share": 0.0})
-        others = {"revision": "", "ignored_fields": None, "cors_origins": None, "base_access": BaseAccess()}
+        others = {"revision": "", "ignored_fields": None, "cors_origins": None, "base_access": BaseModelAccess()}
         return self.model_copy(update={**others, "candidate": candidate})
 
 
 class ReplicaArgs(FiniteModel):
-    """Arguments of a replica that do not change during its life."""
+    """Arguments of a replica that require a restart to change."""
 
     id: Annotated[str, Field(min_length=1)]
     """`dep_` id."""
     api_keys_file: str | None = None
-    """File of hashed API keys on the replicas' machines."""
+    """File of hashed API keys, on the replica's machine."""
     oidc_file: str | None = None
-    """YAML file of issuers whose tokens with the scope `generate` are accepted. With neither file, every client that
-    can reach a replica is answered."""
+    """YAML file of issuers of accepted tokens, which need the scope `generate`. Without both files, every client is
+    admitted."""
     tenant: str | None = None
-    """Only tenant whose keys and tokens are accepted; None: all tenants of the files."""
+    """The only admitted tenant; None: all tenants of the files."""
     allowed_hosts: tuple[str, ...] = ()
-    """Accepted values of `Host`, in addition to addresses and local names, if there is no file of keys or issuers.
-    Guards against DNS rebinding by web pages."""
+    """Accepted values of `Host` besides addresses and local names, without a file of keys or issuers. Guards against
+    DNS rebinding by web pages."""
     max_body_bytes: Annotated[int, Field(ge=1)] | None = None
-    """Most bytes of a request body; None: what the model's context needs, at most 16 MiB."""
+    """Max bytes of a request body; None: by the model's context, at most 16 MiB."""
     log_text: bool = False
-    """Write prompts and answers to the request log. They may be confidential."""
+    """Log prompts and completions, which may be confidential."""
 
 
 class ServeArgs(ReplicasSpec, ReplicaArgs):
-    """A deployment. If any of these changes, Serve replaces the replicas. Options that running replicas can change are
-    in the Serve config's `deployments` entry for `Replica`: `user_config` (`Served`) and `autoscaling_config`."""
+    """A deployment; changes replace the replicas. Options that running replicas can change are in the Serve config's
+    `deployments` entry for `Replica`: `user_config` (`ServedConfig`) and `autoscaling_config`."""
 
     model: str | None = None
-    """Field of `Served`, like the following three, for a deployment without `user_config`."""
+    """Field of `ServedConfig`, as the next three are, for a deployment without `user_config`."""
     artifact_uri: str | None = None
     engine: EngineConfig = EngineConfig()
     verify: bool = True
     num_cpus: Reserved | None = None
-    """Cores that Ray reserves for a replica; None: `engine.num_threads`, or 1, for each of its ranks."""
+    """Cores that Ray reserves per replica; None: `engine.num_threads`, or 1, per rank."""
     num_gpus: Reserved | None = None
-    """GPUs that Ray reserves for a replica; None: one for each rank if `engine.device` is `cuda`."""
+    """GPUs that Ray reserves per replica; None: one per rank if `engine.device` is `cuda`."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _check_model_fields(self) -> Self:
         if (self.model is None) != (self.artifact_uri is None):
-            raise ValueError("give model and artifact_uri together, or neither and the deployment's user_config")
-        self.served()
+            raise ValueError(
+                "give model and artifact_uri together, or neither of them and the deployment's user_config"
+            )
+        self.make_served_config()
         return self
 
-    def served(self) -> Served | None:
-        """Return the served model named by these arguments; None if `user_config` names it."""
+    def make_served_config(self) -> ServedConfig | None:
+        """Return the served model of these arguments; None if `user_config` has it."""
         if self.model is None or self.artifact_uri is None:
             return None
-        return Served(model=self.model, artifact_uri=self.artifact_uri, engine=self.engine, verify=self.verify)
+        return ServedConfig(model=self.model, artifact_uri=self.artifact_uri, engine=self.engine, verify=self.verify)

@@ -1,4 +1,4 @@
-"""Render conversations to prompts by the model's chat template. Knows no route."""
+"""Rendering of conversations to prompts by the model's chat template. Knows no route."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
-_VARIABLES = "chat_template_kwargs"
-_REFUSALS = (TemplateError, ValueError, TypeError, KeyError, RecursionError)
-"""Errors that a template raises for a conversation that it does not accept."""
+_VARIABLES_FIELD = "chat_template_kwargs"
+_TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, KeyError, RecursionError)
+"""Errors of a template for a conversation that it does not support."""
 
 
-async def chat_prompt(
+async def tokenize_chat(
     engine: EngineFrontend,
     messages: Sequence[Message],
     sender: Sender,
     *,
     tools: Tools | None = None,
-    variables: Mapping[str, Any] = MappingProxyType({}),
+    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> list[int]:
-    """Return the token ids of a conversation, rendered off the event loop and the engine's thread. `options`: of
-    `render_chat`. Raises `InvalidInputError` as `render_chat` and for messages longer than the context, and
-    `QueueFullError` if too many texts of the sender wait to be tokenized."""
-    tokenizer, texts = engine.model.tokenizer, [_text(part) for message in messages for part in message.values()]
-    texts += [_text(part) for part in (*(tools or ()), *variables.values())]
+    """Return `render_chat(...)`, called in the engine's reader threads. `options`: of `render_chat`. Raises
+    `InvalidInputError` as `render_chat` and for messages longer than the context, and `QueueFullError` if too many
+    texts of the sender wait for tokenization."""
+    tokenizer, texts = engine.model.tokenizer, [_to_text(part) for message in messages for part in message.values()]
+    texts += [_to_text(part) for part in (*(tools or ()), *template_kwargs.values())]
     if tokenizer is not None:
         engine.input_processor.check_text(*texts, field="messages")
     return await engine.tokenizer_threads.run_unadmitted(
-        lambda: render_chat(tokenizer, messages, tools=tools, variables=variables, **options),
+        lambda: render_chat(tokenizer, messages, tools=tools, template_kwargs=template_kwargs, **options),
         sum(map(len, texts)),
         sender,
     )
 
 
 @contextmanager
-def about_messages() -> Iterator[None]:
-    """Make errors about the length of a conversation name the field `messages`."""
+def rename_prompt_errors() -> Iterator[None]:
+    """Make errors about the length of a conversation name the field `messages` instead of `prompt`."""
     try:
         yield
     except ContextLengthError as error:
@@ -68,22 +68,21 @@ def render_chat(
     tools: Tools | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
-    variables: Mapping[str, Any] = MappingProxyType({}),
+    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[int]:
-    """Return the token ids of a conversation up to where the assistant's turn begins, or where the last message
-    continues. Blocks while the template runs. `variables`: further variables of the template. Raises
-    `InvalidInputError` for a model without tokenizer or template, or a conversation that the template refuses."""
-    if chat_template(tokenizer, tools) is None:
+    """Return the token ids of a conversation up to the beginning of the assistant's next message, or to the end of an
+    unfinished last one. Blocks while the template runs. Raises `InvalidInputError` for a model without tokenizer or
+    template, or a conversation that the template does not support."""
+    if get_chat_template(tokenizer, tools) is None:
         raise InvalidInputError(
             "messages need a chat template, which this model does not have; send a prompt", field="messages", value=None
         )
     reserved = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages", "kwargs"}
-    taken = next((name for name in variables if name in reserved), None)
-    if taken is not None:
+    refused = next((name for name in template_kwargs if name in reserved), None)
+    if refused is not None:
         raise InvalidInputError(
-            f"{_VARIABLES}.{taken} is not a variable that a request may set; use the request's own fields, or leave it "
-            "out",
-            field=f"{_VARIABLES}.{taken}",
+            f"{_VARIABLES_FIELD}.{refused} is reserved; use the request's own fields, or leave it out",
+            field=f"{_VARIABLES_FIELD}.{refused}",
         )
     conversation = Conversation(
         [dict(message) for message in messages], None if tools is None else list(map(dict, tools))
@@ -93,7 +92,7 @@ def render_chat(
             conversation,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            variables=variables,
+            variables=template_kwargs,
         )
     except RowError as error:
         raise InvalidInputError(
@@ -103,15 +102,15 @@ def render_chat(
     return token_ids
 
 
-def unread_variables(tokenizer: Any, variables: Iterable[str]) -> list[str]:
-    """Return the fields of those requested variables that no template of the model mentions."""
-    written = str(getattr(tokenizer, "chat_template", None))
-    return [f"{_VARIABLES}.{name}" for name in variables if name not in written]
+def find_unused_variables(tokenizer: Any, names: Iterable[str]) -> list[str]:
+    """Return the names of the given variables that no template of the model mentions."""
+    templates_text = str(getattr(tokenizer, "chat_template", None))
+    return [f"{_VARIABLES_FIELD}.{name}" for name in names if name not in templates_text]
 
 
-def chat_template(tokenizer: Any, tools: Tools | None = None) -> str | None:
-    """Return the chat template, which may be another one if there are tools; None if there is none. Raises
-    `InvalidInputError` if the tokenizer has several templates and no default one."""
+def get_chat_template(tokenizer: Any, tools: Tools | None = None) -> str | None:
+    """Return the chat template for a conversation with or without tools; None if there is none. Raises
+    `InvalidInputError` if the tokenizer has several templates without a default."""
     try:
         return templates.find_chat_template(tokenizer, tools)
     except ModelError as error:
@@ -122,7 +121,7 @@ def chat_template(tokenizer: Any, tools: Tools | None = None) -> str | None:
         ) from error
 
 
-def set_template(tokenizer: Any, template: str) -> None:
+def set_chat_template(tokenizer: Any, template: str) -> None:
     """Set a tokenizer's chat template. Blocks while the template renders one message. Raises `ModelError` for a model
     without tokenizer, or a template with a syntax error."""
     if tokenizer is None:
@@ -137,10 +136,10 @@ def set_template(tokenizer: Any, template: str) -> None:
         raise ModelError(
             f"chat_template is not a valid Jinja template: line {error.lineno}: {error.message}", field="chat_template"
         ) from error
-    except _REFUSALS:  # it may need more than one message
+    except _TEMPLATE_ERRORS:  # it may need more than one message
         return
 
 
-def _text(part: Any) -> str:
-    """Return a part of a message as text, to measure its length."""
+def _to_text(part: Any) -> str:
+    """Return a part of a message as text, to measure it."""
     return part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)

@@ -1,6 +1,5 @@
 """HTTP application of a replica: `/generate`, tokenizer routes, OpenAI's and Anthropic's routes, `/health`, `/metrics`,
-and errors of all routes as problem documents (RFC 9457; below `/v1` in OpenAI's or Anthropic's format). Knows no Ray.
-"""
+and handlers of errors. Knows no Ray."""
 
 from __future__ import annotations
 
@@ -27,32 +26,32 @@ from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.limits import REPLICA_BODIES_BYTES, REPLICA_BODY_STRINGS, UNDELAYED_REFUSALS
 from swiftkv_platform.security.principals import Authenticator
 from swiftkv_platform.serve.access import (
-    AnswerHeaders,
+    AdmittedCaller,
+    AuthMiddleware,
     Caller,
-    Door,
+    DeploymentCORS,
     Gate,
     HostGuard,
-    MustSee,
-    Origins,
-    Sees,
-    Spelling,
-    TheCaller,
+    IsViewer,
+    PathNormalizer,
+    ResponseHeaders,
+    ViewerRequired,
 )
-from swiftkv_platform.serve.answers import Answers, RequestContext, whole
-from swiftkv_platform.serve.anthropic import anthropic_router
-from swiftkv_platform.serve.chat import about_messages, chat_prompt
-from swiftkv_platform.serve.current import Current, Version
-from swiftkv_platform.serve.openai.answers import DONE
+from swiftkv_platform.serve.anthropic import make_anthropic_router
+from swiftkv_platform.serve.chat import rename_prompt_errors, tokenize_chat
+from swiftkv_platform.serve.collector import OutputCollector, RequestContext, collect_unless_disconnected
 from swiftkv_platform.serve.openai.fields import ROUTES
-from swiftkv_platform.serve.openai.routes import openai_router
+from swiftkv_platform.serve.openai.outputs import DONE
+from swiftkv_platform.serve.openai.routes import make_openai_router
+from swiftkv_platform.serve.replica_state import ModelVersion, ReplicaState
 from swiftkv_platform.serve.schemas import (
     GenerateRequest,
     GenerateResponse,
     Timings,
     Usage,
-    encodable,
-    prompts_of,
-    to_choice,
+    list_prompts,
+    make_choice,
+    validate_encodable,
 )
 from swiftkv_platform.web.bodies import BodyReader, BodyRoute, is_json
 from swiftkv_platform.web.limiters import ConcurrencyLimits, Sender
@@ -74,7 +73,7 @@ if TYPE_CHECKING:
 
 
 class TokenizeRequest(FrozenModel, strict=True):
-    prompt: Annotated[str, BeforeValidator(encodable)]
+    prompt: Annotated[str, BeforeValidator(validate_encodable)]
     add_special_tokens: bool = True
 
 
@@ -83,68 +82,73 @@ class DetokenizeRequest(FrozenModel, strict=True):
 
 
 def create_http_app(
-    current: Current,
+    state: ReplicaState,
     *,
     key_ring: Authenticator | None = None,
     tenant: str | None = None,
     max_body_bytes: int | None = None,
     allowed_hosts: Sequence[str] = (),
 ) -> FastAPI:
-    """Create the application of one replica. With a key ring, all routes need a key (of `tenant`, if given) except the
-    API's documentation and `/health`, which tells strangers only that the replica is alive. `max_body_bytes`,
-    `allowed_hosts`: see `ReplicaArgs`."""
+    """Create the application of one replica.
+
+    With a key ring, all routes require a key (of `tenant`, if given) except the API's documentation and `/health`,
+    whose response without a key is the status only. `max_body_bytes`, `allowed_hosts`: see `ReplicaArgs`.
+    """
     app = FastAPI(
         title="SwiftKV serve",
         license_info=LICENSE,
         docs_url=None,
         redoc_url=None,
         responses={
-            "4XX": {"description": "Problem details (RFC 9457); below `/v1` an error in OpenAI's or Anthropic's form"}
+            "4XX": {"description": "Problem details (RFC 9457); below `/v1` an error in OpenAI's or Anthropic's format"}
         },
     )
     add_docs(app)
     app.router.route_class = BodyRoute
     app.state.gate = Gate(key_ring, tenant)
-    app.state.bodies = _bodies(current, max_body_bytes)
+    app.state.bodies = _make_body_reader(state, max_body_bytes)
     app.add_middleware(InputGuard)
-    # The middleware added last runs first: requests refused for their size have been authenticated and counted.
-    app.add_middleware(BodyLimit, max_bytes=lambda _path: max_body_bytes or current.body_limits[0])
-    app.add_middleware(Door)
+    # The middleware added last runs first: requests are authenticated and counted before their size is checked.
+    app.add_middleware(BodyLimit, max_bytes=lambda _path: max_body_bytes or state.body_limits[0])
+    app.add_middleware(AuthMiddleware)
     if key_ring is None:
         app.add_middleware(HostGuard, allowed=allowed_hosts)
-    app.add_middleware(AnswerHeaders, replica=current.replica)
-    app.add_middleware(Origins, allowed=current.origins)
-    app.add_middleware(Spelling)
+    app.add_middleware(ResponseHeaders, replica=state.replica)
+    app.add_middleware(DeploymentCORS, get_allowed=state.get_cors_origins)
+    app.add_middleware(PathNormalizer)
     app.add_middleware(RefusalBackoff, statuses=(413, 429), undelayed_per_minute=UNDELAYED_REFUSALS.default)
     app.add_middleware(SecurityHeaders)
     add_problem_handlers(app, [f"/v1/{route}" for route in ROUTES])
-    app.include_router(openai_router(current))
-    app.include_router(anthropic_router(current))
+    app.include_router(make_openai_router(state))
+    app.include_router(make_anthropic_router(state))
 
     @app.post("/generate", response_model=GenerateResponse)
-    async def generate(body: GenerateRequest, request: Request, caller: TheCaller) -> Response:
-        """Continue prompts or a conversation. If the client disconnects, the request is aborted within one step."""
+    async def generate(body: GenerateRequest, request: Request, caller: AdmittedCaller) -> Response:
+        """Complete prompts or a conversation. If the client disconnects, the request is aborted within one step."""
         interval_s = body.stream_interval_s if body.stream else math.inf
         context = RequestContext(caller, body.request_id, body.priority, body.timeout_s, interval_s)
-        with current.entering() as version, about_messages() if body.messages else nullcontext():
-            answers = await current.ask(version, await _prompts(body, version, caller), body.sampling_params(), context)
+        with state.acquire_version() as version, rename_prompt_errors() if body.messages else nullcontext():
+            prompts = await _read_prompts(body, version, caller)
+            collector = await state.submit(version, prompts, body.make_sampling_params(), context)
         if body.stream:
-            stream: Response = EventSourceResponse(_events(answers, version.card.model, request.url.path), sep="\n")
+            stream: Response = EventSourceResponse(
+                _stream_events(collector, version.card.model, request.url.path), sep="\n"
+            )
             return stream
-        with version.in_use():
-            outputs = await whole(answers, request)
+        with version.hold_open():
+            outputs = await collect_unless_disconnected(collector, request)
 
             def render() -> Response:
-                choices = [to_choice(choice, output) for choice, output in enumerate(outputs)]
-                return JSONResponse(_response(answers, version.card.model, choices, outputs))
+                choices = [make_choice(choice, output) for choice, output in enumerate(outputs)]
+                return JSONResponse(_make_response(collector, version.card.model, choices, outputs))
 
-            return await version.rendered(render, outputs, caller.sender)
+            return await version.render_response(render, outputs, caller.sender)
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest, caller: TheCaller) -> Response:
+    async def tokenize(body: TokenizeRequest, caller: AdmittedCaller) -> Response:
         """Convert text to token ids."""
-        version, text = current.version, body.prompt
-        tokenizer = _tokenizer(version)
+        version, text = state.version, body.prompt
+        tokenizer = _require_tokenizer(version)
         version.engine.input_processor.check_text(text)
 
         def encode() -> Response:
@@ -155,112 +159,116 @@ def create_http_app(
         return await version.engine.tokenizer_threads.run_unadmitted(encode, len(text), caller.sender)
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest, caller: TheCaller) -> Response:
+    async def detokenize(body: DetokenizeRequest, caller: AdmittedCaller) -> Response:
         """Convert token ids to text."""
-        version, tokens = current.version, body.tokens
-        tokenizer, at_most = _tokenizer(version), version.engine.model.context_length
-        if len(tokens) > at_most:
+        version, tokens = state.version, body.tokens
+        tokenizer, max_tokens = _require_tokenizer(version), version.engine.model.context_length
+        if len(tokens) > max_tokens:
             raise InvalidInputError(
-                f"tokens has {len(tokens)} ids; at most {at_most} are accepted, the model's context",
+                f"tokens has {len(tokens)} ids; at most {max_tokens} are accepted, the model's context",
                 field="tokens",
                 value=len(tokens),
             )
 
         def decode() -> Response:
-            outside = next((token for token in tokens if not 0 <= token < len(tokenizer)), None)
-            if outside is not None:
+            unknown = next((token for token in tokens if not 0 <= token < len(tokenizer)), None)
+            if unknown is not None:
                 raise InvalidInputError(
-                    f"tokens has the id {outside}; this tokenizer accepts 0..{len(tokenizer) - 1}",
+                    f"tokens has the id {unknown}; this tokenizer accepts 0..{len(tokenizer) - 1}",
                     field="tokens",
-                    value=outside,
+                    value=unknown,
                 )
             return JSONResponse({"prompt": tokenizer.decode(tokens, skip_special_tokens=False)})
 
         return await version.engine.tokenizer_threads.run_unadmitted(decode, len(tokens), caller.sender)
 
     @app.get("/health", openapi_extra=OPEN)
-    async def health(sees: Sees, revision: Annotated[str, Header(alias=REVISION_HEADER)] = "") -> dict[str, object]:
-        """Tell whether a model is served, and to callers of its tenant also which model and the state of a swap.
+    async def health(
+        is_viewer: IsViewer, revision: Annotated[str, Header(alias=REVISION_HEADER)] = ""
+    ) -> dict[str, object]:
+        """Return the status, and for callers of the tenant the served model and the state of a swap.
 
-        The control plane has no key; it sends the wanted revision instead, which strangers do not know.
+        The control plane has no key. It sends the requested revision instead, which others do not know.
         """
-        version, candidate = current.version, current.version.candidate
-        wanted = current.swap.revision
-        sees = sees or (wanted != "" and compare_digest(revision.encode(), wanted.encode()))
+        version, candidate = state.version, state.version.candidate
+        requested = state.swap.revision
+        is_viewer |= requested != "" and compare_digest(revision.encode(), requested.encode())
         try:
             version.check_health()
         except EngineDeadError as error:
-            if sees:
+            if is_viewer:
                 raise
             raise EngineDeadError("the engine is no longer running") from error
-        if not sees:
+        if not is_viewer:
             return {"status": "ok"}
         return {
             "status": "ok",
             **version.card.model_dump(),
             "candidate": candidate and {**candidate.card.model_dump(), "share": version.candidate_share},
-            "replica": current.replica,
-            "swap": current.swap.model_dump(),
+            "replica": state.replica,
+            "swap": state.swap.model_dump(),
         }
 
     @app.get("/metrics")
-    async def metrics(_sees: MustSee) -> Response:
+    async def metrics(_viewer: ViewerRequired) -> Response:
         """Return the Prometheus metrics of this replica, for callers of its tenant."""
-        return Response(current.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(state.metrics.render_page(), media_type=CONTENT_TYPE_LATEST)
 
     return app
 
 
-async def _prompts(body: GenerateRequest, version: Version, caller: Caller) -> list[str | list[int]]:
+async def _read_prompts(body: GenerateRequest, version: ModelVersion, caller: Caller) -> list[str | list[int]]:
     if body.prompt is not None:
-        return prompts_of(body.prompt)
+        return list_prompts(body.prompt)
     messages = [message.model_dump(exclude_none=True) for message in body.messages or ()]
-    return [await chat_prompt(version.engine, messages, caller.sender)]
+    return [await tokenize_chat(version.engine, messages, caller.sender)]
 
 
-def _tokenizer(version: Version) -> Any:
+def _require_tokenizer(version: ModelVersion) -> Any:
     if version.tokenizer is None:
         raise InvalidInputError("this model's directory has no tokenizer", field="prompt", value=None)
     return version.tokenizer
 
 
-async def _events(answers: Answers, model: str, path: str) -> AsyncIterator[dict[str, str]]:
-    """Yield events with the additions of each output, then `[DONE]`; after a failure a problem document."""
+async def _stream_events(collector: OutputCollector, model: str, path: str) -> AsyncIterator[dict[str, str]]:
+    """Yield an event for each new output, then `[DONE]`, or the problem document of an error."""
     outputs: dict[int, RequestOutput] = {}
     try:
-        async for choice, output in answers.as_they_come():
-            fresh = to_choice(choice, output, outputs.get(choice))
+        async for choice, output in collector.stream_outputs():
+            added = make_choice(choice, output, outputs.get(choice))
             outputs[choice] = output
-            ended = [other for other in outputs.values() if other.finished]
-            complete = [outputs[i] for i in sorted(outputs)] if len(ended) == answers.num_choices else []
-            yield {"data": json.dumps(_response(answers, model, [fresh], complete))}
+            num_finished = sum(other.finished for other in outputs.values())
+            complete = [outputs[i] for i in sorted(outputs)] if num_finished == collector.num_choices else []
+            yield {"data": json.dumps(_make_response(collector, model, [added], complete))}
     except SwiftKVError as error:
         yield {"event": "error", "data": json.dumps(make_error_problem(error, path).model_dump())}
         return
     yield {"data": DONE}
 
 
-def _response(answers: Answers, model: str, choices: list[Any], complete: list[RequestOutput]) -> dict[str, Any]:
-    """Build a response or event. `complete`: outputs of all choices, once all are finished, for usage and timings."""
-    closing = {"usage": Usage.of(complete), "timings": Timings.of(complete)} if complete else {}
-    response = GenerateResponse(id=answers.id, model=model, choices=choices, **closing)
+def _make_response(
+    collector: OutputCollector, model: str, choices: list[Any], complete: list[RequestOutput]
+) -> dict[str, Any]:
+    """Return a response or event. `complete`: outputs of all choices if all are finished, for usage and timings."""
+    totals = {"usage": Usage.from_outputs(complete), "timings": Timings.from_outputs(complete)} if complete else {}
+    response = GenerateResponse(id=collector.id, model=model, choices=choices, **totals)
     return response.model_dump(mode="json", exclude_unset=True)
 
 
-def _bodies(current: Current, own_max_bytes: int | None) -> BodyReader:
-    """Return the reader of request bodies, with limits set by the served models. Allows NUL, since prompts may hold any
-    character and reach no database. A body counts until it is parsed; then the engine's queue limits apply."""
-    most = max(REPLICA_BODIES_BYTES.default, own_max_bytes or 0)
-    share = ConcurrencyLimits(per_key=most // 4, per_tenant=most // 2, total=most)
+def _make_body_reader(state: ReplicaState, own_max_bytes: int | None) -> BodyReader:
+    """Return the reader of request bodies, with limits by the served models. It allows NUL, since prompts may have any
+    character and no database stores them. A body counts until it is parsed; then the engine's queue limits apply."""
+    total = max(REPLICA_BODIES_BYTES.default, own_max_bytes or 0)
+    limits = ConcurrencyLimits(per_key=total // 4, per_tenant=total // 2, total=total)
 
-    async def admit(request: Request) -> Sender:  # `Door` has admitted the caller
+    async def get_sender(request: Request) -> Sender:  # `AuthMiddleware` has admitted the caller
         caller: Caller = request.state.caller
         return caller.sender
 
     return BodyReader(
-        admit,
-        share,
-        max_values=lambda: current.body_limits[1],
+        get_sender,
+        limits,
+        max_values=lambda: state.body_limits[1],
         max_strings=REPLICA_BODY_STRINGS.default,
         allow_nul=True,
         hold_until_response=False,
@@ -268,50 +276,49 @@ def _bodies(current: Current, own_max_bytes: int | None) -> BodyReader:
 
 
 MAX_ERRORS = 16
-"""Most invalid fields that an answer lists; the rest is only counted."""
-MAX_KIND_LENGTH = 100
-"""Most characters of a body's content type that an answer repeats."""
+"""Max invalid fields that a response lists; the others are counted."""
+MAX_CONTENT_TYPE_LENGTH = 100
+"""Max characters of a content type that a response repeats."""
 
 _CLIENT_CLOSED_REQUEST = 499
 
 
 def add_problem_handlers(app: FastAPI, routes: Sequence[str]) -> None:
-    """Make `app` answer every error with a document. `routes`: those below `/v1`, named in answers to unknown paths."""
+    """Make `app` respond to every error with a document. `routes`: those below `/v1`, for responses to unknown
+    paths."""
 
     @app.exception_handler(SwiftKVError)
-    async def known_error(request: Request, error: SwiftKVError) -> JSONResponse:
+    async def handle_error(request: Request, error: SwiftKVError) -> JSONResponse:
         return respond_with_error(error, request.url.path)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid_body(request: Request, error: RequestValidationError) -> JSONResponse:
+    async def handle_invalid_body(request: Request, error: RequestValidationError) -> JSONResponse:
         if not is_json(request):
-            kind = request.headers.get("content-type", "")
-            detail = f"content-type is {kind[:MAX_KIND_LENGTH]!r}; the body must be JSON, of type application/json"
-            named = [FieldProblem(field="content-type", value=kind[:MAX_KIND_LENGTH], message=detail)]
-            return respond_with_problem(make_problem(request.url.path, 415, "unsupported_media_type", detail, named))
-        found = error.errors()
-        errors = [_field_problem(detail) for detail in found[:MAX_ERRORS]]
-        detail = join_messages(errors)
-        detail += f"; and {len(found) - MAX_ERRORS} more" if len(found) > MAX_ERRORS else ""
-        return respond_with_problem(make_problem(request.url.path, 422, InvalidInputError.code, detail, errors))
+            content_type = request.headers.get("content-type", "")[:MAX_CONTENT_TYPE_LENGTH]
+            detail = f"content-type is {content_type!r}; the body must be JSON, of type application/json"
+            problems = [FieldProblem(field="content-type", value=content_type, message=detail)]
+            return respond_with_problem(make_problem(request.url.path, 415, "unsupported_media_type", detail, problems))
+        errors = error.errors()
+        problems = [_make_field_problem(each) for each in errors[:MAX_ERRORS]]
+        detail = join_messages(problems)
+        detail += f"; and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
+        return respond_with_problem(make_problem(request.url.path, 422, InvalidInputError.code, detail, problems))
 
     @app.exception_handler(ClientDisconnect)
-    async def nobody_listens(_request: Request, _error: ClientDisconnect) -> Response:
+    async def handle_disconnect(_request: Request, _error: ClientDisconnect) -> Response:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
     @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+    async def handle_http_error(request: Request, error: HTTPException) -> JSONResponse:
         status = HTTPStatus(error.status_code)
         # FastAPI's error for a body that is not text names no field.
-        errors = [FieldProblem(field="body", message=str(error.detail))]
-        named = errors if status is HTTPStatus.BAD_REQUEST else []
-        said = _no_route(request, routes) if status is HTTPStatus.NOT_FOUND else str(error.detail)
-        document = make_problem(request.url.path, status, status.name.lower(), said, named)
+        problems = [FieldProblem(field="body", message=str(error.detail))] if status is HTTPStatus.BAD_REQUEST else []
+        detail = _describe_missing_route(request, routes) if status is HTTPStatus.NOT_FOUND else str(error.detail)
+        document = make_problem(request.url.path, status, status.name.lower(), detail, problems)
         return respond_with_problem(document, error.headers)
 
 
-def _no_route(request: Request, routes: Sequence[str]) -> str:
-    """Return the message for a path without a route."""
+def _describe_missing_route(request: Request, routes: Sequence[str]) -> str:
     path = value_if_short(request.url.path) or "of this name"
     return (
         f"there is no route {path}; the routes below /v1 are {', '.join(routes)}: embeddings, images, sounds, "
@@ -319,10 +326,10 @@ def _no_route(request: Request, routes: Sequence[str]) -> str:
     )
 
 
-def _field_problem(detail: Any) -> FieldProblem:
-    """Convert one of pydantic's errors; the field's path begins after `body`."""
-    if detail["type"] == "json_invalid":
-        return make_json_problem(detail)
-    path = ".".join(str(part) for part in detail["loc"][1:])
-    message = detail["msg"].removeprefix("Value error, ")
-    return FieldProblem(field=path or "body", value=value_if_short(detail.get("input")), message=message)
+def _make_field_problem(error: Any) -> FieldProblem:
+    """Convert an error of pydantic; the field's path begins after `body`."""
+    if error["type"] == "json_invalid":
+        return make_json_problem(error)
+    path = ".".join(str(part) for part in error["loc"][1:])
+    message = error["msg"].removeprefix("Value error, ")
+    return FieldProblem(field=path or "body", value=value_if_short(error.get("input")), message=message)

@@ -1,7 +1,7 @@
-"""Prometheus metrics of a replica, with vLLM's names if they mean the same. Knows outputs, no HTTP.
+"""Prometheus metrics of a replica, with vLLM's names for the same quantities. Knows outputs, no HTTP.
 
-Gauges are read from the engine when the metrics are read. Counters and histograms are updated as events happen, both on
-this replica's page and in the export.
+Gauges are read from the engine on request. Counters and histograms are updated on this replica's page and in the
+export.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from swiftkv_platform.errors import SwiftKVError
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
-    from swiftkv_platform.serve.current import Version
     from swiftkv_platform.serve.metrics_export import RayMetricsExport
+    from swiftkv_platform.serve.replica_state import ModelVersion
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
-
 
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prompt_tokens": ("Prompt tokens of finished requests.", ()),
@@ -46,32 +45,32 @@ _HISTOGRAMS = {
 
 
 class Metrics:
-    """Metrics of a replica, which persist across swaps of models."""
+    """Metrics of a replica, over all its model versions."""
 
     def __init__(self, export: RayMetricsExport | None = None) -> None:
         self.registry = CollectorRegistry()
         self.export = export
         self.replica = ""
         """Serve's name of the replica."""
-        self.version: Version | None = None
+        self.version: ModelVersion | None = None
         """Current version, the source of gauges."""
         self._counters = {
-            name: Counter(f"swiftkv:{name}", what, labels, registry=self.registry)
-            for name, (what, labels) in _COUNTERS.items()
+            name: Counter(f"swiftkv:{name}", description, labels, registry=self.registry)
+            for name, (description, labels) in _COUNTERS.items()
         }
         self._histograms = {
-            name: Histogram(f"swiftkv:{name}", what, buckets=_SECONDS, registry=self.registry)
-            for name, what in _HISTOGRAMS.items()
+            name: Histogram(f"swiftkv:{name}", description, buckets=_SECONDS, registry=self.registry)
+            for name, description in _HISTOGRAMS.items()
         }
         self.registry.register(self)
 
-    def _count(self, name: str, amount: float = 1.0, *, of: str | None = None, **labels: str) -> None:
-        """Add to a counter on the replica's page and in the export. `of`: the event's model, which every exported
-        series has as a label; None: the served model."""
+    def _count(self, name: str, amount: float = 1.0, *, of_model: str | None = None, **labels: str) -> None:
+        """Add to a counter on the replica's page and in the export. `of_model`: label of the exported series; None: the
+        served model."""
         counter = self._counters[name]
         (counter.labels(**labels) if labels else counter).inc(amount)
         if self.export is not None:
-            model = labels.pop("model", self.model if of is None else of)
+            model = labels.pop("model", self.model if of_model is None else of_model)
             self.export.count(name, _COUNTERS[name][0], amount, model, labels)
 
     def _observe(self, name: str, seconds: float, model: str) -> None:
@@ -81,49 +80,49 @@ class Metrics:
 
     @property
     def model(self) -> str:
-        """Id of the served model; empty while there is none."""
+        """Id of the served model; empty while none is loaded."""
         return "" if self.version is None else self.version.card.model
 
-    def loaded(self, model: str, seconds: Mapping[str, float]) -> None:
-        """Count a loaded model, and the seconds of each phase of its loading."""
-        self._count("model_loads", of=model)
+    def count_load(self, model: str, seconds: Mapping[str, float]) -> None:
+        """Count a loaded model. `seconds`: by phase of its loading."""
+        self._count("model_loads", of_model=model)
         for phase, value in seconds.items():
-            self._count("model_load_seconds", value, of=model, phase=phase)
+            self._count("model_load_seconds", value, of_model=model, phase=phase)
 
-    def swapped(self, outcome: str) -> None:
+    def count_swap(self, outcome: str) -> None:
         """Count a swap by its outcome: `succeeded`, `refused` or `superseded`."""
         self._count("swaps", outcome=outcome)
 
-    def asked(self, model: str) -> None:
-        """Count a request for the model chosen for it."""
+    def count_request(self, model: str) -> None:
+        """Count a request, admitted or not. `model`: the one chosen for it."""
         self._count("requests", model=model)
 
-    def refused(self, error: SwiftKVError, model: str) -> None:
-        """Count a request that was not admitted, for the model chosen for it."""
-        self._count("rejected_requests", of=model, reason=error.code)
+    def count_refusal(self, error: SwiftKVError, model: str) -> None:
+        """Count a request that was not admitted."""
+        self._count("rejected_requests", of_model=model, reason=error.code)
 
-    def finished(self, output: RequestOutput, model: str) -> None:
+    def record_output(self, output: RequestOutput, model: str) -> None:
         """Count a finished sample of a model."""
         metrics = output.metrics
-        counted = {
+        counts = {
             "generation_tokens": len(output.token_ids),
             "tokens_exited": output.num_exited_tokens,
             "draft_tokens": output.num_draft_tokens,
             "accepted_tokens": output.num_accepted_tokens,
         }
         if output.index == 0:
-            counted["prompt_tokens"] = len(output.prompt_token_ids)
-            counted["prefix_cache_hits"] = output.num_cached_tokens
-            counted["prefill_layer_tokens_skipped"] = output.num_skipped_tokens
-        for name, amount in counted.items():
-            self._count(name, amount, of=model)
-        self._count("request_success", of=model, finished_reason=str(output.finish_reason))
+            counts["prompt_tokens"] = len(output.prompt_token_ids)
+            counts["prefix_cache_hits"] = output.num_cached_tokens
+            counts["prefill_layer_tokens_skipped"] = output.num_skipped_tokens
+        for name, amount in counts.items():
+            self._count(name, amount, of_model=model)
+        self._count("request_success", of_model=model, finished_reason=str(output.finish_reason))
         for name, seconds in zip(_HISTOGRAMS, (metrics.ttft, metrics.tpot, metrics.total), strict=True):
             if seconds is not None:
                 self._observe(name, seconds, model)
 
-    def gauges(self) -> list[tuple[str, str, float]]:
-        """Return name, description and value of each gauge of the engine; none while there is no engine."""
+    def read_gauges(self) -> list[tuple[str, str, float]]:
+        """Return name, description and value of each gauge of the engine; empty without an engine."""
         if self.version is None:
             return []
         state, config = self.version.engine.state, self.version.engine.model.config
@@ -135,22 +134,22 @@ class Metrics:
             ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", state.kv_cache_usage),
             ("exit_layer", "l: layers that compute their own KV.", getattr(config, "num_key_value_layers", None)),
         ]
-        return [(name, what, value) for name, what, value in values if value is not None]
+        return [(name, description, value) for name, description, value in values if value is not None]
 
-    def text(self) -> bytes:
+    def render_page(self) -> bytes:
         return generate_latest(self.registry)
 
     def describe(self) -> Iterable[Metric]:
-        """Announce no gauges to Prometheus in advance, since there may be no engine yet."""
+        """Return nothing, since the engine of the gauges may not exist yet."""
         return []
 
     def collect(self) -> Iterable[Metric]:
         """Yield the gauges for Prometheus."""
-        # Serve's proxy may send a request to any replica: a reader that adds them up must know which one answered.
+        # Serve's proxy sends each scrape to any replica, so the page names its replica.
         info = GaugeMetricFamily(
             "swiftkv:replica_info", "1, labeled with the replica that these metrics are from.", labels=["replica"]
         )
         info.add_metric([self.replica], 1)
         yield info
-        for name, what, value in self.gauges():
-            yield GaugeMetricFamily(f"swiftkv:{name}", what, value=value)
+        for name, description, value in self.read_gauges():
+            yield GaugeMetricFamily(f"swiftkv:{name}", description, value=value)

@@ -1,9 +1,10 @@
-"""Prefix-aware routing: Serve's proxy sends a prompt to the replica that last received the same beginning.
+"""Prefix-aware routing: Serve's proxy sends a prompt to the replica that last received the same prefix.
 
-Serve's proxy chooses a replica before it reads the body. `PrefixHeader`, a middleware of the proxy, reads the beginning
-of the body first and puts hashes of it into a header, which Serve passes to `PrefixRouter`. Ray's own
+Serve chooses a replica before it reads the body. So `PrefixHeaderMiddleware`, a middleware of its proxy, reads the
+beginning of the body and puts hashes of it into a header, which Serve passes to `PrefixRouter`. Ray's own
 `PrefixCacheAffinityRouter` needs vLLM and requests that another deployment has parsed. The middlewares run if
-`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `proxy_middlewares`; without them the least busy replica is chosen.
+`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `proxy_middlewares`; without them Serve chooses the least busy
+replica.
 """
 
 from __future__ import annotations
@@ -18,110 +19,115 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.datastructures import Headers
-from starlette.middleware import Middleware as Installed
+from starlette.middleware import Middleware as MiddlewareEntry
 from starlette.types import Message, Receive, Scope, Send
 
 from swiftkv_platform.serve.access import API_KEY_HEADER
-from swiftkv_platform.serve.proxy import Probes, RoutesGuard
+from swiftkv_platform.serve.proxy import ProbeMiddleware, RoutesGuard
 from swiftkv_platform.web.middleware import Middleware
 
 SESSION_HEADER = "x-session-id"
-"""Header that Serve's proxy passes to the router. A caller's own value is kept, and routes its requests to one
-replica."""
+"""Header that Serve's proxy passes to the router. A caller may set it, to route its requests to one replica."""
 
 BLOCK_BYTES = 256
-"""Bytes of the body that are hashed together; prefixes match in whole blocks."""
+"""Bytes per hashed block; prefixes match in whole blocks."""
 MAX_BLOCKS = 64
-"""Most blocks hashed of one prompt, so its first 16 KiB decide the routing."""
+"""Max hashed blocks per prompt: its first 16 KiB decide the routing."""
 MAX_SESSION_LENGTH = 128
-"""Most characters of a caller's own session header; a longer one is ignored."""
+"""Max characters of a caller's session header; a longer one is ignored."""
 MAX_PREFIXES = 1 << 16
-"""Most prefixes that a router remembers; the least recently seen is dropped."""
+"""Max prefixes per router; the least recent one is dropped."""
 MAX_IMBALANCE = 4
-"""Requests that a replica may have more than the least busy one while its prefixes still count. Beyond that, waiting
-costs more than computing the prompt again."""
+"""Max requests that a replica preferred by prefix may have more than the least busy one. Beyond that, waiting costs
+more than computing the prompt again."""
 
-_ASKS = ("/generate", "/completions", "/responses", "/messages")
+_GENERATE_PATHS = ("/generate", "/completions", "/responses", "/messages")
 _PROMPT = re.compile(rb'"(?:(?:prompt|messages)"\s*:\s*|input"\s*:\s*(?=["\[]))')
-_PRINT = "[0-9a-f]{1,12}"
-_PRINTS = re.compile(rf"{_PRINT}(?:\.{_PRINT}){{0,{MAX_BLOCKS - 1}}}")
+_HASH = "[0-9a-f]{1,12}"
+_HASHES = re.compile(rf"{_HASH}(?:\.{_HASH}){{0,{MAX_BLOCKS - 1}}}")
 
 
-def proxy_middlewares() -> list[Installed]:
+def proxy_middlewares() -> list[MiddlewareEntry]:
     """Return the middlewares for `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
-    return [Installed(RoutesGuard), Installed(Probes), Installed(PrefixHeader)]
+    return [MiddlewareEntry(RoutesGuard), MiddlewareEntry(ProbeMiddleware), MiddlewareEntry(PrefixHeaderMiddleware)]
 
 
-def fingerprints(body: bytes, tenant: bytes = b"") -> list[str]:
-    """Hash each whole block of the prompt in (the beginning of) a JSON body, together with all blocks before it.
+def hash_prefixes(body: bytes, tenant: bytes = b"") -> list[str]:
+    """Hash each whole block of a JSON body's prompt, together with all previous blocks.
 
-    The raw text is hashed, without parsing or tokenizing; successive turns of a conversation begin with the same text.
+    Hashes the raw text without parsing or tokenizing. The body may be cut off. Requests of a conversation share a
+    prefix.
     """
-    found = _PROMPT.search(body)
-    if found is None:
+    prompt = _PROMPT.search(body)
+    if prompt is None:
         return []
     digest = hashlib.sha256(tenant)
-    prints = []
-    for start in range(found.end(), len(body) - BLOCK_BYTES + 1, BLOCK_BYTES)[:MAX_BLOCKS]:
+    hashes = []
+    for start in range(prompt.end(), len(body) - BLOCK_BYTES + 1, BLOCK_BYTES)[:MAX_BLOCKS]:
         digest.update(body[start : start + BLOCK_BYTES])
-        prints.append(digest.hexdigest()[:12])
-    return prints
+        hashes.append(digest.hexdigest()[:12])
+    return hashes
 
 
-def from_header(value: str) -> list[str]:
-    """Return the fingerprints of a header's value, or a caller's own session as one fingerprint. An overlong value
-    gives none, so that it cannot evict the prefixes of others from the router."""
-    if _PRINTS.fullmatch(value):
+def parse_session_header(value: str) -> list[str]:
+    """Return the hashes in a header's value, or a caller's own session as a single one. An overlong value has none,
+    since it could evict the prefixes of others from the router."""
+    if _HASHES.fullmatch(value):
         return value.split(".")
     return [value] if 0 < len(value) <= MAX_SESSION_LENGTH else []
 
 
-class PrefixHeader(Middleware):
-    """Adds the prompt's fingerprints to the headers of requests that generate."""
+class PrefixHeaderMiddleware(Middleware):
+    """Adds the prompt's hashes to the headers of requests for completions."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        if scope["method"] != "POST" or not scope["path"].endswith(_ASKS) or SESSION_HEADER in headers:
+        if scope["method"] != "POST" or not scope["path"].endswith(_GENERATE_PATHS) or SESSION_HEADER in headers:
             await self._app(scope, receive, send)
             return
-        read: list[Message] = []
+        # 1. read the beginning of the body
+        messages: list[Message] = []
         size = 0
-        while size < (MAX_BLOCKS + 1) * BLOCK_BYTES and (not read or read[-1].get("more_body", False)):
-            read.append(await receive())
-            size += len(read[-1].get("body", b""))
-        body = b"".join(message.get("body", b"") for message in read)
+        while size < (MAX_BLOCKS + 1) * BLOCK_BYTES and (not messages or messages[-1].get("more_body", False)):
+            messages.append(await receive())
+            size += len(messages[-1].get("body", b""))
+        body = b"".join(message.get("body", b"") for message in messages)
+        # 2. hash the prompt's blocks, separately for each key
         tenant = (headers.get("authorization") or headers.get(API_KEY_HEADER, "")).encode()
-        header = (SESSION_HEADER.encode(), ".".join(fingerprints(body, tenant)).encode())
-        again: Iterator[Message] = iter(read)
+        header = (SESSION_HEADER.encode(), ".".join(hash_prefixes(body, tenant)).encode())
+        # 3. pass the request on with the messages read so far
+        replayed: Iterator[Message] = iter(messages)
 
-        async def replay() -> Message:
-            return next(again, None) or await receive()
+        async def receive_replayed() -> Message:
+            return next(replayed, None) or await receive()
 
-        await self._app({**scope, "headers": [*scope["headers"], header]}, replay, send)
+        await self._app({**scope, "headers": [*scope["headers"], header]}, receive_replayed, send)
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
     """Prefers the replica that last received the longest known prefix, then the one with the fewest requests.
 
-    Each proxy has its own router, which knows only the requests it routed itself. If a replica is new or has evicted a
-    prefix, the request is only slower.
+    Each proxy has its own router, which knows only its own requests. A request is only slower if its replica is new or
+    has evicted the prefix.
     """
 
     def initialize_state(self) -> None:
         """Set up the router; called by Serve."""
         self._last_replica: OrderedDict[str, str] = OrderedDict()
-        """By prefix, the name of the replica that received it last."""
+        """Name of the last replica by prefix."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return all replicas in the order to try them: the one with the longest known prefix, then the least busy."""
-        loads = {replica.replica_id.unique_id: self._load(replica) for replica in candidate_replicas}
-        most = min(loads.values(), default=0) + MAX_IMBALANCE
-        prints = [] if pending_request is None else from_header(pending_request.metadata.session_id)
-        known = (self._last_replica.get(fingerprint, "") for fingerprint in reversed(prints))
-        preferred = next((name for name in known if loads.get(name, math.inf) <= most), None)
+        """Return all replicas in order of preference: the one with the longest known prefix, then the least busy."""
+        # 1. find the last replica of the longest known prefix, unless it is too busy
+        loads = {replica.replica_id.unique_id: self._get_load(replica) for replica in candidate_replicas}
+        max_load = min(loads.values(), default=0) + MAX_IMBALANCE
+        hashes = [] if pending_request is None else parse_session_header(pending_request.metadata.session_id)
+        names = (self._last_replica.get(prefix, "") for prefix in reversed(hashes))
+        preferred = next((name for name in names if loads.get(name, math.inf) <= max_load), None)
 
+        # 2. sort the others by load
         def rank(replica: RunningReplica) -> tuple[bool, int, float]:
             name = replica.replica_id.unique_id
             return name != preferred, loads[name], random.random()  # noqa: S311  # a tie, not a secret
@@ -129,13 +135,13 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
         return [[replica] for replica in sorted(candidate_replicas, key=rank)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:  # noqa: ARG002
-        """Record the prefixes of a request; called by Serve when a replica has accepted one."""
-        for fingerprint in from_header(pending_request.metadata.session_id):
-            self._last_replica[fingerprint] = replica_id.unique_id
-            self._last_replica.move_to_end(fingerprint)
+        """Record the prefixes of a request that a replica has accepted; called by Serve."""
+        for prefix in parse_session_header(pending_request.metadata.session_id):
+            self._last_replica[prefix] = replica_id.unique_id
+            self._last_replica.move_to_end(prefix)
         while len(self._last_replica) > MAX_PREFIXES:
             self._last_replica.popitem(last=False)
 
-    def _load(self, replica: RunningReplica) -> int:
-        """Return the number of requests at a replica, as far as this router knows."""
+    def _get_load(self, replica: RunningReplica) -> int:
+        """Return the number of a replica's requests that this router knows."""
         return self._replica_queue_len_cache.get(replica.replica_id) or 0

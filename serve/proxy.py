@@ -1,4 +1,4 @@
-"""Middlewares of Serve's proxy that hide the list of routes and answer health probes while no replica does."""
+"""Middlewares of Serve's proxy: they hide the list of routes, and respond to health probes if no replica does."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from swiftkv_platform.web.middleware import Middleware
 from swiftkv_platform.web.problems import make_problem, respond_with_problem
 
 PROBE_TIMEOUT_S = 2.0
-"""Seconds within which a ready replica answers a probe."""
+"""Max seconds for a ready replica's response to a probe."""
 
 _NOT_FOUND = PlainTextResponse("there is no such path", 404)
 
 
 class RoutesGuard(Middleware):
-    """Answers 404 at Ray's `/-/routes`, which would list the deployments of all tenants to anyone."""
+    """Responds with 404 to Ray's `/-/routes`, which lists the deployments of all tenants without a key."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -26,32 +26,31 @@ class RoutesGuard(Middleware):
 
 
 def is_probe(scope: Scope) -> bool:
-    """Whether a request asks for `/health`."""
+    """Whether a request is a probe of `/health`."""
     return scope["method"] in ("GET", "HEAD") and scope["path"].rstrip("/").endswith("/health")
 
 
-class Probes(Middleware):
-    """Answers 503 to probes of `/health` while no replica answers, since Serve holds requests until one is ready."""
+class ProbeMiddleware(Middleware):
+    """Responds with 503 to probes of `/health` if no replica responds, since Serve queues requests until one is
+    ready."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not is_probe(scope):
             await self._app(scope, receive, send)
             return
-        begun = asyncio.Event()
+        has_response = asyncio.Event()
 
-        async def tell(message: Message) -> None:
-            begun.set()
+        async def send_and_record(message: Message) -> None:
+            has_response.set()
             await send(message)
 
-        answer = asyncio.ensure_future(self._app(scope, receive, tell))
+        response = asyncio.ensure_future(self._app(scope, receive, send_and_record))
         try:
-            await asyncio.wait({answer}, timeout=PROBE_TIMEOUT_S)
-            if answer.done() or begun.is_set():
-                await answer
+            await asyncio.wait({response}, timeout=PROBE_TIMEOUT_S)
+            if response.done() or has_response.is_set():
+                await response
                 return
         finally:
-            answer.cancel()
-        detail = (
-            f"no replica has answered within {PROBE_TIMEOUT_S:g} s: the first model is still loading, or all are busy"
-        )
+            response.cancel()
+        detail = f"no replica has responded within {PROBE_TIMEOUT_S:g} s: the first model is loading, or all are busy"
         await respond_with_problem(make_problem(scope["path"], 503, LoadingError.code, detail))(scope, receive, send)

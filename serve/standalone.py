@@ -1,4 +1,4 @@
-"""Serve one model from this process: the routes of a replica without Ray and without a control plane."""
+"""Serving of one model in this process: a replica's routes without Ray and control plane."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.security.credentials import open_credentials
-from swiftkv_platform.serve.args import ReplicaArgs, Served
-from swiftkv_platform.serve.current import Current
+from swiftkv_platform.serve.args import ReplicaArgs, ServedConfig
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.proxy import is_probe
+from swiftkv_platform.serve.replica_state import ReplicaState
 from swiftkv_platform.serve.tracing import make_observers
 from swiftkv_platform.serve.versions import load_version
 from swiftkv_platform.settings import Settings
@@ -26,66 +26,68 @@ from swiftkv_platform.web.middleware import Middleware
 from swiftkv_platform.web.server import ConnectionLimits, make_server_options, tune_interpreter
 
 _DRAIN_TIMEOUT_S = 5
-"""Seconds that running requests have to finish after the server is told to stop."""
+"""Max seconds for running requests to finish after a signal to stop."""
 
 
-def serve(
-    served: Served, args: ReplicaArgs, *, host: str, port: int, on_ready: Callable[[str], None] = lambda _: None
+def serve_model(
+    served: ServedConfig, args: ReplicaArgs, *, host: str, port: int, on_ready: Callable[[str], None] = lambda _: None
 ) -> None:
-    """Load a model and serve it until SIGINT or SIGTERM. Blocks.
+    """Load a model and serve it until SIGINT or SIGTERM. BlockSplitter.
 
     Args:
-        port: port to listen at; 0 takes a free one.
-        on_ready: called with the URL once requests are answered; until then they wait, and `/health` is 503.
+        port: 0 selects a free one.
+        on_ready: called with the URL when the model is loaded; until then requests wait, and `/health` is 503.
 
     Raises:
-        InvalidInputError: the address is taken or not of this machine; raised before the model is loaded.
+        InvalidInputError: cannot listen on the address; raised before the model is loaded.
         SwiftKVError: as `load_version`.
     """
-    with _listening(host, port) as listener:
-        asyncio.run(_serve(served, args, listener, on_ready))
+    with _open_listener(host, port) as listener:
+        asyncio.run(_run_server(served, args, listener, on_ready))
 
 
-async def _serve(served: Served, args: ReplicaArgs, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+async def _run_server(
+    served: ServedConfig, args: ReplicaArgs, listener: socket.socket, on_ready: Callable[[str], None]
+) -> None:
     credentials = open_credentials(None if args.api_keys_file is None else Path(args.api_keys_file), None)
-    current = Current(observers=make_observers(with_text=args.log_text))
-    app = create_http_app(current, key_ring=credentials, allowed_hosts=args.allowed_hosts)
-    over = asyncio.Event()
-    app.add_middleware(Waiting, over=over)
+    state = ReplicaState(observers=make_observers(with_text=args.log_text))
+    app = create_http_app(state, key_ring=credentials, allowed_hosts=args.allowed_hosts)
+    loaded = asyncio.Event()
+    app.add_middleware(LoadingMiddleware, loaded=loaded)
     options = make_server_options(ConnectionLimits.from_settings(Settings()), shutdown_timeout_s=_DRAIN_TIMEOUT_S)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, **options))
 
     async def load() -> None:
         try:
-            current.replace(await load_version(args, served))
+            state.replace_version(await load_version(args, served))
             tune_interpreter()
             host, port = listener.getsockname()[:2]
             on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
         finally:
-            server.should_exit |= current.is_empty
-            over.set()
+            server.should_exit |= state.is_empty
+            loaded.set()
 
     @asynccontextmanager
-    async def running(_app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         yield
         loading.cancel()
         await asyncio.wait({loading})
-        if not current.is_empty:
-            await current.version.engine.aclose()
+        if not state.is_empty:
+            await state.version.engine.aclose()
 
-    app.router.lifespan_context = running
+    app.router.lifespan_context = lifespan
     loading = asyncio.create_task(load(), name="load")
     await server.serve(sockets=[listener])
     if not loading.cancelled():
         await loading
 
 
-class Waiting(Middleware):
-    """Holds requests until loading is `over`, but for probes: `/health` tells at once that a model is being loaded."""
+class LoadingMiddleware(Middleware):
+    """Delays requests until the model is `loaded`, except probes: `/health` reports at once that a model is loading."""
 
-    def __init__(self, app: ASGIApp, over: asyncio.Event) -> None:
+    def __init__(self, app: ASGIApp, loaded: asyncio.Event) -> None:
         super().__init__(app)
-        self._over = over
+        self._over = loaded
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not is_probe(scope):
@@ -93,8 +95,8 @@ class Waiting(Middleware):
         await self._app(scope, receive, send)
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    """Open a listening socket; connections wait in its backlog until the model is loaded."""
+def _open_listener(host: str, port: int) -> socket.socket:
+    """Open a listening socket, in whose backlog connections wait until the model is loaded."""
     try:
         return socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048

@@ -1,7 +1,7 @@
-"""Observers of ended requests: a line in the log, and OpenTelemetry spans if an OTLP endpoint is set.
+"""Observers of ended requests: a log line, and OpenTelemetry spans if an OTLP endpoint is set.
 
-A request is one span, a child of the caller's span if it sent a W3C `traceparent`; each of its choices has spans for
-queue, prefill and decode. Exporter, sampler and resource are configured by OpenTelemetry's environment variables
+A request has one span, a child of the caller's span if it sent a W3C `traceparent`. Each choice has spans for queue,
+prefill and decode. Exporter, sampler and resource are configured by OpenTelemetry's environment variables
 (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER`, `OTEL_SERVICE_NAME`, ...).
 """
 
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.serve.access import Caller
-from swiftkv_platform.serve.answers import Answers
-from swiftkv_platform.serve.current import ModelCard, Observer
+from swiftkv_platform.serve.collector import OutputCollector
+from swiftkv_platform.serve.replica_state import ModelCard, Observer
 from swiftkv_platform.serve.schemas import Timings, Usage
 from swiftkv_platform.traces import open_provider
 
@@ -27,43 +27,43 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestLog:
-    """Writes a log line for each request: model, tenant, usage, timings and outcome."""
+class RequestLogger:
+    """Writes a log line per request: model, tenant, usage, timings and outcome."""
 
     with_text: bool = False
-    """Log prompts and answers too. They may be confidential."""
+    """Also log prompts and completions, which may be confidential."""
 
-    def closed(self, answers: Answers, card: ModelCard) -> None:
-        outputs = answers.outputs
+    def on_request_ended(self, collector: OutputCollector, card: ModelCard) -> None:
+        outputs = collector.outputs
         fields: dict[str, Any] = {
-            "request_id": answers.id,
-            "tenant": answers.context.caller.tenant,
-            "path": answers.context.caller.path,
+            "request_id": collector.id,
+            "tenant": collector.context.caller.tenant,
+            "path": collector.context.caller.path,
             "model": card.model,
             "manifest_digest": card.manifest_digest,
-            "outcome": answers.outcome,
+            "outcome": collector.outcome,
             "finish_reasons": [output.finish_reason for output in outputs],
         }
-        if answers.context.ignored_fields:
-            fields["ignored_fields"] = answers.context.ignored_fields
+        if collector.context.ignored_fields:
+            fields["ignored_fields"] = collector.context.ignored_fields
         if outputs:
-            fields |= Usage.of(outputs).model_dump() | Timings.of(outputs).model_dump()
+            fields |= Usage.from_outputs(outputs).model_dump() | Timings.from_outputs(outputs).model_dump()
         if self.with_text:
-            fields |= {"prompts": answers.prompts, "texts": [output.text for output in outputs]}
+            fields |= {"prompts": collector.prompts, "texts": [output.text for output in outputs]}
         get_logger().info("request", **fields)
 
-    def refused(self, error: SwiftKVError, caller: Caller, card: ModelCard) -> None:
+    def on_request_refused(self, error: SwiftKVError, caller: Caller, card: ModelCard) -> None:
         fields = {"tenant": caller.tenant, "path": caller.path, "model": card.model}
         get_logger().info("request", **fields, outcome=error.code, field=error.field)
 
 
 def make_observers(*, with_text: bool) -> list[Observer]:
-    """Return the observers that the process's settings ask for. `with_text`: see `RequestLog`."""
+    """Return the observers of the process's settings. `with_text`: see `RequestLogger`."""
     provider = open_provider("swiftkv-serve")
-    return [RequestLog(with_text=with_text), *([] if provider is None else [Tracing(provider)])]
+    return [RequestLogger(with_text=with_text), *([] if provider is None else [RequestTracer(provider)])]
 
 
-class Tracing:
+class RequestTracer:
     """Writes the spans of ended requests."""
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -73,10 +73,10 @@ class Tracing:
         self._tracer = provider.get_tracer("swiftkv.serve")
         self._propagator = TraceContextTextMapPropagator()
 
-    def closed(self, answers: Answers, card: ModelCard) -> None:
+    def on_request_ended(self, collector: OutputCollector, card: ModelCard) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
-        caller, outputs = answers.context.caller, answers.outputs
+        caller, outputs = collector.context.caller, collector.outputs
         parent = self._propagator.extract({"traceparent": caller.traceparent} if caller.traceparent else {})
         request = self._tracer.start_span(
             f"POST {caller.path}",
@@ -84,37 +84,42 @@ class Tracing:
             SpanKind.SERVER,
             {
                 "gen_ai.request.model": card.model,
-                "gen_ai.response.id": answers.id,
-                "gen_ai.response.finish_reasons": [output.finish_reason or answers.outcome for output in outputs],
-                "gen_ai.usage.input_tokens": sum(len(one.prompt_token_ids) for one in outputs if one.index == 0),
+                "gen_ai.response.id": collector.id,
+                "gen_ai.response.finish_reasons": [output.finish_reason or collector.outcome for output in outputs],
+                "gen_ai.usage.input_tokens": sum(
+                    len(output.prompt_token_ids) for output in outputs if output.index == 0
+                ),
                 "gen_ai.usage.output_tokens": sum(len(output.token_ids) for output in outputs),
                 "swiftkv.tenant": caller.tenant,
-                "swiftkv.outcome": answers.outcome,
+                "swiftkv.outcome": collector.outcome,
                 "swiftkv.early_exit_tokens": sum(output.num_exited_tokens for output in outputs),
             },
-            start_time=answers.began_ns,
+            start_time=collector.started_ns,
         )
-        if answers.outcome not in ("finished", "left"):
-            request.set_status(Status(StatusCode.ERROR, answers.outcome))
-        within = set_span_in_context(request)
+        if collector.outcome not in ("finished", "left"):
+            request.set_status(Status(StatusCode.ERROR, collector.outcome))
+        parent_context = set_span_in_context(request)
         for choice, output in enumerate(outputs):
-            for name, since, until in _phases(output):
+            for name, start, end in _iterate_phases(output):
                 span = self._tracer.start_span(
-                    name, within, attributes={"swiftkv.choice": choice}, start_time=answers.began_ns + _ns(since)
+                    name,
+                    parent_context,
+                    attributes={"swiftkv.choice": choice},
+                    start_time=collector.started_ns + _to_ns(start),
                 )
-                span.end(answers.began_ns + _ns(until))
+                span.end(collector.started_ns + _to_ns(end))
         request.end(time.time_ns())
 
-    def refused(self, error: SwiftKVError, caller: Caller, card: ModelCard) -> None:
-        """Write no span: nothing ran, and the caller's own trace has the status."""
+    def on_request_refused(self, error: SwiftKVError, caller: Caller, card: ModelCard) -> None:
+        """Write no span; the caller's own trace has the status."""
 
     def shutdown(self) -> None:
         """Send pending spans."""
         self._provider.shutdown()
 
 
-def _phases(output: RequestOutput) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, begin, end) of each phase that was reached, in seconds since the request's arrival."""
+def _iterate_phases(output: RequestOutput) -> Iterator[tuple[str, float, float]]:
+    """Yield (name, start, end) of each phase so far, in seconds since the request's arrival."""
     metrics = output.metrics
     if metrics.queue_time is None:
         yield "queue", 0.0, metrics.total
@@ -125,5 +130,5 @@ def _phases(output: RequestOutput) -> Iterator[tuple[str, float, float]]:
         yield "decode", metrics.ttft, metrics.total
 
 
-def _ns(seconds: float) -> int:
+def _to_ns(seconds: float) -> int:
     return int(seconds * 1e9)

@@ -1,8 +1,9 @@
-"""Load versions (a tested model with its candidate), and swap a replica from one to the next. Knows no HTTP and no Ray.
+"""Loading of model versions (a tested model with its candidate), and swaps of a replica's version. Knows no HTTP, no
+Ray.
 
-Loading a model fetches and verifies its files and starts the engine that suits it, this project's own or vLLM. A swap
-loads the new version next to the old one, switches and drains. Ray imports this module to build the application too, so
-the engine, and torch with it, is imported on loading only.
+Loading fetches and verifies a model's files and starts its engine, this project's or vLLM. A swap loads the new version
+next to the old one, switches to it and drains the old one. Ray also imports this module to build the application, so
+the engine and torch are imported only when a model is loaded.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError
 from swiftkv_platform.families import is_served_by_vllm
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.serve.args import HUB_PREFIX, ReplicaArgs, Served
-from swiftkv_platform.serve.chat import set_template
-from swiftkv_platform.serve.current import Current, ModelCard, SwapState, Version
+from swiftkv_platform.serve.args import HUB_PREFIX, ReplicaArgs, ServedConfig
+from swiftkv_platform.serve.chat import set_chat_template
+from swiftkv_platform.serve.replica_state import ModelCard, ModelVersion, ReplicaState, SwapState
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Access
 from swiftkv_platform.sources.model_directories import fetch_model_directory
@@ -40,44 +41,42 @@ if TYPE_CHECKING:
     from swiftkv_platform.engine.frontend import EngineFrontend
 
 
-_BASE = "base.name_or_path"
+_BASE_FIELD = "base.name_or_path"
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A loaded model and what it was loaded from."""
+class LoadedModel:
+    """A loaded model and its origin."""
 
     engine: EngineFrontend
     manifest_digest: str | None
-    """SHA-256 of the manifest that the model was verified against; None if it was not verified."""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase: `fetch` (from the store or this machine's cache) and `load`."""
+    """SHA-256 of the verified manifest; None for an unverified model."""
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of `fetch` (from the store or this machine's cache) and `load`."""
 
 
-def load(served: Served) -> Loaded:
-    """Fetch the artifact, check every byte against its manifest, and load it. Blocks.
+def load_model(served: ServedConfig) -> LoadedModel:
+    """Fetch the artifact, check its files against the manifest, and load it. Blocks.
 
     Raises:
-        ModelError: no manifest, an adapter whose base is missing or a different model, or a model that cannot be loaded
-            (by the requested backend).
-        InvalidInputError: an engine too small for any request.
-        ArtifactCorruptError: a file differs from the manifest.
-        StorageError: the object store does not answer.
+        ModelError: no manifest, a missing or different base model of an adapter, or a model that the backend cannot
+            load. InvalidInputError: an engine too small for any request. ArtifactCorruptError: a file differs from the
+            manifest. StorageError: the object store is unavailable.
     """
-    began = time.monotonic()
-    with _fetched(served) as (adapted, digest), _whole(adapted, served) as directory:
+    started = time.monotonic()
+    with _fetch_artifact(served) as (artifact, digest), _merge_adapter(artifact, served) as directory:
         fetched = time.monotonic()
         engine = _load_engine(directory, served)
-        seconds = {"fetch": fetched - began, "load": time.monotonic() - fetched}
-        return Loaded(engine, digest, seconds)
+        seconds = {"fetch": fetched - started, "load": time.monotonic() - fetched}
+        return LoadedModel(engine, digest, seconds)
 
 
 @contextmanager
-def _fetched(served: Served) -> Iterator[tuple[Path, str | None]]:
-    """Yield (directory of the model, digest of its manifest), available within the context."""
+def _fetch_artifact(served: ServedConfig) -> Iterator[tuple[Path, str | None]]:
+    """Yield the directory of the artifact, available within the context, and the digest of its manifest."""
     if not served.verify:
         name = served.artifact_uri.removeprefix(HUB_PREFIX)
-        yield fetch_model_directory(name, field="artifact_uri", pickles=True), None  # vLLM reads them
+        yield fetch_model_directory(name, field="artifact_uri", pickles=True), None  # vLLM reads pickles
         return
     settings = Settings()
     cache = ArtifactCache(settings.home / "models", settings.model_cache_bytes)
@@ -86,8 +85,8 @@ def _fetched(served: Served) -> Iterator[tuple[Path, str | None]]:
             directory, manifest = stack.enter_context(cache.open_copy(open_store(served.artifact_uri), ""))
         except ObjectNotFoundError as error:
             raise ModelError(
-                f"artifact_uri {served.artifact_uri!r} has no manifest.json: it is incomplete, or a plain Hugging Face "
-                "directory, which is served with verify: false",
+                f"artifact_uri {served.artifact_uri!r} has no manifest.json; use verify: false for a Hugging Face "
+                "directory, or publish the artifact again",
                 field="artifact_uri",
                 value=served.artifact_uri,
             ) from error
@@ -95,9 +94,9 @@ def _fetched(served: Served) -> Iterator[tuple[Path, str | None]]:
 
 
 @contextmanager
-def _whole(directory: Path, served: Served) -> Iterator[Path]:
-    """Yield the directory of the whole model, available within the context. For an adapter it includes the base, which
-    is found like a job's teacher, under the tenant's rules."""
+def _merge_adapter(directory: Path, served: ServedConfig) -> Iterator[Path]:
+    """Yield the directory of the whole model, available within the context. An adapter is merged with its base, which
+    is found as a job's teacher is, by the tenant's rules."""
     from swiftkv_platform.configs.adapter import ADAPTER_FILE
 
     if not (directory / ADAPTER_FILE).is_file():
@@ -110,18 +109,18 @@ def _whole(directory: Path, served: Served) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="swiftkv-base-") as workspace:
 
         def download(uri: str) -> Path:
-            return download_model(uri, Path(workspace), access=access, field=_BASE)
+            return download_model(uri, Path(workspace), access=access, field=_BASE_FIELD)
 
-        def find(base: BaseModelReference) -> str:
+        def find_base(base: BaseModelReference) -> str:
             return resolve_model_directory(
-                base.name_or_path, base.revision, access=access, download=download, field=_BASE
+                base.name_or_path, base.revision, access=access, download=download, field=_BASE_FIELD
             )
 
-        with open_merged_model(directory, find_base=find) as (whole, _):
+        with open_merged_model(directory, find_base=find_base) as (whole, _):
             yield Path(whole)
 
 
-def _load_engine(directory: Path, served: Served) -> EngineFrontend:
+def _load_engine(directory: Path, served: ServedConfig) -> EngineFrontend:
     import torch
 
     from swiftkv_platform.engine import AsyncLLMEngine, LLMEngine
@@ -139,8 +138,8 @@ def _load_engine(directory: Path, served: Served) -> EngineFrontend:
 
 
 def choose_backend(options: EngineConfig, config: Any, *, device: str, has_vllm: bool) -> Backend:
-    """Choose the engine for a version. `auto`: vLLM on a GPU if it supports all that the version needs, else native. A
-    named backend is always chosen; loading fails if it cannot serve the model.
+    """Choose the engine for a version. `auto`: vLLM on a GPU if it supports the model and the options, else native. A
+    named backend is always chosen; loading fails if it does not support the model.
 
     Args:
         config: the model's configuration.
@@ -150,7 +149,7 @@ def choose_backend(options: EngineConfig, config: Any, *, device: str, has_vllm:
     if options.backend != "auto":
         return options.backend
     shape = StudentShape.from_config(config)
-    suits_vllm = (
+    is_supported_by_vllm = (
         device == "cuda"
         and has_vllm
         and is_served_by_vllm(config.model_type)
@@ -159,72 +158,76 @@ def choose_backend(options: EngineConfig, config: Any, *, device: str, has_vllm:
         and not shape.has_bypassed_layers
         and not options.native_only_options
     )
-    return "vllm" if suits_vllm else "native"
+    return "vllm" if is_supported_by_vllm else "native"
 
 
-_LONGEST_MESSAGE = 500
+_MAX_MESSAGE_LENGTH = 500
 
 
 async def load_version(
     args: ReplicaArgs,
-    served: Served,
-    loaded: Callable[[str, Mapping[str, float]], None] = lambda _model, _seconds: None,
-) -> Version:
-    """Load the model of `served` with its candidate, ready to answer. `loaded`: called with each model and its seconds
-    by phase: `fetch`, `load` and `check`. Raises as `load`."""
-    version = await _load_one(args, served, loaded)
+    served: ServedConfig,
+    on_loaded: Callable[[str, Mapping[str, float]], None] = lambda _model, _seconds: None,
+) -> ModelVersion:
+    """Load and test the models of `served`. `on_loaded`: called with each model and its seconds by phase: `fetch`,
+    `load` and `check`. Raises as `load_model`."""
+    version = await _load_model_version(args, served, on_loaded)
     if served.candidate is not None:
         update = {**served.candidate.model_dump(exclude={"share"}), "candidate": None}
-        version.candidate = await _load_one(args, served.model_copy(update=update), loaded)
+        version.candidate = await _load_model_version(args, served.model_copy(update=update), on_loaded)
         version.candidate.names, version.names = frozenset({served.model}), frozenset({served.candidate.model})
         version.candidate_share = served.candidate.share
-    version.take_over(served)
+    version.apply_settings(served)
     return version
 
 
-async def _load_one(args: ReplicaArgs, served: Served, told: Callable[[str, Mapping[str, float]], None]) -> Version:
-    loaded = await asyncio.to_thread(load, served)
-    began = time.monotonic()
+async def _load_model_version(
+    args: ReplicaArgs, served: ServedConfig, on_loaded: Callable[[str, Mapping[str, float]], None]
+) -> ModelVersion:
+    loaded = await asyncio.to_thread(load_model, served)
+    started = time.monotonic()
     try:
-        await _check_speaks(loaded.engine, served)
+        await _check_generates(loaded.engine, served)
     except BaseException:
         await loaded.engine.aclose()
         raise
-    seconds = {**loaded.seconds, "check": time.monotonic() - began}
-    shown = {phase: round(value, 3) for phase, value in seconds.items()}
-    told(served.model, seconds)
+    seconds = {**loaded.phase_seconds, "check": time.monotonic() - started}
+    rounded = {phase: round(value, 3) for phase, value in seconds.items()}
+    on_loaded(served.model, seconds)
     get_logger().info(
         "model_loaded",
         model=served.model,
         manifest_digest=loaded.manifest_digest,
         backend=loaded.engine.backend,
-        seconds=shown,
+        seconds=rounded,
     )
-    version = Version(loaded.engine, model_card(args, served, loaded, shown), created=int(time.time()))
+    version = ModelVersion(loaded.engine, make_model_card(args, served, loaded, rounded), created=int(time.time()))
     version.tool_call_parser = served.tool_call_parser
     return version
 
 
-async def _check_speaks(engine: EngineFrontend, served: Served) -> None:
-    """Set the deployment's chat template, if any, and generate a token. Raises `ModelError` if the template is not
-    valid or log-probabilities are not finite."""
+async def _check_generates(engine: EngineFrontend, served: ServedConfig) -> None:
+    """Set the deployment's chat template, if any, and generate a token. Raises `ModelError` for an invalid template or
+    log-probabilities that are not finite."""
     from swiftkv_platform.engine import SamplingParams
 
     if served.chat_template is not None:
-        await asyncio.to_thread(set_template, engine.model.tokenizer, served.chat_template)
+        await asyncio.to_thread(set_chat_template, engine.model.tokenizer, served.chat_template)
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=0)
-    *_, answer = [output async for output in await engine.submit([0], params, interval_s=math.inf)]
-    logprobs = [logprob for entry in answer.logprobs or () for logprob in entry.values()]
-    if answer.finish_reason == "error" or not all(map(math.isfinite, logprobs)):
+    *_, output = [each async for each in await engine.submit([0], params, interval_s=math.inf)]
+    logprobs = [logprob for entry in output.logprobs or () for logprob in entry.values()]
+    if output.finish_reason == "error" or not all(map(math.isfinite, logprobs)):
         raise ModelError(
-            f"model {served.model!r} cannot generate: {answer.error or 'its log-probabilities are no numbers'}",
+            f"model {served.model!r} cannot generate: {output.error or 'its log-probabilities are not finite'}",
             field="artifact_uri",
             value=served.artifact_uri,
         )
 
 
-def model_card(args: ReplicaArgs, served: Served, loaded: Loaded, seconds: Mapping[str, float]) -> ModelCard:
-    """Return the description of a replica's model, for `/health`. `seconds`: by phase, needed to serve it."""
+def make_model_card(
+    args: ReplicaArgs, served: ServedConfig, loaded: LoadedModel, seconds: Mapping[str, float]
+) -> ModelCard:
+    """Return the model's card. `seconds`: by phase of its loading."""
     config, swiftkv = loaded.engine.model.config, None
     if config.num_key_value_layers < config.num_hidden_layers:  # a dense model computes KV in all of them
         keys = ("num_hidden_layers", "num_key_value_layers", "key_value_group_size")
@@ -239,84 +242,86 @@ def model_card(args: ReplicaArgs, served: Served, loaded: Loaded, seconds: Mappi
     )
 
 
-class Swaps:
-    """Keeps `current` at the version that was requested last.
+class VersionSwapper:
+    """Swaps a replica's version for the last requested one.
 
-    A request chooses its version once, so a switch is one assignment: new requests go to the new version, running ones
-    finish on the old one, whose engine is closed after the last of them.
+    New requests go to the new version. Running ones finish on the old version, whose engine is closed after them.
 
     Args:
-        load: fetches, verifies, loads and tests a version; raises if it cannot be served.
+        load: fetches, verifies, loads and tests a version; raises if that fails.
     """
 
-    def __init__(self, current: Current, load: Callable[[Served], Awaitable[Version]]) -> None:
-        self._current = current
+    def __init__(self, state: ReplicaState, load: Callable[[ServedConfig], Awaitable[ModelVersion]]) -> None:
+        self._state = state
         self._load = load
-        self._served: Served | None = None
-        self._wanted: Mapping[str, Any] | None = None
-        """Document waiting to be loaded; a later one replaces it."""
-        self._catching_up: asyncio.Task[None] | None = None
+        self._served: ServedConfig | None = None
+        self._requested: Mapping[str, Any] | None = None
+        """Document of the next version to load; a later one replaces it."""
+        self._processing: asyncio.Task[None] | None = None
         self._draining: set[asyncio.Task[None]] = set()
 
-    async def want(self, document: Mapping[str, Any]) -> None:
-        """Serve the models of `document` (see `Served`).
+    async def request_version(self, document: Mapping[str, Any]) -> None:
+        """Serve the models of `document` (see `ServedConfig`).
 
-        The first call blocks until they are served, and raises as `load`. Later calls return at once; a version that
-        cannot be served is refused, and the previous one stays.
+        The first call returns when they are loaded, and raises as `load`. Later calls return at once; if loading fails,
+        the previous version stays.
         """
-        if self._current.is_empty:
-            wanted = Served.model_validate(document)
-            self._switch(wanted, await self._load(wanted))
+        if self._state.is_empty:
+            served = ServedConfig.model_validate(document)
+            self._switch(served, await self._load(served))
             return
-        self._wanted = document
-        self._current.swap = SwapState(status="loading", revision=str(document.get("revision", "")))
-        if self._catching_up is None or self._catching_up.done():
-            self._catching_up = asyncio.create_task(self._catch_up(), name="swap")
+        self._requested = document
+        self._state.swap = SwapState(status="loading", revision=str(document.get("revision", "")))
+        if self._processing is None or self._processing.done():
+            self._processing = asyncio.create_task(self._process_requests(), name="swap")
 
-    async def _catch_up(self) -> None:
-        while self._wanted is not None:
-            document, self._wanted = self._wanted, None
-            await self._swap(document)
+    async def _process_requests(self) -> None:
+        while self._requested is not None:
+            document, self._requested = self._requested, None
+            await self._swap_version(document)
 
-    async def _swap(self, document: Mapping[str, Any]) -> None:
+    async def _swap_version(self, document: Mapping[str, Any]) -> None:
         log = get_logger(model=document.get("model"), revision=document.get("revision"))
+        # 1. apply new settings of the same models, or load the new version
         try:
-            wanted = Served.model_validate(document)
-            if self._served is not None and wanted.loads_the_same_as(self._served):
-                self._current.version.take_over(wanted)
-                self._served = wanted
-                self._current.swap = SwapState(revision=wanted.revision)
+            served = ServedConfig.model_validate(document)
+            if self._served is not None and served.loads_same_models(self._served):
+                self._state.version.apply_settings(served)
+                self._served = served
+                self._state.swap = SwapState(revision=served.revision)
                 return
             log.info("swap_loading")
-            version = await self._load(wanted)
-        except Exception as error:  # of any kind; the previous version continues to serve
+            version = await self._load(served)
+        except Exception as error:  # of any kind; the previous version stays
             log.exception("swap_refused")
-            self._current.metrics.swapped("refused")
-            if self._wanted is None:
-                message = f"{type(error).__name__}: {error}"[:_LONGEST_MESSAGE]
+            self._state.metrics.count_swap("refused")
+            if self._requested is None:
+                message = f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_LENGTH]
                 revision = str(document.get("revision", ""))
-                self._current.swap = SwapState(status="refused", revision=revision, message=message)
+                self._state.swap = SwapState(status="refused", revision=revision, message=message)
             return
-        if self._wanted is not None:
+        # 2. drop it if a later version was requested meanwhile
+        if self._requested is not None:
             log.info("swap_superseded")
-            self._current.metrics.swapped("superseded")
+            self._state.metrics.count_swap("superseded")
             await version.drain()
             return
-        self._switch(wanted, version)
-        self._current.metrics.swapped("succeeded")
+        # 3. switch
+        self._switch(served, version)
+        self._state.metrics.count_swap("succeeded")
         log.info("swap_done")
 
-    def _switch(self, served: Served, version: Version) -> None:
-        before = self._current.replace(version)
+    def _switch(self, served: ServedConfig, version: ModelVersion) -> None:
+        previous = self._state.replace_version(version)
         self._served = served
-        self._current.swap = SwapState(revision=served.revision)
-        if before is None:
+        self._state.swap = SwapState(revision=served.revision)
+        if previous is None:
             tune_interpreter()
         else:
-            draining = asyncio.create_task(before.drain(), name="drain")
+            draining = asyncio.create_task(previous.drain(), name="drain")
             self._draining.add(draining)
-            draining.add_done_callback(self._drained)
+            draining.add_done_callback(self._finish_draining)
 
-    def _drained(self, draining: asyncio.Task[None]) -> None:
+    def _finish_draining(self, draining: asyncio.Task[None]) -> None:
         self._draining.discard(draining)
         tune_interpreter()

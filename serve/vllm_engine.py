@@ -1,8 +1,8 @@
-"""vLLM as the engine of a replica; SwiftKV models run by this project's plugin. Knows no HTTP.
+"""vLLM as the engine of a replica; this project's plugin runs SwiftKV models. Knows no HTTP.
 
-vLLM schedules, computes and samples tokens in its own processes. Requests are read, limited and refused here as for the
-native engine (`EngineFrontend`), and vLLM's outputs are tracked token by token (`Sequence`), so that text, stop
-strings, finish reasons and log-probabilities are the same from both.
+vLLM schedules, computes and samples tokens in its own processes. As for the native engine, `EngineFrontend` validates
+and admits requests, and `Sequence` tracks outputs token by token, so that text, stop strings, finish reasons and
+log-probabilities are the same from both engines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
-from collections.abc import Sequence as Several
+from collections.abc import Sequence as AbstractSequence
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -44,48 +44,48 @@ from swiftkv_platform.sources.model_directories import create_model_view
 from swiftkv_platform.specs.base import MAX_LOGPROBS
 from swiftkv_platform.specs.engine import Backend
 from swiftkv_platform.specs.structured_outputs import WHITESPACE
-from swiftkv_platform.vllm import announce_frontend
+from swiftkv_platform.vllm import export_frontend_pid
 from swiftkv_platform.web.limiters import Sender
 
 _ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",  # replicas send nothing to vLLM's authors
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would put all replicas of a machine on the same cores
+    "VLLM_NO_USAGE_STATS": "1",  # replicas send no usage statistics
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound replicas of a machine would share the same cores
 }
-_SAME = (
+_SHARED_PARAMS = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("logprobs", "prompt_logprobs"),
 )
-"""Parameters of the same name and meaning."""
-_OTHERS_PART = 8
-"""Sequences of one caller for each place that is kept for others."""
-_NATIVE = "only backend native supports it, and this deployment's is vllm"
+"""Parameters with the same name and meaning in vLLM."""
+_MAX_SEQS_PER_RESERVED_SLOT = 8
+"""Sequences of one caller per slot that is reserved for other callers."""
+_NATIVE_ONLY = "only engine.backend native supports it, and this deployment's is vllm"
 
 
 def set_environment(config: EngineConfig) -> None:
-    """Set the environment variables that vLLM's processes read at start. Variables set by the operator are kept, except
-    `OMP_NUM_THREADS` if `num_threads` is given."""
-    announce_frontend()
+    """Set the environment variables of vLLM's processes. Keeps the operator's values, except `OMP_NUM_THREADS` if
+    `num_threads` is given."""
+    export_frontend_pid()
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if config.num_threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
 
 
-def max_running(config: EngineConfig) -> tuple[int, int]:
-    """Return how many sequences vLLM runs at a time, and how many of one caller. Others find places at once, since vLLM
-    does not preempt for them."""
-    wanted = config.max_num_seqs + max(config.max_num_seqs // _OTHERS_PART, 1)
-    of_all = min(wanted, config.max_num_batched_tokens)  # a step has at least one token per running sequence
-    return of_all, min(config.max_num_seqs, max(of_all - 1, 1))
+def get_max_running_seqs(config: EngineConfig) -> tuple[int, int]:
+    """Return the max running sequences of all callers, and of one caller. The rest is reserved for other callers, since
+    vLLM does not preempt for them."""
+    desired = config.max_num_seqs + max(config.max_num_seqs // _MAX_SEQS_PER_RESERVED_SLOT, 1)
+    total = min(desired, config.max_num_batched_tokens)  # a step has at least one token per running sequence
+    return total, min(config.max_num_seqs, max(total - 1, 1))
 
 
-def engine_args(directory: Path, config: EngineConfig, model: ModelDescription) -> dict[str, Any]:
-    """Return the keyword arguments of `AsyncEngineArgs`; vLLM chooses the others."""
+def make_engine_args(directory: Path, config: EngineConfig, model: ModelDescription) -> dict[str, Any]:
+    """Return keyword arguments of `AsyncEngineArgs`; the others keep vLLM's defaults."""
     args: dict[str, Any] = {
         "model": str(directory),
-        "dtype": _dtype(config, model),
+        "dtype": _select_dtype(config, model),
         "max_model_len": model.context_length,
-        "max_num_seqs": max_running(config)[0],
+        "max_num_seqs": get_max_running_seqs(config)[0],
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "enable_chunked_prefill": True,
         "kv_cache_memory_bytes": config.kv_cache_bytes,
@@ -95,7 +95,7 @@ def engine_args(directory: Path, config: EngineConfig, model: ModelDescription) 
         "skip_tokenizer_init": model.tokenizer is None,
         "scheduling_policy": "priority",
         "max_logprobs": MAX_LOGPROBS,
-        "generation_config": "vllm",  # no defaults from the model: requests have all parameters
+        "generation_config": "vllm",  # no defaults from the model, since requests have all parameters
         "structured_outputs_config": {"backend": "guidance"},  # as in the native engine
         "disable_log_stats": True,
     }
@@ -113,89 +113,94 @@ def engine_args(directory: Path, config: EngineConfig, model: ModelDescription) 
     return args
 
 
-def check_params(params: SamplingParams, *, skips_prompts: bool) -> None:
-    """Raise `InvalidInputError` for parameters that vLLM does not support, naming the field and the backend that does.
-    `skips_prompts`: whether the model is a student, most of whose prompt tokens have no logits."""
-    params.require_no_early_exit(f"; {_NATIVE}: 'off' is accepted")
+def validate_vllm_params(params: SamplingParams, *, skips_prompts: bool) -> None:
+    """Raise `InvalidInputError` for parameters that vLLM does not support. `skips_prompts`: whether the model is a
+    student, most of whose prompt tokens have no logits."""
+    params.require_no_early_exit(f"; {_NATIVE_ONLY}: 'off' is accepted")
     if params.num_lookup_tokens:
-        raise InvalidInputError.for_field("num_lookup_tokens", params.num_lookup_tokens, f"; {_NATIVE}: 0 is accepted")
+        raise InvalidInputError.for_field(
+            "num_lookup_tokens", params.num_lookup_tokens, f"; {_NATIVE_ONLY}: 0 is accepted"
+        )
     if skips_prompts and params.prompt_logprobs is not None:
-        why = f"; for a SwiftKV model {_NATIVE}: leave it out, or serve the teacher with engine.swiftkv: false"
+        why = f"; for a SwiftKV model {_NATIVE_ONLY}: leave it out, or serve the teacher with engine.swiftkv: false"
         raise InvalidInputError.for_field("prompt_logprobs", params.prompt_logprobs, why)
 
 
-def vllm_params(sequence: Sequence, *, seed: int | None) -> VLLMParams:
-    """Return vLLM's parameters for one sample. Text, stop strings and end of sequence are handled by our `Sequence`, so
-    that both engines end answers alike."""
+def make_vllm_params(sequence: Sequence, *, seed: int | None) -> VLLMParams:
+    """Return vLLM's parameters for one sample. `Sequence` handles text, stop strings and end of sequence, so that both
+    engines finish alike."""
     params = sequence.params
     return VLLMParams(
-        max_tokens=max(sequence.max_output_tokens, 1),  # vLLM always generates; an unwanted token is dropped
+        max_tokens=max(sequence.max_output_tokens, 1),  # vLLM always generates a token; `_process_output` drops it
         min_tokens=min(params.min_tokens, sequence.max_output_tokens),
-        **{name: getattr(params, name) for name in _SAME},
+        **{name: getattr(params, name) for name in _SHARED_PARAMS},
         logit_bias=dict(params.logit_bias) or None,
         seed=seed,
         stop_token_ids=sorted(sequence.stop_token_ids),
         allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
-        ignore_eos=True,  # the ends of sequence are among `stop_token_ids`
-        structured_outputs=None if params.structured_outputs is None else _constraint(params.structured_outputs),
+        ignore_eos=True,  # `stop_token_ids` contains them
+        structured_outputs=None
+        if params.structured_outputs is None
+        else _convert_constraint(params.structured_outputs),
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
 
 
-def _dtype(config: EngineConfig, model: ModelDescription) -> str:
-    """Return the dtype to load in; for `auto` the checkpoint's, since vLLM's `auto` would turn float32 to bfloat16."""
+def _select_dtype(config: EngineConfig, model: ModelDescription) -> str:
+    """Return the dtype of the weights; for `auto` the checkpoint's, since vLLM's `auto` converts float32 to
+    bfloat16."""
     if config.dtype != "auto":
         return config.dtype
     dtype = getattr(model.config, "dtype", None)
     return "auto" if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def _constraint(wanted: StructuredOutputs) -> StructuredOutputsParams:
+def _convert_constraint(constraint: StructuredOutputs) -> StructuredOutputsParams:
     """Return the constraint in vLLM's form, with the same meaning as in `GrammarCompiler`."""
-    if wanted.kind in ("json", "json_object"):
+    if constraint.kind in ("json", "json_object"):
         whitespace: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
-        if wanted.disable_any_whitespace:
+        if constraint.disable_any_whitespace:
             whitespace = {"whitespace_flexible": False}
-        schema: dict[str, Any] = json.loads(wanted.text)
+        schema: dict[str, Any] = json.loads(constraint.text)
         return StructuredOutputsParams(json={**schema, "x-guidance": schema.get("x-guidance", {}) | whitespace})
-    if wanted.kind == "regex":
-        return StructuredOutputsParams(regex=wanted.text)
-    if wanted.kind == "choice":
-        return StructuredOutputsParams(choice=list(wanted.choice or ()))
-    return StructuredOutputsParams(grammar=wanted.text)
+    if constraint.kind == "regex":
+        return StructuredOutputsParams(regex=constraint.text)
+    if constraint.kind == "choice":
+        return StructuredOutputsParams(choice=list(constraint.choice or ()))
+    return StructuredOutputsParams(grammar=constraint.text)
 
 
 def load_vllm(directory: Path, config: EngineConfig, **overrides: Any) -> VLLMEngine:
-    """Start vLLM on a model directory. Blocks until its processes are ready. `overrides`: of `AsyncEngineArgs`. Raises
-    `ModelError` for a model or an option that vLLM or the plugin refuses."""
+    """Start vLLM with a model directory. Blocks until its processes are ready. `overrides`: of `AsyncEngineArgs`.
+    Raises `ModelError` for a model or an option that vLLM or the plugin does not support."""
     model = describe_model(directory, config)
-    view = create_model_view(directory, Settings().home / "views")  # vLLM's processes see only checked files
-    _check_device(config)
+    view = create_model_view(directory, Settings().home / "views")  # only checked files, for vLLM's processes
+    _require_device(config)
     set_environment(config)
-    stats = Stats()
+    stats = SchedulerStats()
     try:
-        args = AsyncEngineArgs(**engine_args(view, config, model) | overrides)
+        args = AsyncEngineArgs(**make_engine_args(view, config, model) | overrides)
         llm = AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: stats])
     except (ValueError, RuntimeError) as error:
-        # A RuntimeError means that one of vLLM's processes failed; its log has the details.
+        # RuntimeError: one of vLLM's processes failed; its log has the details.
         raise ModelError(
-            f"vLLM cannot serve this model with these options: {error}; engine.backend: native may", field="engine"
+            f"vLLM does not support this model with these options: {error}. Try engine.backend: native", field="engine"
         ) from error
     return VLLMEngine(llm, config, model, stats)
 
 
-_REAP_S = 5.0
-"""Seconds to wait for the end of a killed process."""
-_LEAST_LOGPROB = -9999.0
-"""Log-probability of a token that a constraint forbids. OpenAI and vLLM's own server write it instead of minus
-infinity, which JSON cannot express."""
-_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-"""vLLM's finish reasons that are passed on if `Sequence` has not finished by itself."""
+_REAP_TIMEOUT_S = 5.0
+"""Max seconds to wait for the end of a killed process."""
+_MIN_LOGPROB = -9999.0
+"""Log-probability of a token that a constraint forbids, as in OpenAI's API and vLLM's server, since JSON has no minus
+infinity."""
+_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+"""Finish reasons by vLLM's, for a `Sequence` that has not finished by itself."""
 
 
-class Stats(StatLoggerBase):  # type: ignore[misc]  # mypy does not see vLLM
-    """Keeps the newest figures of vLLM's scheduler."""
+class SchedulerStats(StatLoggerBase):  # type: ignore[misc]  # mypy does not see vLLM
+    """Keeps the last metrics of vLLM's scheduler."""
 
     def __init__(self) -> None:
         self.num_waiting = self.num_preemptions = 0
@@ -213,36 +218,36 @@ class Stats(StatLoggerBase):  # type: ignore[misc]  # mypy does not see vLLM
 
 
 class VLLMEngine(EngineFrontend):
-    """Serves vLLM's `AsyncLLM` to coroutines of one event loop.
+    """Runs requests on vLLM's `AsyncLLM`, for coroutines of one event loop.
 
-    Each sample of a request is a separate vLLM request, with a task that passes its outputs to the caller's stream.
-    vLLM gets as many as it can run; the others wait here, since its own queue is not fair to callers. One caller has at
-    most `max_num_seqs` of them; the rest is for others, since vLLM does not preempt for them.
+    Each sample is a separate vLLM request, with a task that passes its outputs to the caller's stream. vLLM gets as
+    many as it can run; the others wait here, since vLLM's queue is not fair to callers. One caller has at most
+    `max_num_seqs` running sequences; the rest is reserved for others, since vLLM does not preempt.
     """
 
     backend: Backend = "vllm"
 
-    def __init__(self, llm: AsyncLLM, config: EngineConfig, model: ModelDescription, stats: Stats) -> None:
-        # vLLM refuses to load with a KV cache smaller than the context, so any prompt within the context fits.
+    def __init__(self, llm: AsyncLLM, config: EngineConfig, model: ModelDescription, stats: SchedulerStats) -> None:
+        # vLLM requires a KV cache of at least the context, so all prompts within the context fit.
         input_processor = InputProcessor(model, config, num_slots=model.context_length)
         super().__init__(config, model, input_processor, GrammarCompiler(model, config))
         self.llm = llm
         self._stats = stats
         self._skips_prompts = model.config.num_key_value_layers < model.config.num_hidden_layers
-        of_all, max_per_sender = max_running(config)
-        self._turns = FairSemaphore(of_all, max_per_sender=max_per_sender)
+        total, per_caller = get_max_running_seqs(config)
+        self._turns = FairSemaphore(total, max_per_sender=per_caller)
         self._unfinished: set[Sequence] = set()
-        self._unread: set[Sequence] = set()
-        """Unfinished sequences that have no token yet."""
+        self._waiting_for_first_token: set[Sequence] = set()
+        """Unfinished sequences without a token."""
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
-        """Tasks of each request's samples, by request."""
+        """Tasks of samples by request id."""
 
     @property
     def state(self) -> EngineState:
-        """State of the engine: requests as tracked here, other figures from vLLM's scheduler after its last step."""
-        num_waiting = min(self._stats.num_waiting + self._turns.num_waiting, len(self._unread))
+        """State of the engine: requests as tracked here, other metrics from vLLM's scheduler after its last step."""
+        num_waiting = min(self._stats.num_waiting + self._turns.num_waiting, len(self._waiting_for_first_token))
         tokens: Counter[Sender] = Counter()
-        for sequence in self._unread:
+        for sequence in self._waiting_for_first_token:
             tokens[sequence.sender] += sequence.num_prompt_tokens
         return EngineState(
             num_running=len(self._unfinished) - num_waiting,
@@ -252,10 +257,10 @@ class VLLMEngine(EngineFrontend):
             kv_cache_usage=self._stats.kv_cache_usage if self._unfinished else 0.0,
         )
 
-    def validate(self, prompts: Several[Prompt], params: SamplingParams) -> None:
+    def validate(self, prompts: AbstractSequence[Prompt], params: SamplingParams) -> None:
         """Raise `InvalidInputError` for requests that the native engine refuses, and for options that vLLM lacks."""
         self.check_health()
-        check_params(params, skips_prompts=self._skips_prompts)
+        validate_vllm_params(params, skips_prompts=self._skips_prompts)
         super().validate(prompts, params)
 
     def check_health(self) -> None:
@@ -276,10 +281,10 @@ class VLLMEngine(EngineFrontend):
         tasks = self._tasks[request_id] = set()
         for sequence in sequences:
             self._unfinished.add(sequence)
-            self._unread.add(sequence)
-            task = asyncio.create_task(self._follow(sequence, prompt), name=f"vllm {request_id}/{sequence.index}")
+            self._waiting_for_first_token.add(sequence)
+            task = asyncio.create_task(self._run_sequence(sequence, prompt), name=f"vllm {request_id}/{sequence.index}")
             tasks.add(task)
-            task.add_done_callback(partial(self._ended, sequence, tasks))
+            task.add_done_callback(partial(self._clean_up, sequence, tasks))
 
     def _abort_request(self, request_id: str) -> None:
         for task in self._tasks.get(request_id, ()):
@@ -290,80 +295,85 @@ class VLLMEngine(EngineFrontend):
         for task in tasks:
             task.cancel()
         output_handler = self.llm.output_handler
-        if output_handler is not None:  # otherwise it would report the end of vLLM's processes as a failure
+        if output_handler is not None:  # it would report the end of vLLM's processes as a failure
             output_handler.cancel()
         await asyncio.gather(*tasks, *([] if output_handler is None else [output_handler]), return_exceptions=True)
         await asyncio.to_thread(_shut_down, self.llm)
 
-    async def _follow(self, sequence: Sequence, prompt: TokensPrompt) -> None:
+    async def _run_sequence(self, sequence: Sequence, prompt: TokensPrompt) -> None:
         """Pass vLLM's outputs of one sample to its stream until it ends or is aborted."""
-        drawn = sequence.params.seed is None and self.config.seed is None  # vLLM is faster without seeds per request
+        is_unseeded = (
+            sequence.params.seed is None and self.config.seed is None
+        )  # vLLM is faster without seeds per request
         name = f"{sequence.request_id}/{sequence.index}"
         try:
-            params = vllm_params(sequence, seed=None if drawn else sequence.seed)
+            params = make_vllm_params(sequence, seed=None if is_unseeded else sequence.seed)
             async with (
                 self._turns.hold(sequence.sender, priority=sequence.priority),
                 aclosing(self.llm.generate(prompt, params, name, priority=sequence.priority)) as outputs,
             ):
                 async for output in outputs:
-                    self._take(sequence, output)
+                    self._process_output(sequence, output)
                     if sequence.finish_reason is None and sequence.constraint is not None:
-                        # vLLM computes grammars up to llguidance's larger limits, while all requests wait. Abort a
-                        # request that exceeds our limits before that.
+                        # vLLM computes grammars up to llguidance's larger limits, while all requests wait. So abort
+                        # requests above our limits.
                         await asyncio.to_thread(sequence.constraint.compute_allowed_mask, sequence.output_token_ids)
                         if sequence.constraint.failure is not None:
-                            self._put(sequence, StepResult())
+                            self._apply_result(sequence, StepResult())
                     if sequence.finish_reason is not None:
-                        break  # such as at a stop string, which vLLM does not check
+                        break  # for example at a stop string, which vLLM does not check
         except VLLMClientError as error:
             field = getattr(error, "parameter", None) or "prompt"
-            self._put(sequence, StepResult(error=str(error), error_field=field))
+            self._apply_result(sequence, StepResult(error=str(error), error_field=field))
         except VLLMDeadError as error:
             self._handle_failure(error)
         except Exception as error:
             get_logger().error("vllm_request_failed", request_id=sequence.request_id, exc_info=error)
-            self._put(sequence, StepResult(error=f"vLLM could not answer: {error!r}"))
+            self._apply_result(sequence, StepResult(error=f"vLLM failed: {error!r}"))
 
-    def _take(self, sequence: Sequence, output: VLLMOutput) -> None:
-        """Process a delta of vLLM's, which has several tokens if they were generated faster than read."""
+    def _process_output(self, sequence: Sequence, output: VLLMOutput) -> None:
+        """Process a delta of vLLM, which has several tokens if they were generated faster than read."""
+        # 1. split the delta into a result per token
         [completion] = output.outputs
-        token_ids, logprobs = list(completion.token_ids), [_values(entry) for entry in completion.logprobs or ()]
+        token_ids, logprobs = list(completion.token_ids), [_to_logprobs(entry) for entry in completion.logprobs or ()]
         if not sequence.can_generate:
             token_ids, logprobs = [], []
-        results = [StepResult(token_ids=[token], logprobs=logprobs[at : at + 1]) for at, token in enumerate(token_ids)]
+        results = [StepResult(token_ids=[token], logprobs=logprobs[i : i + 1]) for i, token in enumerate(token_ids)]
         results = results or [StepResult()]
-        if sequence in self._unread:
-            self._unread.discard(sequence)
+        # 2. start the sequence at its first output
+        if sequence in self._waiting_for_first_token:
+            self._waiting_for_first_token.discard(sequence)
             num_cached_tokens, stats = output.num_cached_tokens or 0, output.metrics
             waited_s = None if stats is None else max(stats.scheduled_ts - stats.queued_ts, 0.0)
             sequence.start(num_cached_tokens=num_cached_tokens, waited_s=waited_s)
-            results[0].prompt_logprobs = [_values(entry) for entry in (output.prompt_logprobs or ())[1:]]
-            if self._skips_prompts:  # as if the prompt was read in one step, in which its last token is not skipped
+            results[0].prompt_logprobs = [_to_logprobs(entry) for entry in (output.prompt_logprobs or ())[1:]]
+            if self._skips_prompts:  # as after one prefill step, which does not skip the last token
                 results[0].num_skipped_tokens = sequence.num_prompt_tokens - num_cached_tokens - 1
-        *before, last = results
-        for result in before:
-            self._put(sequence, result)
+        # 3. apply the results
+        *earlier, last = results
+        for result in earlier:
+            self._apply_result(sequence, result)
             if sequence.finish_reason is not None:
                 return
-        self._put(sequence, last, ended=completion.finish_reason)
+        self._apply_result(sequence, last, finish_reason=completion.finish_reason)
 
-    def _put(self, sequence: Sequence, result: StepResult, *, ended: str | None = None) -> None:
-        """Apply a result to the sequence, and deliver its output to the stream."""
+    def _apply_result(self, sequence: Sequence, result: StepResult, *, finish_reason: str | None = None) -> None:
+        """Apply a result to the sequence, and put its output into the stream."""
         if sequence.status is SequenceStatus.WAITING:
             sequence.start(num_cached_tokens=0)
         sequence.apply_result(result)
         if sequence.finish_reason is None and sequence.constraint is not None and sequence.constraint.failure:
             sequence.apply_result(StepResult(error=sequence.constraint.failure, error_field=sequence.constraint.name))
-        if sequence.finish_reason is None and ended is not None:
-            sequence.finish(_REASONS.get(ended, "abort"))
+        if sequence.finish_reason is None and finish_reason is not None:
+            sequence.finish(_FINISH_REASONS.get(finish_reason, "abort"))
         if sequence.finish_reason is not None:
             self._unfinished.discard(sequence)
         self._deliver_outputs([sequence.make_output()])
 
-    def _ended(self, sequence: Sequence, tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
-        """Clean up after a sample's task has ended or was cancelled before it began."""
+    def _clean_up(self, sequence: Sequence, tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+        """Forget a sample after its task, which may be canceled before it has begun."""
         self._unfinished.discard(sequence)
-        self._unread.discard(sequence)
+        self._waiting_for_first_token.discard(sequence)
         tasks.discard(task)
         if not tasks and self._tasks.get(sequence.request_id) is tasks:
             del self._tasks[sequence.request_id]
@@ -374,15 +384,15 @@ def _shut_down(llm: AsyncLLM) -> None:
     manager = llm.engine_core.resources.engine_manager
     llm.shutdown()
     for process in () if manager is None else manager.processes:
-        process.join(_REAP_S)
+        process.join(_REAP_TIMEOUT_S)
 
 
-def _values(logprobs: Mapping[int, Any]) -> TokenLogprobs:
-    return {token: max(float(entry.logprob), _LEAST_LOGPROB) for token, entry in logprobs.items()}
+def _to_logprobs(logprobs: Mapping[int, Any]) -> TokenLogprobs:
+    return {token: max(float(entry.logprob), _MIN_LOGPROB) for token, entry in logprobs.items()}
 
 
-def _check_device(config: EngineConfig) -> None:
-    """Raise `ModelError` for a device that the installed vLLM was not built for."""
+def _require_device(config: EngineConfig) -> None:
+    """Raise `ModelError` for a device that the installed vLLM does not support."""
     if config.device not in ("auto", current_platform.device_type):
         built_for = f", but the installed vLLM is built for {current_platform.device_type!r}"
-        raise ModelError.for_field("engine.device", config.device, f"{built_for}; use 'auto', or backend native")
+        raise ModelError.for_field("engine.device", config.device, f"{built_for}; use 'auto', or engine.backend native")

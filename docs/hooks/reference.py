@@ -14,8 +14,8 @@ from typer.cli import get_docs_for_click
 
 from swiftkv_platform.cli.app import app as command_line
 from swiftkv_platform.control_plane.app import create_app
-from swiftkv_platform.serve.current import Current
 from swiftkv_platform.serve.http import create_http_app
+from swiftkv_platform.serve.replica_state import ReplicaState
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 
@@ -53,7 +53,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             create_app(Settings(_env_file=None)).openapi(), title="Control plane", introduction=CONTROL_PLANE
         ),
         "reference/serving.md": openapi_page.page(
-            create_http_app(Current(replica="reference")).openapi(), title="Serving", introduction=SERVING
+            create_http_app(ReplicaState(replica="reference")).openapi(), title="Serving", introduction=SERVING
         ),
         "reference/job-spec.md": job_spec(),
         "reference/settings.md": settings(),

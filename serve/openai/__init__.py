@@ -1,1 +1,1 @@
-"""OpenAI's routes: bodies, answers, and the routes themselves."""
+"""OpenAI's routes."""

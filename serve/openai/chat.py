@@ -1,5 +1,5 @@
-"""The assistant's next turn, for all routes with conversations: answer or chunks in the format of OpenAI's chat
-completions, and the conversion of other routes' formats to and from it. Knows no route."""
+"""Chat completions for all routes with conversations: generation in the format of OpenAI's chat completions, and
+conversion of other routes' formats from and to it. Knows no route."""
 
 from __future__ import annotations
 
@@ -20,170 +20,174 @@ from pydantic import ValidationError
 
 from swiftkv_platform.errors import ModelNotFoundError, SwiftKVError
 from swiftkv_platform.serve.access import Caller
-from swiftkv_platform.serve.answers import Answers, RequestContext, whole
-from swiftkv_platform.serve.chat import about_messages, chat_prompt, unread_variables
-from swiftkv_platform.serve.openai.answers import (
-    CallStreams,
-    chat_choice,
-    chat_delta,
-    chunks_of,
-    head_of,
-    prompt_logprobs,
-    usage,
-    with_calls,
+from swiftkv_platform.serve.chat import find_unused_variables, rename_prompt_errors, tokenize_chat
+from swiftkv_platform.serve.collector import OutputCollector, RequestContext, collect_unless_disconnected
+from swiftkv_platform.serve.openai.fields import Route, get_served_names
+from swiftkv_platform.serve.openai.outputs import (
+    ToolCallStreams,
+    format_chat_choice,
+    format_chat_delta,
+    format_prompt_logprobs,
+    make_head,
+    make_usage,
+    parse_tool_calls,
+    stream_chunks,
 )
-from swiftkv_platform.serve.openai.fields import Route, names_served
 from swiftkv_platform.serve.openai.schemas import ChatRequest, OpenAIFields, StreamOptions
-from swiftkv_platform.serve.tools.calling import ToolCalling, tool_calling
+from swiftkv_platform.serve.tools.calling import ToolCallRules, make_tool_call_rules
 from swiftkv_platform.web.problems import Problem, make_error_problem
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
-    from swiftkv_platform.serve.current import Current, Version
+    from swiftkv_platform.serve.replica_state import ModelVersion, ReplicaState
 
 
 @dataclass(frozen=True)
-class Form:
-    """Field names of a route in relation to those of the chat request that its body is converted to."""
+class ChatFieldMap:
+    """Mapping between the field names of a route and those of a chat request."""
 
     route: Route
     names: Mapping[str, str]
-    """Replacements for the beginnings of field paths: regular expression for the chat's path -> the route's path."""
+    """Prefixes of field paths: regular expression for the chat request's -> replacement for the route's."""
 
-    def chat(self, asked: OpenAIFields, **fields: Any) -> ChatRequest:
-        """Return a chat request with `fields`, and the fields of the body `asked` that have the same names in both.
-        Raises `RequestValidationError`."""
-        served = names_served(self.route)
-        same = {name: getattr(asked, name) for name in asked.given(ChatRequest) if name in served}
-        usage_in_each = StreamOptions(continuous_usage_stats=True) if asked.stream else None
+    def make_chat_request(self, body: OpenAIFields, **fields: Any) -> ChatRequest:
+        """Return a chat request with `fields`, and with the fields of `body` that have the same names in both. Raises
+        `RequestValidationError`."""
+        served = get_served_names(self.route)
+        same = {name: getattr(body, name) for name in body.list_set_fields(ChatRequest) if name in served}
+        stream_options = StreamOptions(continuous_usage_stats=True) if body.stream else None
         try:
-            return ChatRequest.model_validate({**same, "stream_options": usage_in_each, **fields})
+            return ChatRequest.model_validate({**same, "stream_options": stream_options, **fields})
         except ValidationError as error:
             found = [(detail, ".".join(str(part) for part in detail["loc"])) for detail in error.errors()]
-            errors = [{**detail, "loc": ("body", *self._own(path).split("."))} for detail, path in found]
+            errors = [{**detail, "loc": ("body", *self._to_route_path(path).split("."))} for detail, path in found]
             raise RequestValidationError(errors) from error
 
     @contextmanager
-    def naming(self) -> Iterator[None]:
-        """Make errors raised within the context name the route's own fields."""
+    def rename_errors(self) -> Iterator[None]:
+        """Make errors in the context name the route's fields."""
         try:
             yield
         except SwiftKVError as error:
-            self.rename(error)
+            self.rename_field(error)
             raise
 
-    def rename(self, error: SwiftKVError) -> None:
+    def rename_field(self, error: SwiftKVError) -> None:
         if error.field is not None:
-            field, error.field = error.field, self._own(error.field)
+            field, error.field = error.field, self._to_route_path(error.field)
             error.message = error.message.replace(field, error.field)
 
-    def _own(self, path: str) -> str:
-        for chats, own in self.names.items():
-            renamed, found = re.subn(rf"^{chats}(?=\.|$)", own, path)
-            if found:
+    def _to_route_path(self, path: str) -> str:
+        for chat_prefix, route_prefix in self.names.items():
+            renamed, count = re.subn(rf"^{chat_prefix}(?=\.|$)", route_prefix, path)
+            if count:
                 return renamed
         return path
 
 
-CHAT = Form("chat/completions", {})
-"""Form of the chat route itself, without renaming."""
+CHAT = ChatFieldMap("chat/completions", {})
 
 
 @dataclass(frozen=True)
-class Turn:
-    """The assistant's next turn, submitted to the engine."""
+class ChatGeneration:
+    """Generation of the assistant's next message, submitted to the engine."""
 
     body: ChatRequest
-    version: Version
-    answers: Answers
-    calling: ToolCalling | None
-    form: Form
+    version: ModelVersion
+    collector: OutputCollector
+    tool_rules: ToolCallRules | None
+    field_map: ChatFieldMap
 
     @classmethod
-    async def begin(
+    async def submit(
         cls,
-        current: Current,
+        state: ReplicaState,
         body: ChatRequest,
         request: Request,
         caller: Caller,
         *,
-        asked: OpenAIFields | None = None,
-        form: Form = CHAT,
+        route_body: OpenAIFields | None = None,
+        field_map: ChatFieldMap = CHAT,
     ) -> Self:
-        """Submit a chat request. `asked`: the body of another route that `body` was made from. Raises as `read` and
-        `Current.ask`."""
-        with current.entering() as version:
-            calling, prompt = await read(version, body, request, asked or body, form)
-            context = context_of(caller, body, request)
-            kept = body.truncate_prompt_tokens or -1
-            num_prompt_tokens = len(prompt) if kept < 0 else min(len(prompt), kept)
-            with form.naming(), about_messages():
-                params = body.sampling_params(room=max(version.card.max_model_len - num_prompt_tokens, 1))
-                params = calling.params(params) if calling else params
-                answers = await current.ask(version, [prompt], params, context)
-        return cls(body, version, answers, calling, form)
+        """Submit a chat request. `route_body`: body of another route that `body` was converted from. Raises as
+        `prepare_prompt` and `ReplicaState.submit`."""
+        with state.acquire_version() as version:
+            tool_rules, prompt = await prepare_prompt(version, body, request, route_body or body, field_map)
+            context = make_context(caller, body, request)
+            # max_tokens defaults to the context that the prompt leaves
+            limit = body.truncate_prompt_tokens or -1
+            num_prompt_tokens = len(prompt) if limit < 0 else min(len(prompt), limit)
+            with field_map.rename_errors(), rename_prompt_errors():
+                params = body.make_sampling_params(
+                    num_free_tokens=max(version.card.max_model_len - num_prompt_tokens, 1)
+                )
+                params = tool_rules.apply_to_params(params) if tool_rules else params
+                collector = await state.submit(version, [prompt], params, context)
+        return cls(body, version, collector, tool_rules, field_map)
 
-    async def whole(self, request: Request, shape: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> Response:
-        """Return the complete answer as a chat completion, converted by `shape` for other routes. Raises as
-        `answers.whole`."""
-        version, calling = self.version, self.calling
-        with version.in_use(), self.form.naming():
-            outputs = await whole(self.answers, request)
+    async def respond(self, request: Request, convert: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> Response:
+        """Return the complete chat completion, converted by `convert` for other routes. Raises as
+        `collect_unless_disconnected`."""
+        version, tool_rules = self.version, self.tool_rules
+        with version.hold_open(), self.field_map.rename_errors():
+            outputs = await collect_unless_disconnected(self.collector, request)
             vocabulary, top = version.engine.input_processor.vocabulary, self.body.top_logprobs
 
             def render() -> Response:
-                choices = [chat_choice(i, output, vocabulary, top=top) for i, output in enumerate(outputs)]
-                choices = [with_calls(choice, calling) for choice in choices] if calling else choices
-                head = head_of("chatcmpl", "chat.completion", self.answers, version)
-                scores = scores_of(self.body, outputs[0], version)
-                return JSONResponse(shape({**head, "choices": choices, "usage": usage(outputs), **scores}))
+                choices = [format_chat_choice(i, output, vocabulary, top=top) for i, output in enumerate(outputs)]
+                choices = [parse_tool_calls(choice, tool_rules) for choice in choices] if tool_rules else choices
+                head = make_head("chatcmpl", "chat.completion", self.collector, version)
+                prompt_logprobs = make_prompt_logprobs_field(self.body, outputs[0], version)
+                return JSONResponse(
+                    convert({**head, "choices": choices, "usage": make_usage(outputs), **prompt_logprobs})
+                )
 
-            return await version.rendered(render, outputs, self.answers.context.caller.sender)
+            return await version.render_response(render, outputs, self.collector.context.caller.sender)
 
-    def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """Return the answer as chunks of a chat completion. Raises as `Answers.as_they_come`."""
+    def stream_chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the chunks of the chat completion. Raises as `OutputCollector.stream_outputs`."""
         vocabulary, top = self.version.engine.input_processor.vocabulary, self.body.top_logprobs
-        calls = CallStreams(self.calling) if self.calling else None
+        tool_calls = ToolCallStreams(self.tool_rules) if self.tool_rules else None
 
-        async def chunk(choice: int, output: RequestOutput, since: RequestOutput | None) -> dict[str, Any]:
-            render = partial(chat_delta, choice, output, vocabulary, top=top, since=since)
-            delta = await self.version.rendered(render, [output], self.answers.context.caller.sender)
-            return delta if calls is None else calls.delta(delta)
+        async def format_chunk(choice: int, output: RequestOutput, previous: RequestOutput | None) -> dict[str, Any]:
+            render = partial(format_chat_delta, choice, output, vocabulary, top=top, previous=previous)
+            delta = await self.version.render_response(render, [output], self.collector.context.caller.sender)
+            return delta if tool_calls is None else tool_calls.convert_delta(delta)
 
-        head = head_of("chatcmpl", "chat.completion.chunk", self.answers, self.version)
-        return chunks_of(self.answers, head, chunk, self.body.stream_options or StreamOptions())
+        head = make_head("chatcmpl", "chat.completion.chunk", self.collector, self.version)
+        return stream_chunks(self.collector, head, format_chunk, self.body.stream_options or StreamOptions())
 
 
-async def read(
-    version: Version, body: ChatRequest, request: Request, asked: OpenAIFields, form: Form
-) -> tuple[ToolCalling | None, list[int]]:
-    """Return the rules for a body's tool calls (or None), and its conversation as token ids. Stores the names of
+async def prepare_prompt(
+    version: ModelVersion, body: ChatRequest, request: Request, route_body: OpenAIFields, field_map: ChatFieldMap
+) -> tuple[ToolCallRules | None, list[int]]:
+    """Return the rules of a body's tool calls (or None), and the token ids of its conversation. Stores the names of
     ignored fields in `request.state`. Raises `InvalidInputError`, `ModelNotFoundError`, `QueueFullError`."""
-    check_model(body.model, version)
-    unread = unread_variables(version.tokenizer, body.chat_template_kwargs)
-    request.state.ignored_fields = asked.without_effect(form.route, version.ignored_fields, unread)
-    with form.naming():
-        calling = tool_calling(body, version.tokenizer, version.tool_call_parser, body.constraint())
-        prompt = await chat_prompt(
+    require_served_model(body.model, version)
+    unused = find_unused_variables(version.tokenizer, body.chat_template_kwargs)
+    request.state.ignored_fields = route_body.find_ignored_fields(field_map.route, version.ignored_fields, unused)
+    with field_map.rename_errors():
+        tool_rules = make_tool_call_rules(body, version.tokenizer, version.tool_call_parser, body.make_constraint())
+        prompt = await tokenize_chat(
             version.engine,
             [message.for_template() for message in body.messages],
             request.state.caller.sender,
-            tools=calling.tools if calling else None,
+            tools=tool_rules.tools if tool_rules else None,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            variables=body.chat_template_kwargs,
+            template_kwargs=body.chat_template_kwargs,
         )
-    return calling, prompt
+    return tool_rules, prompt
 
 
-def check_model(model: str, version: Version) -> None:
+def require_served_model(model: str, version: ModelVersion) -> None:
     """Raise `ModelNotFoundError` unless `model` names the served model."""
-    if not version.answers_to(model):
-        raise ModelNotFoundError.for_field("model", model, f"; {version.card.model!r} is served here")
+    if not version.has_name(model):
+        raise ModelNotFoundError.for_field("model", model, f"; the served model is {version.card.model!r}")
 
 
-def context_of(caller: Caller, body: OpenAIFields, request: Request) -> RequestContext:
-    """Return the context of a request on whose state the names of ignored fields are stored."""
+def make_context(caller: Caller, body: OpenAIFields, request: Request) -> RequestContext:
+    """Return the context of a request after `prepare_prompt` or `find_ignored_fields`, which set its ignored fields."""
     return RequestContext(
         caller,
         priority=body.priority,
@@ -193,16 +197,20 @@ def context_of(caller: Caller, body: OpenAIFields, request: Request) -> RequestC
     )
 
 
-def scores_of(body: OpenAIFields, output: RequestOutput, version: Version) -> dict[str, Any]:
-    """Return the field `prompt_logprobs` if it was requested, else nothing."""
+def make_prompt_logprobs_field(body: OpenAIFields, output: RequestOutput, version: ModelVersion) -> dict[str, Any]:
+    """Return the response's field `prompt_logprobs` if it was requested."""
     if body.prompt_logprobs is None:
         return {}
-    return {"prompt_logprobs": prompt_logprobs(output, version.engine.input_processor.vocabulary, body.prompt_logprobs)}
+    return {
+        "prompt_logprobs": format_prompt_logprobs(
+            output, version.engine.input_processor.vocabulary, body.prompt_logprobs
+        )
+    }
 
 
 @dataclass
-class Block:
-    """A text or one tool call of an answer, for routes that return lists of blocks."""
+class OutputBlock:
+    """A text or a tool call of a completion, for routes that return lists of blocks."""
 
     index: int
     call: dict[str, Any] | None
@@ -211,83 +219,83 @@ class Block:
     """Text, or arguments of the call, so far."""
 
 
-BlockEvent = tuple[Literal["begin", "more", "end"], Block, str]
+BlockEvent = tuple[Literal["begin", "append", "end"], OutputBlock, str]
 """(event, block, added text)."""
 
 
 @dataclass
-class Blocks:
-    """Splits an answer into blocks; each ends before the next begins."""
+class BlockSplitter:
+    """Splits a completion into consecutive blocks."""
 
-    all: list[Block] = field(default_factory=list)
+    blocks: list[OutputBlock] = field(default_factory=list)
     _is_open: bool = False
 
     @classmethod
-    def of(cls, message: Mapping[str, Any]) -> Self:
-        """Return the blocks of a complete message."""
-        blocks = cls()
-        for _ in blocks.take(message):
+    def from_message(cls, message: Mapping[str, Any]) -> Self:
+        """Split a complete message."""
+        splitter = cls()
+        for _ in splitter.add_delta(message):
             pass
-        return blocks
+        return splitter
 
-    def take(self, message: Mapping[str, Any]) -> Iterator[BlockEvent]:
-        """Yield the events of a complete message, or of the next delta of one."""
+    def add_delta(self, message: Mapping[str, Any]) -> Iterator[BlockEvent]:
+        """Yield the events of the next delta, or of a complete message."""
         calls: Iterable[Mapping[str, Any]] = message.get("tool_calls") or ()
-        more = [call for call in calls if "id" not in call]  # continue the open call
-        for call in more:
-            yield from self._add(call["function"]["arguments"])
+        for call in calls:
+            if "id" not in call:  # continues the open call
+                yield from self._append(call["function"]["arguments"])
         if text := message.get("content"):
-            if not (self._is_open and self.all[-1].call is None):
+            if not (self._is_open and self.blocks[-1].call is None):
                 yield from self._begin(None)
-            yield from self._add(text)
+            yield from self._append(text)
         for call in calls:
             if "id" in call:
                 yield from self._begin({"id": call["id"], "name": call["function"]["name"]})
-                yield from self._add(call["function"]["arguments"])
+                yield from self._append(call["function"]["arguments"])
 
-    def end(self) -> Iterator[BlockEvent]:
+    def finish(self) -> Iterator[BlockEvent]:
         """Yield the end of the open block, if there is one."""
         if self._is_open:
             self._is_open = False
-            yield "end", self.all[-1], ""
+            yield "end", self.blocks[-1], ""
 
     def _begin(self, call: dict[str, Any] | None) -> Iterator[BlockEvent]:
-        yield from self.end()
-        self.all.append(Block(len(self.all), call))
+        yield from self.finish()
+        self.blocks.append(OutputBlock(len(self.blocks), call))
         self._is_open = True
-        yield "begin", self.all[-1], ""
+        yield "begin", self.blocks[-1], ""
 
-    def _add(self, text: str) -> Iterator[BlockEvent]:
+    def _append(self, text: str) -> Iterator[BlockEvent]:
         if text:
-            self.all[-1].text += text
-            yield "more", self.all[-1], text
+            self.blocks[-1].text += text
+            yield "append", self.blocks[-1], text
 
 
-class TypedEvents(ABC):
-    """Converts an answer to the typed events of another route."""
+class EventConverter(ABC):
+    """Converts a streamed chat completion to the typed events of another route."""
 
     def __init__(self) -> None:
-        self.blocks = Blocks()
+        self.splitter = BlockSplitter()
 
     @abstractmethod
-    def taken(self, chunk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the events of the next chunk of a chat completion; each chunk has the usage so far."""
+    def convert_chunk(self, chunk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the events of the next chunk, which has the usage so far."""
 
     @abstractmethod
-    def failed(self, problem: Problem) -> Iterator[dict[str, Any]]:
-        """Yield the events for an answer that ends with an error."""
+    def convert_error(self, problem: Problem) -> Iterator[dict[str, Any]]:
+        """Yield the events of an error that ends the stream."""
 
-    async def stream(self, turn: Turn) -> AsyncIterator[dict[str, str]]:
-        """Yield the events of a turn as server-sent events."""
+    async def stream_events(self, generation: ChatGeneration) -> AsyncIterator[dict[str, str]]:
+        """Yield server-sent events."""
         try:
-            async for chunk in turn.chunks():
-                for event in self.taken(chunk):
-                    yield _sent(event)
+            async for chunk in generation.stream_chunks():
+                for event in self.convert_chunk(chunk):
+                    yield _make_sse_event(event)
         except SwiftKVError as error:
-            turn.form.rename(error)
-            for event in self.failed(make_error_problem(error, f"/v1/{turn.form.route}")):
-                yield _sent(event)
+            generation.field_map.rename_field(error)
+            for event in self.convert_error(make_error_problem(error, f"/v1/{generation.field_map.route}")):
+                yield _make_sse_event(event)
 
 
-def _sent(event: dict[str, Any]) -> dict[str, str]:
+def _make_sse_event(event: dict[str, Any]) -> dict[str, str]:
     return {"event": event["type"], "data": json.dumps(event)}

@@ -1,7 +1,5 @@
-"""All request fields below `/v1`: served, accepted without effect, or refused. Knows no body.
-
-This is the single source: the routes follow it, and `docs/compatibility.md` is generated from it.
-"""
+"""All request fields below `/v1`: served, accepted without effect, or refused. The routes and `docs/compatibility.md`
+follow this table. Knows no body."""
 
 from __future__ import annotations
 
@@ -26,21 +24,19 @@ CHAT: tuple[Route, ...] = ("chat/completions",)
 RESPONSES: tuple[Route, ...] = ("responses",)
 MESSAGES: tuple[Route, ...] = ("messages",)
 OPENAI = COMPLETIONS + CHAT + RESPONSES
-TURNS = CHAT + RESPONSES + MESSAGES
-"""Routes that take a conversation."""
+CONVERSATIONS = CHAT + RESPONSES + MESSAGES
+"""Routes with conversations."""
 ALL = OPENAI + MESSAGES
 ROUTES = (*ALL, "messages/count_tokens", "models")
 """All routes below `/v1`."""
 
 ANY = "*"
-"""Name in `ignored_fields` that stands for all unknown fields."""
+"""Wildcard in `ignored_fields`, for all unknown fields."""
 MAX_NAMES = 32
-"""Most ignored fields that are named to the caller and in the log."""
+"""Max ignored fields that the response header and the log name."""
 
 
 class Treatment(StrEnum):
-    """Treatment of a field."""
-
     SERVED = "served"
     WITHOUT_EFFECT = "accepted without effect"
     REFUSED = "refused"
@@ -53,45 +49,44 @@ class RequestField:
     name: str
     treatment: Treatment
     note: str
-    """Remark on what is served, or the reason for a refusal."""
+    """Details of the support, or the reason for a refusal."""
     routes: tuple[Route, ...]
     origin: Origin
-    """API that the field comes from."""
+    """API of the field."""
     accepted: tuple[Any, ...]
-    """Values of a refused field that are accepted because they have no effect, or functions that tell so from (value,
-    the request's `n`)."""
+    """Accepted values of a refused field, which have no effect, or predicates of (value, the request's `n`)."""
 
     def accepts(self, value: Any, n: int) -> bool:
-        """Whether an otherwise refused field is accepted, because this value has no effect."""
+        """Whether this value of a refused field has no effect, and is accepted."""
         return any(
-            one(value, n) if callable(one) else type(value) is type(one) and value == one for one in self.accepted
+            each(value, n) if callable(each) else type(value) is type(each) and value == each for each in self.accepted
         )
 
 
-_WITH_N = COMPLETIONS + CHAT
+_ROUTES_WITH_N = COMPLETIONS + CHAT
 _NO_LOGPROBS = "log-probabilities are available from /v1/chat/completions only"
 
 
-def _is_n(value: Any, n: int) -> bool:
+def _equals_n(value: Any, n: int) -> bool:
     return type(value) is int and value == n
 
 
-def _no_logprobs(include: Any, _n: int) -> bool:
-    """Whether `include` does not ask for log-probabilities; its other values concern hosted tools only."""
+def _requests_no_logprobs(include: Any, _n: int) -> bool:
+    """Whether `include` requests no log-probabilities; its other values are for hosted tools."""
     return isinstance(include, list) and "message.output_text.logprobs" not in include
 
 
-def _clears_nothing(management: Any, _n: int) -> bool:
-    """Whether `context_management` keeps the whole conversation including thoughts, as Claude Code always sends."""
+def _keeps_conversation(management: Any, _n: int) -> bool:
+    """Whether `context_management` keeps the whole conversation with its thinking, as Claude Code always sends."""
     if not isinstance(management, dict) or management.keys() - {"edits"}:
         return False
-    kept = [{"type": "clear_thinking_20251015", "keep": keep} for keep in ("all", {"type": "all"})]
+    accepted = [{"type": "clear_thinking_20251015", "keep": keep} for keep in ("all", {"type": "all"})]
     edits = management.get("edits") or []
-    return isinstance(edits, list) and all(edit in kept for edit in edits)
+    return isinstance(edits, list) and all(edit in accepted for edit in edits)
 
 
 Rows = Mapping[str, str | tuple[Any, ...]]
-"""Names of fields, separated by spaces -> their note, or for refused fields (note, what is accepted...)."""
+"""Names of fields, separated by spaces -> their note, or (note, accepted values...) of refused fields."""
 _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
     Treatment.SERVED: {
         ("OpenAI", ALL): {
@@ -100,7 +95,7 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
             "seed": "repeats an answer within one engine",
         },
         ("OpenAI", OPENAI): {"stop": ""},
-        ("OpenAI", _WITH_N): {
+        ("OpenAI", _ROUTES_WITH_N): {
             "n stream_options response_format": "",
             "stream_options.include_usage": "a last event with the usage",
         },
@@ -145,12 +140,12 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
             "truncate_prompt_tokens": "keeps the end of the prompt",
             "priority": "lower goes first",
         },
-        ("vLLM", _WITH_N): {
+        ("vLLM", _ROUTES_WITH_N): {
             "prompt_logprobs": "not in a stream",
             "stream_options.continuous_usage_stats": "the usage so far, in every event",
         },
         ("vLLM", CHAT): {"add_generation_prompt continue_final_message": ""},
-        ("vLLM", TURNS): {
+        ("vLLM", CONVERSATIONS): {
             "chat_template_kwargs": "variables of the template, such as `enable_thinking`; those that it does not use "
             "have no effect",
         },
@@ -163,7 +158,7 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
             "store": "nothing is stored",
             "prompt_cache_key": "prefix caching needs no key",
         },
-        ("OpenAI", _WITH_N): {"stream_options.include_obfuscation": "like all unknown nested keys"},
+        ("OpenAI", _ROUTES_WITH_N): {"stream_options.include_obfuscation": "like all unknown nested keys"},
         ("OpenAI", CHAT): {
             "prediction": "`num_lookup_tokens` drafts from the prompt",
             "reasoning_effort": "not passed to the model",
@@ -180,13 +175,13 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
             "diagnostics inference_geo speed user_profile_id workspace_id": "",
             "cache_control": "prefix caching needs no markers",
         },
-        ("vLLM", _WITH_N): {
+        ("vLLM", _ROUTES_WITH_N): {
             "spaces_between_special_tokens": "no spaces are added between them",
             "request_id": "",
         },
     },
     Treatment.REFUSED: {
-        ("OpenAI", _WITH_N): {"best_of": ("only the value of `n` is accepted", _is_n)},
+        ("OpenAI", _ROUTES_WITH_N): {"best_of": ("only the value of `n` is accepted", _equals_n)},
         ("OpenAI", COMPLETIONS): {"suffix": ("fill-in-the-middle is not supported", "")},
         ("OpenAI", CHAT): {
             "audio": "answers are text",
@@ -200,18 +195,18 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
             "previous_response_id conversation": "nothing is stored; send the whole conversation as `input`",
             "prompt": "no prompt is stored; send it as `instructions` and `input`",
             "background": ("nothing is stored; wait for the answer, or `stream` it", False),
-            "include": (_NO_LOGPROBS, _no_logprobs),
+            "include": (_NO_LOGPROBS, _requests_no_logprobs),
             "top_logprobs": (_NO_LOGPROBS, 0),
             "truncation": ("`truncate_prompt_tokens` keeps the end of the prompt", "disabled"),
             "context_management": ("conversations are not shortened", []),
         },
         ("Anthropic", MESSAGES): {
-            "context_management": ("conversations are not shortened", _clears_nothing),
+            "context_management": ("conversations are not shortened", _keeps_conversation),
             "container": "code execution is not supported",
             "mcp_servers": ("MCP servers are not supported; give `tools`", []),
         },
         ("vLLM", ALL): {"bad_words": ("logit_bias of -100 forbids tokens", [])},
-        ("vLLM", _WITH_N): {
+        ("vLLM", _ROUTES_WITH_N): {
             "use_beam_search": ("beam search is not supported", False),
             "length_penalty": ("beam search is not supported", 1, 1.0),
             "return_token_ids return_tokens_as_token_ids": ("only /generate returns them", False),
@@ -222,12 +217,12 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
             "echo": ("only /v1/completions supports it", False),
             "include_reasoning": ("reasoning is part of the text", True),
         },
-        ("vLLM", TURNS): {"enable_thinking": "it belongs in `chat_template_kwargs`"},
+        ("vLLM", CONVERSATIONS): {"enable_thinking": "it belongs in `chat_template_kwargs`"},
     },
 }
 
 
-def _fields() -> Iterator[RequestField]:
+def _expand_table() -> Iterator[RequestField]:
     for treatment, groups in _TABLE.items():
         for (origin, routes), rows in groups.items():
             for names, row in rows.items():
@@ -236,42 +231,42 @@ def _fields() -> Iterator[RequestField]:
                     yield RequestField(name, treatment, note, routes, origin, tuple(accepted))
 
 
-FIELDS = tuple(_fields())
+FIELDS = tuple(_expand_table())
 
 
-def fields_of(route: Route) -> dict[str, RequestField]:
+def get_fields(route: Route) -> dict[str, RequestField]:
     """Return the route's fields by name."""
     return {field.name: field for field in FIELDS if route in field.routes}
 
 
 @cache
-def names_served(route: Route) -> frozenset[str]:
+def get_served_names(route: Route) -> frozenset[str]:
     """Return the names of the route's served fields."""
-    return frozenset(name for name, field in fields_of(route).items() if field.treatment is Treatment.SERVED)
+    return frozenset(name for name, field in get_fields(route).items() if field.treatment is Treatment.SERVED)
 
 
-def names_without_effect(
+def find_ignored_fields(
     route: Route, extra: Mapping[str, Any], nested: Iterable[str], n: int, ignored: Collection[str]
 ) -> tuple[str, ...]:
-    """Return the names of a request's fields that have no effect, at most `MAX_NAMES` of them.
+    """Return the names of a request's fields that have no effect, at most `MAX_NAMES`.
 
     Args:
-        extra: fields that the body's model does not have.
-        nested: dotted paths of unknown keys of messages, tools and other parts, which are never refused.
-        ignored: fields that the operator wants ignored; `ANY`: all unknown ones.
+        extra: fields that the body's pydantic model lacks.
+        nested: dotted paths of unknown keys in messages, tools and other parts, which are never refused.
+        ignored: fields that the deployment ignores; `ANY`: all unknown ones.
 
     Raises:
-        InvalidInputError: a field that would change the answer, or an unknown one.
+        InvalidInputError: an unknown or unsupported field.
     """
-    known = fields_of(route)
+    known = get_fields(route)
     for name, value in extra.items():
         if name not in ignored:
-            _check(name, value, n, known.get(name), route, any_ignored=ANY in ignored)
+            _check_field(name, value, n, known.get(name), route, any_ignored=ANY in ignored)
     names = [*dict.fromkeys([*extra, *nested])]
     return tuple(quote(name[:MAX_NAME_LENGTH], safe="", errors="replace") for name in names[:MAX_NAMES])
 
 
-def _check(name: str, value: Any, n: int, field: RequestField | None, route: Route, *, any_ignored: bool) -> None:
+def _check_field(name: str, value: Any, n: int, field: RequestField | None, route: Route, *, any_ignored: bool) -> None:
     """Raise `InvalidInputError` unless the field is accepted without effect."""
     if field is not None and field.treatment is Treatment.REFUSED:
         if not field.accepts(value, n):
@@ -279,16 +274,16 @@ def _check(name: str, value: Any, n: int, field: RequestField | None, route: Rou
             message = f"{name} is {shown}; {field.note.replace('`', '')}: leave it out"
             raise InvalidInputError(message, field=name, value=short)
     elif (field is None or field.treatment is Treatment.SERVED) and not any_ignored:
-        # A served field that the body's model lacks belongs to another route.
+        # A served field that the body's model lacks is of another route.
         shown = name[:MAX_NAME_LENGTH] or '""'
-        message = f"{shown} is not a field of /v1/{route}{_suggestion(name, route)}"
+        message = f"{shown} is not a field of /v1/{route}{_suggest_name(name, route)}"
         raise InvalidInputError(message, field=shown, value=value_if_short(value))
 
 
-def _suggestion(name: str, route: Route) -> str:
-    """Return a hint to the route or the field that was probably meant."""
-    elsewhere = next((field.routes[0] for field in FIELDS if field.name == name and route not in field.routes), None)
-    if elsewhere is not None:
-        return f"; it is a field of /v1/{elsewhere}"
-    nearest = get_close_matches(name, fields_of(route), n=1) if len(name) <= MAX_NAME_LENGTH else []
-    return f"; the nearest one is {nearest[0]}" if nearest else "; docs/compatibility.md has all of them"
+def _suggest_name(name: str, route: Route) -> str:
+    """Return a suggestion: another route with this field, or the most similar field."""
+    other_route = next((field.routes[0] for field in FIELDS if field.name == name and route not in field.routes), None)
+    if other_route is not None:
+        return f"; it is a field of /v1/{other_route}"
+    similar = get_close_matches(name, get_fields(route), n=1) if len(name) <= MAX_NAME_LENGTH else []
+    return f"; did you mean {similar[0]}?" if similar else "; see docs/compatibility.md for all fields"

@@ -1,7 +1,4 @@
-"""OpenAI's routes on the engine: completions, chat completions, models. Knows no Ray.
-
-Errors have OpenAI's shape below `/v1` (see `http.py`).
-"""
+"""OpenAI's routes: completions, chat completions, models. Knows no Ray."""
 
 from __future__ import annotations
 
@@ -12,77 +9,93 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from swiftkv_platform.serve.access import HAS_API_KEY, TheCaller
-from swiftkv_platform.serve.answers import whole
-from swiftkv_platform.serve.openai.answers import CompletionChoices, chunks_of, event_stream, events_of, head_of, usage
-from swiftkv_platform.serve.openai.chat import Turn, check_model, context_of, scores_of
-from swiftkv_platform.serve.openai.responses import add_responses
+from swiftkv_platform.serve.access import HAS_API_KEY, AdmittedCaller
+from swiftkv_platform.serve.collector import collect_unless_disconnected
+from swiftkv_platform.serve.openai.chat import (
+    ChatGeneration,
+    make_context,
+    make_prompt_logprobs_field,
+    require_served_model,
+)
+from swiftkv_platform.serve.openai.outputs import (
+    CompletionFormatter,
+    make_event_stream,
+    make_head,
+    make_usage,
+    stream_chunks,
+    stream_events,
+)
+from swiftkv_platform.serve.openai.responses import add_responses_route
 from swiftkv_platform.serve.openai.schemas import ChatRequest, CompletionRequest, StreamOptions
-from swiftkv_platform.serve.schemas import prompts_of
+from swiftkv_platform.serve.schemas import list_prompts
 from swiftkv_platform.web.bodies import BodyRoute
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
-    from swiftkv_platform.serve.current import Current, Version
+    from swiftkv_platform.serve.replica_state import ModelVersion, ReplicaState
 
 
-def openai_router(current: Current) -> APIRouter:
+def make_openai_router(state: ReplicaState) -> APIRouter:
     """Return OpenAI's routes below `/v1`."""
     router = APIRouter(prefix="/v1", tags=["openai"], route_class=BodyRoute)
 
     @router.get("/models", dependencies=[HAS_API_KEY])
-    async def list_models(_caller: TheCaller) -> dict[str, Any]:
+    async def list_models(_caller: AdmittedCaller) -> dict[str, Any]:
         """List the served model, with the fields of both OpenAI and Anthropic."""
-        model = _model(current.version)
+        model = _describe_model(state.version)
         return {"object": "list", "data": [model], "first_id": model["id"], "last_id": model["id"], "has_more": False}
 
     @router.get("/models/{model:path}", dependencies=[HAS_API_KEY])
-    async def get_model(model: str, _caller: TheCaller) -> dict[str, Any]:
+    async def get_model(model: str, _caller: AdmittedCaller) -> dict[str, Any]:
         """Describe the served model."""
-        check_model(model, current.version)
-        return _model(current.version)
+        require_served_model(model, state.version)
+        return _describe_model(state.version)
 
     @router.post("/completions")
-    async def completions(body: CompletionRequest, request: Request, caller: TheCaller) -> Response:
-        """Continue one prompt or several."""
-        with current.entering() as version:
-            check_model(body.model, version)
-            request.state.ignored_fields = body.without_effect("completions", version.ignored_fields)
-            context = context_of(caller, body, request)
-            answers = await current.ask(version, prompts_of(body.prompt), body.sampling_params(), context)
-        head = head_of("cmpl", "text_completion", answers, version)
-        echo, choices = body.echo, CompletionChoices(version.engine.input_processor, echo=body.echo)
+    async def completions(body: CompletionRequest, request: Request, caller: AdmittedCaller) -> Response:
+        """Complete one prompt or several."""
+        with state.acquire_version() as version:
+            require_served_model(body.model, version)
+            request.state.ignored_fields = body.find_ignored_fields("completions", version.ignored_fields)
+            context = make_context(caller, body, request)
+            collector = await state.submit(version, list_prompts(body.prompt), body.make_sampling_params(), context)
+        head = make_head("cmpl", "text_completion", collector, version)
+        echo, formatter = body.echo, CompletionFormatter(version.engine.input_processor, echo=body.echo)
         if body.stream:
 
-            async def chunk(choice: int, output: RequestOutput, since: RequestOutput | None) -> dict[str, Any]:
-                render = partial(choices.choice, choice, output, since)
-                return await version.rendered(render, [output], caller.sender, echo=echo and since is None)
+            async def format_chunk(
+                choice: int, output: RequestOutput, previous: RequestOutput | None
+            ) -> dict[str, Any]:
+                render = partial(formatter.format_choice, choice, output, previous)
+                return await version.render_response(render, [output], caller.sender, echo=echo and previous is None)
 
             options = body.stream_options or StreamOptions()
-            return event_stream(events_of(chunks_of(answers, head, chunk, options)))
-        with version.in_use():
-            outputs = await whole(answers, request)
+            return make_event_stream(stream_events(stream_chunks(collector, head, format_chunk, options)))
+        with version.hold_open():
+            outputs = await collect_unless_disconnected(collector, request)
 
             def render() -> Response:
-                answered = [
-                    {**choices.choice(number, output), **scores_of(body, output, version)}
+                choices = [
+                    {**formatter.format_choice(number, output), **make_prompt_logprobs_field(body, output, version)}
                     for number, output in enumerate(outputs)
                 ]
-                return JSONResponse({**head, "choices": answered, "usage": usage(outputs)})
+                return JSONResponse({**head, "choices": choices, "usage": make_usage(outputs)})
 
-            return await version.rendered(render, outputs, caller.sender, echo=echo)
+            return await version.render_response(render, outputs, caller.sender, echo=echo)
 
     @router.post("/chat/completions")
-    async def chat_completions(body: ChatRequest, request: Request, caller: TheCaller) -> Response:
-        """Generate the assistant's next turn."""
-        turn = await Turn.begin(current, body, request, caller)
-        return event_stream(events_of(turn.chunks())) if body.stream else await turn.whole(request)
+    async def chat_completions(body: ChatRequest, request: Request, caller: AdmittedCaller) -> Response:
+        """Generate the assistant's next message."""
+        generation = await ChatGeneration.submit(state, body, request, caller)
+        if body.stream:
+            return make_event_stream(stream_events(generation.stream_chunks()))
+        return await generation.respond(request)
 
-    add_responses(router, current)
+    add_responses_route(router, state)
     return router
 
 
-def _model(version: Version) -> dict[str, Any]:
+def _describe_model(version: ModelVersion) -> dict[str, Any]:
     card = version.card
     return {
         "id": card.model,

@@ -1,6 +1,6 @@
-"""Tools of a chat request, and the engine constraint and answer parser made from them. Knows no route.
+"""Tools of a chat request, and the constraint and parser for the tool calls of its completions. Knows no route.
 
-Names and meanings of fields are OpenAI's; unknown keys have no effect and are not passed to the template.
+Names and meanings of fields are OpenAI's. Unknown keys have no effect, and the template does not get them.
 """
 
 from __future__ import annotations
@@ -16,72 +16,72 @@ from pydantic import Discriminator, Field, Tag
 from swiftkv_platform.engine import SamplingParams, StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.serve.chat import chat_template
-from swiftkv_platform.serve.schemas import Nested
-from swiftkv_platform.serve.tools.families import FAMILIES, CallFormat, CallGrammar, family_of
+from swiftkv_platform.serve.chat import get_chat_template
+from swiftkv_platform.serve.schemas import BodyPart
+from swiftkv_platform.serve.tools.families import FAMILIES, CallFormat, CallGrammar, detect_family
 from swiftkv_platform.serve.tools.parser import ToolCallParser
 from swiftkv_platform.specs.structured_outputs import check_supported
 
 MAX_TOOLS = 128
-"""Most tools of a request."""
+"""Max tools per request."""
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
-class FunctionTool(Nested):
+class FunctionTool(BodyPart):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments, of type object; null: no arguments."""
     strict: bool | None = None
-    """Whether arguments follow the schema even if the model chooses whether to call."""
+    """Whether arguments follow the schema even if calls are optional."""
 
     @property
-    def schema_of_arguments(self) -> dict[str, Any]:
+    def arguments_schema(self) -> dict[str, Any]:
         """Schema of the arguments, with at least the type object."""
         if self.parameters is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
         return {"type": "object", **self.parameters}
 
 
-class Tool(Nested):
+class Tool(BodyPart):
     type: Literal["function"]
     function: FunctionTool
 
     def for_template(self) -> dict[str, Any]:
-        known = {name: getattr(self.function, name) for name in FunctionTool.model_fields}
-        return {"type": self.type, "function": {name: value for name, value in known.items() if value is not None}}
+        fields = {name: getattr(self.function, name) for name in FunctionTool.model_fields}
+        return {"type": self.type, "function": {name: value for name, value in fields.items() if value is not None}}
 
 
-class NamedFunction(Nested):
+class NamedFunction(BodyPart):
     name: ToolName
 
 
-class NamedTool(Nested):
+class NamedTool(BodyPart):
     type: Literal["function"]
     function: NamedFunction
 
 
-class AllowedTools(Nested):
+class AllowedTools(BodyPart):
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-class AllowedToolChoice(Nested):
-    """Restriction to some of the tools: the model sees all, and may call only these."""
+class AllowedToolChoice(BodyPart):
+    """Restriction to some of the tools: the model gets all, and may call only these."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
 
-def choice_kind(value: Any) -> Any:
-    """Return the kind of a tool choice, so that errors name only the fields of that kind."""
+def get_choice_kind(value: Any) -> Any:
+    """Return the kind of a tool choice, so that errors name only fields of that kind."""
     if isinstance(value, str):
         return "word" if value in ("none", "auto", "required") else None
     return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
 
 
 CHOICE_KINDS = Discriminator(
-    choice_kind,
+    get_choice_kind,
     custom_error_type="tool_choice",
     custom_error_message="must be 'none', 'auto', 'required', or an object of type 'function' or 'allowed_tools'",
 )
@@ -97,93 +97,97 @@ class ToolFields(FrozenModel, strict=True):
     """Tools of a chat request."""
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    """Functions that the answer may call."""
+    """Functions that the model may call."""
     tool_choice: ToolChoice | None = None
-    """`auto`, the default with tools: the model chooses; `none`: the model does not see the tools; `required`: it calls
-    at least one; a named function: it calls that one; `allowed_tools`: `auto` or `required`, among these only."""
+    """`auto` (default): calls are optional; `none`: the model does not get the tools; `required`: at least one call; a
+    named function: one call of it; `allowed_tools`: `auto` or `required` with these tools only."""
     parallel_tool_calls: bool | None = None
-    """False: at most one call per answer."""
+    """False: at most one call per completion."""
 
 
 _ANY_OBJECT = {"type": "object"}
 
 
 @dataclass(frozen=True)
-class ToolCalling:
-    """Rules for tool calls in one request's answers."""
+class ToolCallRules:
+    """Rules for the tool calls of a request's completions."""
 
     family: CallFormat
     tools: list[dict[str, Any]]
-    """Tools, as templates take them."""
+    """Tools in the format of templates."""
     names: frozenset[str]
     special: Mapping[str, int]
-    """Markers of the family that are special tokens, by text; the answer's text must then include special tokens."""
+    """Ids of the family's markers that are special tokens, by text; if any, the completion's text includes special
+    tokens."""
     constraint: StructuredOutputs | None
 
-    def params(self, params: SamplingParams) -> SamplingParams:
-        """Return the request's parameters with the constraint and special tokens that calls need."""
-        shown = params.skip_special_tokens and not self.special
+    def apply_to_params(self, params: SamplingParams) -> SamplingParams:
+        """Return the request's parameters with the constraint, and with special tokens if calls need them."""
+        skip = params.skip_special_tokens and not self.special
         constraint = self.constraint or params.structured_outputs
-        return replace(params, structured_outputs=constraint, skip_special_tokens=shown)
+        return replace(params, structured_outputs=constraint, skip_special_tokens=skip)
 
-    def parser(self) -> ToolCallParser:
+    def make_parser(self) -> ToolCallParser:
         return self.family.parser(self.names)
 
 
-def tool_calling(
-    fields: ToolFields, tokenizer: Any, parser: str | None = None, asked: StructuredOutputs | None = None
-) -> ToolCalling | None:
-    """Return the rules for a request's tools; None if none may be called.
+def make_tool_call_rules(
+    fields: ToolFields, tokenizer: Any, parser: str | None = None, text_constraint: StructuredOutputs | None = None
+) -> ToolCallRules | None:
+    """Return the rules for a request's tools; None without callable tools.
 
     Args:
         parser: the deployment's `tool_call_parser`.
-        asked: the request's own constraint on its text.
+        text_constraint: the request's own constraint on the completion's text.
 
     Raises:
-        InvalidInputError: a choice that names a missing tool, a schema that is not valid, or a model whose template has
-            no place for tools or belongs to no known family.
+        InvalidInputError: a tool choice that names a missing tool, an invalid schema, or a chat template without tools
+            or of an unknown family.
     """
-    functions, choice = _functions(fields), fields.tool_choice
+    # 1. check tools and tool choice
+    functions, choice = _collect_functions(fields), fields.tool_choice
     if not functions or choice == "none":
         return None
+    # 2. find the family by the chat template, and its markers among the special tokens
     tools = [tool.for_template() for tool in fields.tools or ()]
-    family = _family(tokenizer, tools, parser)
+    family = _find_family(tokenizer, tools, parser)
     from swiftkv_platform.model.tokenizers import (
         get_special_ids,  # imports torch, which Serve's controller does not need
     )
 
     ids = get_special_ids(tokenizer)
-    found = {token: tokenizer.convert_tokens_to_ids(token) for token in family.tokens}
-    special = {token: token_id for token, token_id in found.items() if token_id in ids}
-    constraint = _constraint(fields, functions, CallGrammar(family.layout, {}, special), asked)
-    return ToolCalling(family, tools, frozenset(_callable(choice, functions)), special, constraint)
+    ids_by_marker = {token: tokenizer.convert_tokens_to_ids(token) for token in family.tokens}
+    special = {token: token_id for token, token_id in ids_by_marker.items() if token_id in ids}
+    # 3. constrain the completion
+    constraint = _make_constraint(fields, functions, CallGrammar(family.layout, {}, special), text_constraint)
+    return ToolCallRules(family, tools, frozenset(_list_callable_names(choice, functions)), special, constraint)
 
 
-def _functions(fields: ToolFields) -> dict[str, FunctionTool]:
-    """Return the functions by name, after checking each of them and the tool choice."""
+def _collect_functions(fields: ToolFields) -> dict[str, FunctionTool]:
+    """Check the functions and the tool choice, and return the functions by name."""
     functions: dict[str, FunctionTool] = {}
     for number, tool in enumerate(fields.tools or ()):
-        function, where = tool.function, f"tools.{number}.function"
+        function, path = tool.function, f"tools.{number}.function"
         if function.name in functions:
             why = ", which is also the name of another tool; names must differ"
-            raise InvalidInputError.for_field(f"{where}.name", function.name, why)
-        # Limit depth and length as for compiled schemas even if it is not compiled, since the template writes it out.
-        StructuredOutputs(json=function.schema_of_arguments, source=f"{where}.parameters")
-        if (kind := function.schema_of_arguments["type"]) != "object":
-            raise InvalidInputError.for_field(f"{where}.parameters.type", kind, "; arguments are an 'object'")
+            raise InvalidInputError.for_field(f"{path}.name", function.name, why)
+        # Check depth and length even of a schema that is not compiled, since the template writes it out.
+        StructuredOutputs(json=function.arguments_schema, source=f"{path}.parameters")
+        if (kind := function.arguments_schema["type"]) != "object":
+            raise InvalidInputError.for_field(f"{path}.parameters.type", kind, "; arguments are an 'object'")
         functions[function.name] = function
     choice = fields.tool_choice
-    missing = [name for name in _callable(choice, functions) if name not in functions]
+    missing = [name for name in _list_callable_names(choice, functions) if name not in functions]
     if missing or (choice == "required" and not functions):
-        wanted = missing[0] if missing else choice
+        requested = missing[0] if missing else choice
         present = ", ".join(functions) or "none"
-        why = f", and tools has {present}; name one of them, or leave tool_choice out"
-        raise InvalidInputError.for_field("tool_choice", wanted, why)
+        why = f"; tools has {present}: name one of them, or leave tool_choice out"
+        raise InvalidInputError.for_field("tool_choice", requested, why)
     return functions
 
 
-def _callable(choice: Any, functions: Mapping[str, FunctionTool]) -> list[str]:
-    """Return the names of the functions that may be called."""
+def _list_callable_names(choice: Any, functions: Mapping[str, FunctionTool]) -> list[str]:
+    """Return the names of the callable functions."""
     if isinstance(choice, NamedTool):
         return [choice.function.name]
     if isinstance(choice, AllowedToolChoice):
@@ -191,53 +195,67 @@ def _callable(choice: Any, functions: Mapping[str, FunctionTool]) -> list[str]:
     return [*functions]
 
 
-def _constraint(
-    fields: ToolFields, functions: Mapping[str, FunctionTool], calls: CallGrammar, asked: StructuredOutputs | None
+def _make_constraint(
+    fields: ToolFields,
+    functions: Mapping[str, FunctionTool],
+    calls: CallGrammar,
+    text_constraint: StructuredOutputs | None,
 ) -> StructuredOutputs | None:
-    """Return the grammar that constrains the answer; None if the model may write anything."""
-    choice, allowed = fields.tool_choice, _callable(fields.tool_choice, functions)
-    part = choice.allowed_tools if isinstance(choice, AllowedToolChoice) else None
-    must = choice == "required" or isinstance(choice, NamedTool) or (part is not None and part.mode == "required")
+    """Return the constraint on the completion; None if it may be any text."""
+    # 1. decide what must be constrained: calls, the number of calls, arguments, other text
+    choice, allowed = fields.tool_choice, _list_callable_names(fields.tool_choice, functions)
+    subset = choice.allowed_tools if isinstance(choice, AllowedToolChoice) else None
+    is_required = (
+        choice == "required" or isinstance(choice, NamedTool) or (subset is not None and subset.mode == "required")
+    )
     is_single = fields.parallel_tool_calls is False or isinstance(choice, NamedTool)
-    followed = {name for name in allowed if must or functions[name].strict}
-    if not (must or followed or asked or is_single or part):
+    strict_names = {name for name in allowed if is_required or functions[name].strict}
+    if not (is_required or strict_names or text_constraint or is_single or subset):
         return None
-    schemas = {name: functions[name].schema_of_arguments if name in followed else _ANY_OBJECT for name in allowed}
+    # 2. select the schema of each tool's arguments
+    schemas = {name: functions[name].arguments_schema if name in strict_names else _ANY_OBJECT for name in allowed}
     names = {name: f"tools.{number}.function.parameters" for number, name in enumerate(functions)}
-    for name in followed:
+    for name in strict_names:
         check_supported(schemas[name], names[name])
+    # 3. make the grammar, and map its lines to tools for error messages
     calls = replace(calls, schemas=schemas, parallel=not is_single)
-    instead = calls.or_text if asked is None or must else partial(calls.or_answer, _schema(asked))
-    grammar = calls.required() if must else instead()
-    parts = {line: (names[name], schemas[name]) for line, name in calls.lines(grammar).items()}
+    make_optional = (
+        calls.make_with_text
+        if text_constraint is None or is_required
+        else partial(calls.make_with_json, _read_schema(text_constraint))
+    )
+    grammar = calls.make_required() if is_required else make_optional()
+    parts = {line: (names[name], schemas[name]) for line, name in calls.number_lines(grammar).items()}
     return StructuredOutputs(grammar=grammar, source="tools", parts=parts)
 
 
-def _schema(asked: StructuredOutputs) -> dict[str, Any]:
-    """Return the JSON schema for an answer without calls, from the request's own constraint."""
-    if asked.kind not in ("json", "json_object"):
+def _read_schema(text_constraint: StructuredOutputs) -> dict[str, Any]:
+    """Return the JSON schema of a completion without calls, from the request's own constraint."""
+    if text_constraint.kind not in ("json", "json_object"):
         raise InvalidInputError(
-            f"{asked.name} constrains the whole answer, which tool calls would violate; use JSON, or tool_choice: none",
-            field=asked.name,
-            value=asked.text,
+            f"{text_constraint.name} constrains the whole completion; with tools use JSON, or tool_choice: none",
+            field=text_constraint.name,
+            value=text_constraint.text,
         )
-    asked.check_supported()
-    schema: dict[str, Any] = json.loads(asked.text)
-    return {**schema, "x-guidance": {"whitespace_flexible": False}} if asked.disable_any_whitespace else schema
+    text_constraint.check_supported()
+    schema: dict[str, Any] = json.loads(text_constraint.text)
+    return (
+        {**schema, "x-guidance": {"whitespace_flexible": False}} if text_constraint.disable_any_whitespace else schema
+    )
 
 
-def _family(tokenizer: Any, tools: list[dict[str, Any]], parser: str | None) -> CallFormat:
-    template = chat_template(tokenizer, tools)
+def _find_family(tokenizer: Any, tools: list[dict[str, Any]], parser: str | None) -> CallFormat:
+    template = get_chat_template(tokenizer, tools)
     if template is not None and "tools" not in template:
         raise InvalidInputError(
-            "tools are given, but the model's chat template does not support them; set a deployment's chat_template",
+            "the model's chat template does not support tools; leave tools out, or set the deployment's chat_template",
             field="tools",
         )
-    name = parser or family_of(template or "")
+    name = parser or detect_family(template or "")
     if name is None:
         raise InvalidInputError(
-            "tools are given, but the model's tool-call format is not known from its chat template; set a deployment's "
-            f"tool_call_parser: {', '.join(FAMILIES)}",
+            "the model's chat template has an unknown format of tool calls; set the deployment's tool_call_parser: "
+            f"{', '.join(FAMILIES)}",
             field="tools",
         )
     return FAMILIES[name]

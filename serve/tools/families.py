@@ -1,5 +1,5 @@
-"""Model families by their format of tool calls: detection by template, parser, layout of calls, and grammars of answers
-with calls, in llguidance's dialect of Lark, which both engines compile."""
+"""Model families by their format of tool calls: detection by chat template, parsers, layouts, and grammars of
+completions with calls, in llguidance's dialect of Lark, which both engines compile."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swiftkv_platform.serve.tools.parser import Reading, ToolCallParser, read_arguments, read_call, read_calls
+from swiftkv_platform.serve.tools.parser import Parsing, ToolCallParser, read_arguments, read_call, read_calls
 from swiftkv_platform.specs.structured_outputs import WHITESPACE, normalize_schema
 
 NAME, ARGUMENTS = "\x00name\x00", "\x00arguments\x00"
-"""Placeholders in a layout."""
+"""Placeholders of a layout."""
 _LETTERS = string.ascii_letters + string.digits
 Schema = Mapping[str, Any]
 
 
 class HermesParser(ToolCallParser):
-    """Parser for Hermes 2 and 3, Qwen2.5 and Qwen3: an object, or a list of objects (SmolLM2), between tags."""
+    """Parser of Hermes 2 and 3, Qwen2.5 and Qwen3: an object, or a list of objects (SmolLM2), between tags."""
 
     marker = "<tool_call>"
 
-    def _read_calls(self) -> Reading[bool]:
+    def _read_calls(self) -> Parsing[bool]:
         yield from self._text.skip_space()
         is_list = (yield from self._text.peek()) == "["
         found = yield from (read_calls if is_list else read_call)(self._text, self)
@@ -35,86 +35,87 @@ class HermesParser(ToolCallParser):
 
 
 class MistralParser(ToolCallParser):
-    """Parser for Mistral: a list of objects after the marker, or since tokenizer v11 `name[ARGS]{...}` after each."""
+    """Parser of Mistral: a list of objects after the marker, or since tokenizer v11 `name[ARGS]{...}` after each
+    marker."""
 
     marker = "[TOOL_CALLS]"
 
-    def _read_calls(self) -> Reading[bool]:
+    def _read_calls(self) -> Parsing[bool]:
         text = self._text
         yield from text.skip_space()
         first = yield from text.peek()
         if first in ("[", "{"):
             return (yield from (read_calls if first == "[" else read_call)(text, self))
-        start = text.at
+        start = text.position
         while (character := (yield from text.peek())) and character not in "[{" and not character.isspace():
-            text.at += 1
-        name = text.since(start)
-        if not self.knows(name):
+            text.position += 1
+        name = text.read_since(start)
+        if not self.is_tool(name):
             return False
         if (yield from text.skip("[CALL_ID]")):
             while (yield from text.peek()).isalnum():
-                text.at += 1
+                text.position += 1
         yield from text.skip("[ARGS]")
         yield from text.skip_space()
         return (yield from read_arguments(text, self, name))
 
 
 class Llama3Parser(ToolCallParser):
-    """Parser for Llama 3.1 and later: objects separated by `;`, at the beginning of the answer or after the tag."""
+    """Parser of Llama 3.1 and later: objects separated by `;`, at the beginning of the completion or after the tag."""
 
     marker = "<|python_tag|>"
 
-    def _read_opening(self) -> Reading[None]:
+    def _read_opening(self) -> Parsing[None]:
         yield from self._text.skip_space()
         if not (yield from self._read_calls()):
-            self._text.at = 0
+            self._text.position = 0
 
-    def _read_calls(self) -> Reading[bool]:
+    def _read_calls(self) -> Parsing[bool]:
         text, found = self._text, False
         yield from text.skip_space()
         while True:
-            start = text.at
+            start = text.position
             yield from text.skip_space()
             if found:
                 yield from text.skip(";")
                 yield from text.skip_space()
             if not (yield from read_call(text, self)):
-                text.at = start
+                text.position = start
                 return found
             found = True
 
 
-def _mistral_id() -> str:
-    """Return a random id of 9 characters; Mistral's templates refuse other lengths."""
+def _make_mistral_id() -> str:
+    """Return a random id of 9 characters, the only length in Mistral's templates."""
     return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Format of calls in constrained answers."""
+    """Layout of calls in constrained completions."""
 
     call: str
-    """One call, with the placeholders `NAME` and `ARGUMENTS`."""
+    """A call with the placeholders `NAME` and `ARGUMENTS`."""
     begin: str = ""
     """Text before the first call."""
     between: str = "\n"
     end: str = ""
     marker: str | None = None
-    """Text with which calls begin and other text may not; None: calls begin with a brace, only at the beginning of the
-    answer."""
+    """Text that begins calls, and that other text must not contain; None: calls begin with a brace at the beginning of
+    the completion."""
     tag: str = ""
-    """For a layout without marker: text before calls that distinguishes them from a JSON answer."""
+    """For a layout without marker: text before calls that distinguishes them from a JSON completion."""
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """Format of calls shared by a family of models."""
+    """Format of calls of a family of models."""
 
     parser: type[ToolCallParser]
     layout: Layout
     tokens: tuple[str, ...]
-    """Markers that may be special tokens of the family's tokenizers."""
-    new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
+    """Markers that may be special tokens in the family's tokenizers."""
+    make_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
 
 
 _OBJECT = f'{{"name": "{NAME}", "arguments": {ARGUMENTS}}}'
@@ -139,20 +140,20 @@ FAMILIES: Mapping[str, CallFormat] = {
         MistralParser,
         Layout(_OBJECT, begin="[TOOL_CALLS] [", between=", ", end="]", marker="[TOOL_CALLS]"),
         tokens=_MISTRAL_TOKENS,
-        new_id=_mistral_id,
+        make_id=_make_mistral_id,
     ),
     "mistral_v11": CallFormat(
         MistralParser,
         Layout(f"[TOOL_CALLS]{NAME}[ARGS]{ARGUMENTS}", between="", marker="[TOOL_CALLS]"),
         tokens=_MISTRAL_TOKENS,
-        new_id=_mistral_id,
+        make_id=_make_mistral_id,
     ),
 }
 """Families by name, as in a deployment's `tool_call_parser`."""
 
 
-def family_of(template: str) -> str | None:
-    """Return the family whose format of calls a chat template uses; None if unknown."""
+def detect_family(template: str) -> str | None:
+    """Return the family of a chat template's tool calls; None if unknown."""
     if "[TOOL_CALLS]" in template:
         return "mistral_v11" if "[ARGS]" in template else "mistral"
     if "<tool_call>" in template and "<function=" not in template:  # Qwen3-Coder writes XML between the tags
@@ -163,67 +164,69 @@ def family_of(template: str) -> str | None:
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """Builds grammars of answers with calls in a family's layout."""
+    """Makes grammars of completions with calls in a family's layout."""
 
     layout: Layout
     schemas: Mapping[str, Schema]
-    """Schemas of arguments, by name of the tools that may be called."""
+    """Schemas of arguments by name of the callable tools."""
     special: Mapping[str, int]
-    """Token ids of the layout's markers that are special tokens."""
+    """Ids of the layout's markers that are special tokens, by text."""
     parallel: bool = True
-    """Whether several calls may be made."""
+    """Whether a completion may have several calls."""
 
-    def required(self) -> str:
-        """Return the grammar of calls and nothing else."""
-        return self._with_calls("start: calls")
+    def make_required(self) -> str:
+        """Return the grammar of calls only."""
+        return self._add_call_rules("start: calls")
 
-    def or_answer(self, schema: Schema) -> str:
-        """Return the grammar of either calls or JSON that follows a schema."""
+    def make_with_json(self, schema: Schema) -> str:
+        """Return the grammar of either calls or JSON with a schema."""
         # Without a marker both begin with a brace, and the lexer cannot backtrack.
-        tag = self._literal(self.layout.tag) if self.layout.marker is None else ""
-        return self._with_calls(f"start: {tag} calls | answer\nanswer: %json {_json(schema)}")
+        tag = self._to_rule_text(self.layout.tag) if self.layout.marker is None else ""
+        return self._add_call_rules(f"start: {tag} calls | answer\nanswer: %json {_dump_schema(schema)}")
 
-    def or_text(self) -> str:
-        """Return the grammar of text with calls, in which text never begins like a call; without `parallel`, at most
-        one call, after text."""
+    def make_with_text(self) -> str:
+        """Return the grammar of text with calls, in which text never contains the marker; without `parallel` at most
+        one call, after the text."""
         marker = self.layout.marker
         if marker is None:
-            return self._with_calls("start: calls | TEXT\n" + r"TEXT: /\s*([^\s{](.|\n)*)?/")
+            return self._add_call_rules("start: calls | TEXT\n" + r"TEXT: /\s*([^\s{](.|\n)*)?/")
         text = r"TEXT: /(.|\n)*/"
         if marker in self.special:
             start = "(TEXT calls)* TEXT" if self.parallel else "TEXT calls?"
-            return self._with_calls(f"start: {start}\n{text}")
+            return self._add_call_rules(f"start: {start}\n{text}")
         start = "(lead calls)* rest" if self.parallel else "lead calls | rest"
         lead = f"lead[lazy]: TEXT {json.dumps(marker)}\nrest: TEXT"
-        return self._with_calls(f"start: {start}\n{lead}\n{text}", without=marker)
+        return self._add_call_rules(f"start: {start}\n{lead}\n{text}", read_marker=marker)
 
-    def _with_calls(self, start: str, without: str = "") -> str:
-        """Return the grammar with a rule `start`. `without`: the marker, if `start` reads it before `calls`."""
+    def _add_call_rules(self, start: str, read_marker: str = "") -> str:
+        """Return the grammar with a rule `start`. `read_marker`: the marker, if `start` reads it before `calls`."""
         begin, call = self.layout.begin, self.layout.call
-        several = self.parallel and not (without and not begin)  # each call behind a marker of its own
-        begin = begin.removeprefix(without) if begin else begin
-        call = call if begin or not without else call.removeprefix(without)
-        more = f" ({self._literal(self.layout.between)} call)*" if several else ""
-        rules = [start, f"calls: {self._literal(begin)} call{more} {self._literal(self.layout.end)}"]
+        can_repeat = self.parallel and not (read_marker and not begin)  # each call has its own marker
+        begin = begin.removeprefix(read_marker) if begin else begin
+        call = call if begin or not read_marker else call.removeprefix(read_marker)
+        more = f" ({self._to_rule_text(self.layout.between)} call)*" if can_repeat else ""
+        rules = [start, f"calls: {self._to_rule_text(begin)} call{more} {self._to_rule_text(self.layout.end)}"]
         rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(self.schemas))))
         for number, (name, schema) in enumerate(self.schemas.items()):
             before, after = call.replace(NAME, name).split(ARGUMENTS)
-            rules.append(f"call_{number}: {self._literal(before)} arguments_{number} {self._literal(after)}")
-            rules.append(f"arguments_{number}: %json {_json(schema)}")
+            rules.append(f"call_{number}: {self._to_rule_text(before)} arguments_{number} {self._to_rule_text(after)}")
+            rules.append(f"arguments_{number}: %json {_dump_schema(schema)}")
         return "%llguidance {}\n" + "\n".join(rules) + "\n"
 
-    def lines(self, grammar: str) -> dict[int, str]:
-        """Return tools by the line numbers, from 1, of the rules for their arguments in a grammar of these calls."""
+    def number_lines(self, grammar: str) -> dict[int, str]:
+        """Return the tool by line number, from 1, for the rules of arguments in a grammar of these calls."""
         numbers = {line.partition(":")[0]: number for number, line in enumerate(grammar.splitlines(), start=1)}
         return {numbers[f"arguments_{number}"]: name for number, name in enumerate(self.schemas)}
 
-    def _literal(self, text: str) -> str:
-        """Return a text as the special tokens and strings of a grammar rule."""
+    def _to_rule_text(self, text: str) -> str:
+        """Return a text as special tokens and strings of a grammar rule."""
         tokens = "|".join(map(re.escape, self.special))
         parts = re.split(f"({tokens})", text) if tokens else [text]
-        return " ".join(f"<[{self.special[one]}]>" if one in self.special else json.dumps(one) for one in parts if one)
+        return " ".join(
+            f"<[{self.special[part]}]>" if part in self.special else json.dumps(part) for part in parts if part
+        )
 
 
-def _json(schema: Schema) -> str:
+def _dump_schema(schema: Schema) -> str:
     options = {"whitespace_pattern": WHITESPACE, **schema.get("x-guidance", {})}
     return json.dumps({**normalize_schema(schema), "x-guidance": options}, allow_nan=False)

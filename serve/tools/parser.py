@@ -1,9 +1,8 @@
-"""Incremental parser that splits answers into text and tool calls. Subclasses implement the families' formats.
+"""Incremental parser that splits completions into text and tool calls. Subclasses implement the families' formats.
 
-Most formats write calls as JSON objects, `{"name": ..., "arguments": {...}}`. A reader is a generator that yields when
-it needs more text. If it finds no call, its caller must reset the position; if it has begun a call, it stops before
-text that does not belong to the call. Arguments are passed on unchanged, so that the client sees a model's mistakes in
-them.
+Most formats write calls as JSON objects, `{"name": ..., "arguments": {...}}`. A parsing function is a generator that
+yields when it needs more text. If it finds no call, its caller resets the position. After a call it stops before text
+that is not part of the call. Arguments are passed on unchanged, so that clients see a model's mistakes in them.
 """
 
 from __future__ import annotations
@@ -15,125 +14,127 @@ from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
 T = TypeVar("T")
-Reading = Generator[None, None, T]
+Parsing = Generator[None, None, T]
 """Generator that is resumed when there is more text, and returns its result."""
 
 
-class GrowingText:
-    """The text so far, and the position up to which it has been read."""
+class TextBuffer:
+    """The text so far and the reading position."""
 
     def __init__(self) -> None:
         self._text = ""
-        self.at = 0
-        self.ended = False
+        self.position = 0
+        self.is_complete = False
         """Whether the text is complete."""
 
-    def grow(self, text: str) -> None:
+    def append(self, text: str) -> None:
         self._text += text
 
-    def since(self, start: int) -> str:
-        return self._text[start : self.at]
+    def read_since(self, start: int) -> str:
+        return self._text[start : self.position]
 
     @property
     def unread(self) -> str:
-        return self._text[self.at :]
+        return self._text[self.position :]
 
-    def peek(self) -> Reading[str]:
+    def peek(self) -> Parsing[str]:
         """Return the next character; "" at the end."""
-        while self.at >= len(self._text):
-            if self.ended:
+        while self.position >= len(self._text):
+            if self.is_complete:
                 return ""
             yield
-        return self._text[self.at]
+        return self._text[self.position]
 
-    def skip(self, literal: str) -> Reading[bool]:
+    def skip(self, literal: str) -> Parsing[bool]:
         """Skip `literal` if it comes next, and return whether it did. Waits only until a character differs."""
-        start = self.at
+        start = self.position
         for character in literal:
             if (yield from self.peek()) != character:
-                self.at = start
+                self.position = start
                 return False
-            self.at += 1
+            self.position += 1
         return True
 
-    def skip_space(self) -> Reading[None]:
+    def skip_space(self) -> Parsing[None]:
         while (yield from self.peek()).isspace():
-            self.at += 1
+            self.position += 1
 
 
 ARGUMENTS = ("arguments", "parameters")
-"""Keys that families use for arguments."""
-_OUTSIDE_STRINGS = frozenset("{}[],:+-. \t\r\n0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+"""Keys of arguments in all families."""
+_JSON_CHARACTERS_OUTSIDE_STRINGS = frozenset(
+    "{}[],:+-. \t\r\n0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+)
 
 
-def read_call(text: GrowingText, calls: ToolCallParser) -> Reading[bool]:
-    """Read one object. Returns whether a call has begun in it."""
+def read_call(text: TextBuffer, parser: ToolCallParser) -> Parsing[bool]:
+    """Read an object. Returns whether it contains a call."""
     if not (yield from text.skip("{")):
         return False
-    reader = _CallReader(text, calls)
+    reader = _CallReader(text, parser)
     yield from reader.read()
-    return reader.begun
+    return reader.has_begun
 
 
-def read_calls(text: GrowingText, calls: ToolCallParser) -> Reading[bool]:
-    """Read a list of such objects. Returns whether a call has begun or the list is empty."""
+def read_calls(text: TextBuffer, parser: ToolCallParser) -> Parsing[bool]:
+    """Read a list of objects. Returns whether it contains a call or is empty."""
     if not (yield from text.skip("[")):
         return False
     yield from text.skip_space()
     if (yield from text.skip("]")):
         return True
-    if not (yield from read_call(text, calls)):
+    if not (yield from read_call(text, parser)):
         return False
     while True:
-        start = text.at
+        start = text.position
         yield from text.skip_space()
         if (yield from text.skip("]")):
             return True
         if (yield from text.skip(",")):
             yield from text.skip_space()
-            if (yield from read_call(text, calls)):
+            if (yield from read_call(text, parser)):
                 continue
-        text.at = start
+        text.position = start
         return True
 
 
-def read_arguments(text: GrowingText, calls: ToolCallParser, name: str) -> Reading[bool]:
-    """Read a call's arguments, an object, as far as they are JSON. Returns whether a call has begun."""
+def read_arguments(text: TextBuffer, parser: ToolCallParser, name: str) -> Parsing[bool]:
+    """Read a call's arguments, an object, as far as they are JSON. Returns whether there are any."""
     if (yield from text.peek()) != "{":
         return False
-    calls.begin(name)
-    yield from _copy_value(text, calls.argue)
+    parser.begin_call(name)
+    yield from _copy_value(text, parser.add_arguments)
     return True
 
 
 class _CallReader:
     """Reads a call after its opening brace."""
 
-    def __init__(self, text: GrowingText, calls: ToolCallParser) -> None:
+    def __init__(self, text: TextBuffer, parser: ToolCallParser) -> None:
         self._text = text
-        self._calls = calls
+        self._parser = parser
         self._name: str | None = None
         self._arguments: str | None = None
-        """Arguments that came before the name."""
-        self._end = text.at
-        self.begun = False
+        """Arguments before the name."""
+        self._end = text.position
+        self.has_begun = False
 
-    def read(self) -> Reading[None]:
-        """Read members and the closing brace, and stop after the last one that is valid."""
+    def read(self) -> Parsing[None]:
+        """Read members and the closing brace. Stops after the last valid member."""
         text = self._text
         while (yield from self._read_member()):
-            self._end = text.at
+            self._end = text.position
             yield from text.skip_space()
             if (yield from text.skip("}")):
-                if self._name is not None and not self.begun:
-                    self._begin("{}")
+                if self._name is not None and not self.has_begun:
+                    self._begin_call("{}")
                 return
             if not (yield from text.skip(",")):
                 break
-        text.at = self._end
+        text.position = self._end
 
-    def _read_member(self) -> Reading[bool]:
-        """Read a member. Returns whether it is complete and allowed in a call."""
+    def _read_member(self) -> Parsing[bool]:
+        """Read a member. Returns whether it is complete and valid in a call."""
         text = self._text
         yield from text.skip_space()
         key = yield from _read_string(text)
@@ -145,81 +146,80 @@ class _CallReader:
         yield from text.skip_space()
         if key == "name" and self._name is None:
             return (yield from self._read_name())
-        if key in ARGUMENTS and self._arguments is None and not self.begun:
+        if key in ARGUMENTS and self._arguments is None and not self.has_begun:
             return (yield from self._read_arguments())
         return (yield from _copy_value(text, lambda _: None))
 
-    def _read_name(self) -> Reading[bool]:
+    def _read_name(self) -> Parsing[bool]:
         name = yield from _read_string(self._text)
-        if name is None or not self._calls.knows(name):
+        if name is None or not self._parser.is_tool(name):
             return False
         self._name = name
         if self._arguments is not None:
-            self._begin(self._arguments)
+            self._begin_call(self._arguments)
         return True
 
-    def _read_arguments(self) -> Reading[bool]:
+    def _read_arguments(self) -> Parsing[bool]:
         first = yield from self._text.peek()
         if first == "{" and self._name is not None:
-            self._calls.begin(self._name)
-            self.begun = True
-            whole = yield from _copy_value(self._text, self._calls.argue)
-            self._end = self._text.at
-            return whole
+            self._parser.begin_call(self._name)
+            self.has_begun = True
+            is_complete = yield from _copy_value(self._text, self._parser.add_arguments)
+            self._end = self._text.position
+            return is_complete
         if first == '"':  # some models write the object as a JSON string
             arguments = yield from _read_string(self._text)
         else:
-            written: list[str] = []
-            whole = yield from _copy_value(self._text, written.append)
-            arguments = "".join(written) if whole else None
+            pieces: list[str] = []
+            is_complete = yield from _copy_value(self._text, pieces.append)
+            arguments = "".join(pieces) if is_complete else None
             arguments = "{}" if arguments == "null" else arguments
         if arguments is None or not arguments.lstrip().startswith("{"):
             return False
         if self._name is None:
             self._arguments = arguments
         else:
-            self._begin(arguments)
+            self._begin_call(arguments)
         return True
 
-    def _begin(self, arguments: str) -> None:
+    def _begin_call(self, arguments: str) -> None:
         assert self._name is not None, "a call has a name before it begins"
-        self._calls.begin(self._name)
-        self._calls.argue(arguments)
-        self.begun = True
+        self._parser.begin_call(self._name)
+        self._parser.add_arguments(arguments)
+        self.has_begun = True
 
 
-def _read_string(text: GrowingText) -> Reading[str | None]:
-    """Read a string. Returns None if there is none, or it is not valid or cannot be encoded."""
-    start = text.at
+def _read_string(text: TextBuffer) -> Parsing[str | None]:
+    """Read a string. Returns None if it is missing or invalid, or cannot be encoded."""
+    start = text.position
     if (yield from text.peek()) != '"' or not (yield from _copy_string(text, lambda _: None)):
         return None
     try:
-        value: str = json.loads(text.since(start), strict=False)
+        value: str = json.loads(text.read_since(start), strict=False)
         value.encode()
     except ValueError:  # includes UnicodeEncodeError, for a lone surrogate
         return None
     return value
 
 
-def _copy_string(text: GrowingText, put: Callable[[str], None]) -> Reading[bool]:
-    """Pass on a string with its quotes. Returns whether it is closed."""
+def _copy_string(text: TextBuffer, emit: Callable[[str], None]) -> Parsing[bool]:
+    """Emit a string with its quotes. Returns whether it is closed."""
     escaped = True  # the opening quote does not close the string
     while character := (yield from text.peek()):
-        text.at += 1
-        put(character)
+        text.position += 1
+        emit(character)
         if character == '"' and not escaped:
             return True
         escaped = character == "\\" and not escaped
     return False
 
 
-def _copy_value(text: GrowingText, put: Callable[[str], None]) -> Reading[bool]:
-    """Pass on a value, as far as its characters may be JSON and its brackets are open. Returns whether it is
-    complete."""
+def _copy_value(text: TextBuffer, emit: Callable[[str], None]) -> Parsing[bool]:
+    """Emit a value up to its end or its first invalid character. Returns whether it is complete."""
     depth, size = 0, 0
     while character := (yield from text.peek()):
         if character == '"':
-            if not (yield from _copy_string(text, put)):
+            if not (yield from _copy_string(text, emit)):
                 return False
             size += 1
             if depth == 0:
@@ -227,10 +227,10 @@ def _copy_value(text: GrowingText, put: Callable[[str], None]) -> Reading[bool]:
             continue
         if depth == 0 and size and (character in ",}]" or character.isspace()):
             return True  # the end of a number or of true, false or null
-        if character not in _OUTSIDE_STRINGS or (depth == 0 and character in ",}]:"):
+        if character not in _JSON_CHARACTERS_OUTSIDE_STRINGS or (depth == 0 and character in ",}]:"):
             return False
-        text.at += 1
-        put(character)
+        text.position += 1
+        emit(character)
         size += 1
         depth += (character in "{[") - (character in "}]")
         if depth == 0 and character in "}]":
@@ -240,23 +240,23 @@ def _copy_value(text: GrowingText, put: Callable[[str], None]) -> Reading[bool]:
 
 @dataclass(frozen=True)
 class Text:
-    """Text of the answer outside calls."""
+    """Text outside calls."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallBegin:
-    """Beginning of a call, with its name; its arguments follow."""
+    """Beginning of a call; its arguments follow."""
 
     index: int
-    """Number of the call within the answer."""
+    """Index of the call in the completion."""
     name: str
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Next part of a call's arguments; all parts together are JSON."""
+    """Next part of a call's arguments, as JSON text."""
 
     index: int
     text: str
@@ -266,39 +266,38 @@ Piece = Text | CallBegin | Arguments
 
 
 @dataclass
-class Call:
-    """Tool call as parsed so far."""
+class ParsedCall:
+    """A tool call as parsed so far."""
 
     name: str
     arguments: str = ""
 
 
 @dataclass
-class Assembled:
-    """An answer assembled from its pieces."""
+class ParsedAnswer:
+    """Text and calls of a completion as parsed so far."""
 
     text: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ParsedCall] = field(default_factory=list)
 
     def add(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
             if isinstance(piece, Text):
                 self.text += piece.text
             elif isinstance(piece, CallBegin):
-                self.calls.append(Call(piece.name))
+                self.calls.append(ParsedCall(piece.name))
             else:
                 self.calls[piece.index].arguments += piece.text
 
 
 class ToolCallParser(ABC):
-    """Parses one answer as it grows.
+    """Parses a completion as it grows.
 
-    The result does not depend on how the answer is split into pieces. Text that looks like a call but is not one, such
-    as with the name of an unknown tool, stays text. Markers and whitespace around calls are dropped. A possible
-    beginning of a marker is held back until it is decided.
+    The result does not depend on how the completion is split. A call of an unknown tool stays text. Markers and
+    whitespace around calls are dropped. A possible beginning of a marker is held back until more text decides.
 
     Args:
-        names: names of the tools that may be called.
+        names: names of the callable tools.
     """
 
     marker: ClassVar[str]
@@ -306,104 +305,104 @@ class ToolCallParser(ABC):
 
     def __init__(self, names: Set[str]) -> None:
         self._names = names
-        self._text = GrowingText()
+        self._text = TextBuffer()
         self._pieces: list[Piece] = []
         self._space = ""
-        """Held-back whitespace; dropped if a call, or the end of an answer with calls, follows."""
+        """Held-back whitespace; dropped before a call, and at the end of a completion with calls."""
         self._arguments: list[str] = []
-        """Arguments of the newest call that were not returned as a piece yet."""
+        """Arguments of the last call that are not in a piece yet."""
         self.num_calls = 0
-        self._reading = self._read()
+        self._parsing = self._parse()
 
     def feed(self, text: str) -> list[Piece]:
         """Append text, and return the new pieces."""
-        self._text.grow(text)
+        self._text.append(text)
         return self._advance()
 
     def finish(self) -> list[Piece]:
-        """End the answer, and return the pieces that were held back."""
-        self._text.ended = True
+        """End the completion, and return the last pieces."""
+        self._text.is_complete = True
         return self._advance()
 
-    def knows(self, name: str) -> bool:
+    def is_tool(self, name: str) -> bool:
         return name in self._names
 
-    def begin(self, name: str) -> None:
-        self._flush()
+    def begin_call(self, name: str) -> None:
+        self._flush_arguments()
         self._space = ""
         self._pieces.append(CallBegin(self.num_calls, name))
         self.num_calls += 1
 
-    def argue(self, text: str) -> None:
+    def add_arguments(self, text: str) -> None:
         self._arguments.append(text)
 
     @abstractmethod
-    def _read_calls(self) -> Reading[bool]:
-        """Read calls after the marker. Returns whether there are any; if not, the position may be anywhere."""
+    def _read_calls(self) -> Parsing[bool]:
+        """Read calls after the marker. Returns whether there are any; else the position is undefined."""
 
-    def _read_opening(self) -> Reading[None]:
-        """Read calls without marker at the beginning of an answer."""
+    def _read_opening(self) -> Parsing[None]:
+        """Read calls without marker at the beginning of the completion."""
         yield from ()
 
     def _advance(self) -> list[Piece]:
-        next(self._reading, None)
-        self._flush()
+        next(self._parsing, None)
+        self._flush_arguments()
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    def _read(self) -> Reading[None]:
+    def _parse(self) -> Parsing[None]:
         yield from self._read_opening()
         while (yield from self._read_text()):
-            self._text.at += len(self.marker)
-            start = self._text.at
+            self._text.position += len(self.marker)
+            start = self._text.position
             if not (yield from self._read_calls()):
-                self._text.at = start
-                self._say(self.marker)
+                self._text.position = start
+                self._emit_text(self.marker)
         if self._space and not self.num_calls:
             self._pieces.append(Text(self._space))
 
-    def _read_text(self) -> Reading[bool]:
-        """Pass on text up to the marker. Returns whether there is one."""
+    def _read_text(self) -> Parsing[bool]:
+        """Emit text up to the marker. Returns whether there is one."""
         text = self._text
         while True:
-            said, marker, _ = text.unread.partition(self.marker)
-            if marker or text.ended:
-                self._pass(said)
+            visible, marker, _ = text.unread.partition(self.marker)
+            if marker or text.is_complete:
+                self._emit_and_skip(visible)
                 return bool(marker)
-            self._pass(said[: len(said) - _num_begun(said, self.marker)])
+            self._emit_and_skip(visible[: len(visible) - _count_marker_prefix(visible, self.marker)])
             yield
 
-    def _pass(self, text: str) -> None:
-        self._text.at += len(text)
-        self._say(text)
+    def _emit_and_skip(self, text: str) -> None:
+        self._text.position += len(text)
+        self._emit_text(text)
 
-    def _say(self, text: str) -> None:
-        """Pass on text, holding back whitespace at its end."""
-        self._flush()
+    def _emit_text(self, text: str) -> None:
+        """Emit text, but hold back whitespace at its end."""
+        self._flush_arguments()
         text = self._space + text
-        said = text.rstrip()
-        self._space = text[len(said) :]
-        if said:
-            self._pieces.append(Text(said))
+        visible = text.rstrip()
+        self._space = text[len(visible) :]
+        if visible:
+            self._pieces.append(Text(visible))
 
-    def _flush(self) -> None:
+    def _flush_arguments(self) -> None:
         if self._arguments:
             self._pieces.append(Arguments(self.num_calls - 1, "".join(self._arguments)))
             self._arguments = []
 
-    def _skip_closing(self, marker: str) -> Reading[None]:
-        """Skip a closing marker, even if cut off by the end of the text; other text is not skipped."""
-        start = self._text.at
+    def _skip_closing(self, marker: str) -> Parsing[None]:
+        """Skip a closing marker, even one that the end of the text cuts off; does not skip other text."""
+        start = self._text.position
         yield from self._text.skip_space()
         if (yield from self._text.skip(marker)):
             return
-        if self._text.ended and marker.startswith(self._text.unread):
-            self._text.at += len(self._text.unread)
+        if self._text.is_complete and marker.startswith(self._text.unread):
+            self._text.position += len(self._text.unread)
             return
-        self._text.at = start
+        self._text.position = start
 
 
-def _num_begun(text: str, marker: str) -> int:
-    """Return the number of characters at the end of `text` that begin the marker."""
-    longest = min(len(text), len(marker) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
+def _count_marker_prefix(text: str, marker: str) -> int:
+    """Return the length of the longest marker prefix at the end of `text`."""
+    max_length = min(len(text), len(marker) - 1)
+    return next((size for size in range(max_length, 0, -1) if text.endswith(marker[:size])), 0)

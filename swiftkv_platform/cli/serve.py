@@ -57,8 +57,8 @@ def serve(
 ) -> None:
     """Serve a model on this machine with `/generate` and OpenAI's routes, until Ctrl-C."""
     with require_extra("Serving here"):
-        from swiftkv_platform.serve.args import HUB_PREFIX, ReplicaArgs, Served
-        from swiftkv_platform.serve.standalone import serve as answer
+        from swiftkv_platform.serve.args import HUB_PREFIX, ReplicaArgs, ServedConfig
+        from swiftkv_platform.serve.standalone import serve_model
     directory = Path(resolve_model_path(model))
     is_local = directory.is_dir()
     if not is_local and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
@@ -66,7 +66,7 @@ def serve(
             "model", model, ", which is not a directory here; a directory, a .gguf file or a hub id is accepted"
         )
     called = name or (directory.resolve().name if is_local and not model.startswith("builtin:") else model)
-    served = Served(
+    served = ServedConfig(
         model=called,
         artifact_uri=str(directory.resolve()) if is_local else f"{HUB_PREFIX}{model}",
         engine=validate_options(EngineConfig, given),
@@ -87,7 +87,7 @@ def serve(
 
     try:
         with spinner:
-            answer(served, args, host=host, port=port, on_ready=ready)
+            serve_model(served, args, host=host, port=port, on_ready=ready)
     except KeyboardInterrupt:  # how it is meant to end
         return
 

@@ -1,10 +1,11 @@
 """SwiftKV models in an unpatched vLLM: a plugin whose entry point `swiftkv` vLLM calls at start. It registers
-configurations, model classes and load-time checks by name; vLLM loads the other modules when it needs them. Importing
-this one imports neither torch nor vLLM.
+configurations, model classes and load-time checks by name; vLLM imports the other modules when it needs them. Importing
+this module imports neither torch nor vLLM.
 
-vLLM calls it in each of its processes, in some more than once. An untested version of vLLM is checked only when a
-SwiftKV model is loaded, so that it keeps serving other models. vLLM's engine core does not notice when its frontend is
-killed, and would keep the model's memory while a new frontend starts. So it watches the frontend and exits with it.
+vLLM calls the entry point in each of its processes, in some more than once. An untested version of vLLM is checked only
+when a SwiftKV model is loaded, so that other models are not affected. vLLM's engine core does not notice that its
+frontend was killed, and keeps the model's memory while a new frontend starts. So it watches the frontend and exits with
+it.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ import threading
 
 
 def register() -> None:
-    """Make vLLM read, check and serve SwiftKV directories; calling it again changes nothing. Raises `ModelError`: vLLM
-    is too old, or lacks the interfaces that the plugin registers with."""
+    """Make vLLM read, check and serve SwiftKV directories. Idempotent. Raises `ModelError`: vLLM is too old, or lacks
+    the interfaces for registration."""
     import vllm
 
     from swiftkv_platform import configs
     from swiftkv_platform.families import FAMILIES
-    from swiftkv_platform.vllm.versions import is_tested, untested
+    from swiftkv_platform.vllm.versions import is_tested, make_untested_error
 
-    follow_frontend()
+    exit_with_frontend()
     try:
         from vllm import ModelRegistry
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP
@@ -32,7 +33,7 @@ def register() -> None:
     except ImportError as error:
         if is_tested(vllm.__version__):
             raise
-        raise untested(vllm.__version__, [str(error)]) from error
+        raise make_untested_error(vllm.__version__, [str(error)]) from error
     configs.register()
     for name in (family.student_class_name for family in FAMILIES.values()):
         ModelRegistry.register_model(name, f"swiftkv_platform.vllm.causal_lm:{name}")
@@ -40,29 +41,29 @@ def register() -> None:
 
 
 FRONTEND_PID = "SWIFTKV_VLLM_FRONTEND_PID"
-"""Environment variable with the id of the process with which vLLM's processes exit; unset: vLLM's own handling."""
-_WATCHER = "swiftkv-frontend"
+"""Environment variable with the process id of vLLM's frontend; if it is unset, vLLM's processes do not watch it."""
+_WATCHER_THREAD = "swiftkv-frontend"
 
 
-def announce_frontend() -> None:
-    """Make the processes that vLLM starts from this one exit when it does, even if it is killed."""
+def export_frontend_pid() -> None:
+    """Make vLLM's child processes exit with this process, even if it is killed."""
     os.environ[FRONTEND_PID] = str(os.getpid())
 
 
-def follow_frontend() -> None:
-    """Exit this process when the frontend does; a second call changes nothing. No-op in the frontend itself."""
+def exit_with_frontend() -> None:
+    """Exit this process when the frontend exits. Idempotent. Does nothing in the frontend itself."""
     frontend = os.environ.get(FRONTEND_PID)
-    if frontend in (None, str(os.getpid())) or any(thread.name == _WATCHER for thread in threading.enumerate()):
+    if frontend in (None, str(os.getpid())) or any(thread.name == _WATCHER_THREAD for thread in threading.enumerate()):
         return
     try:
         handle = os.pidfd_open(int(frontend or 0))
     except ProcessLookupError:
         os._exit(1)
-    threading.Thread(target=_exit_behind, args=(handle,), name=_WATCHER, daemon=True).start()
+    threading.Thread(target=_exit_after, args=(handle,), name=_WATCHER_THREAD, daemon=True).start()
 
 
-def _exit_behind(handle: int) -> None:
-    waiting = select.poll()
-    waiting.register(handle, select.POLLIN)
-    waiting.poll()
+def _exit_after(handle: int) -> None:
+    poller = select.poll()
+    poller.register(handle, select.POLLIN)
+    poller.poll()
     os._exit(1)

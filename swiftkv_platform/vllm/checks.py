@@ -1,6 +1,6 @@
-"""Checks of vLLM's configuration when it loads a SwiftKV model: refuse unsupported options, enable fast prefill.
+"""Checks of vLLM's configuration for a SwiftKV model: refuse unsupported options, enable fast prefill.
 
-vLLM looks the class up by architecture in `MODELS_CONFIG_MAP`, before it reads weights or picks a model runner.
+vLLM finds the class by architecture in `MODELS_CONFIG_MAP`, before it reads weights or chooses a model runner.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import find_family
-from swiftkv_platform.vllm.quantized import ACCEPTED, is_accepted
+from swiftkv_platform.vllm.quantized import ACCEPTED_METHODS, is_accepted_method
 from swiftkv_platform.vllm.versions import check_version
 
-_FIRST_RUNNER, _SECOND_RUNNER = "swiftkv_platform.vllm.requests", "swiftkv_platform.vllm.second_runner"
-_REQUEST_CHECK, _PREFILL_CHECK = "RefusePromptLogprobs", "OneToken"
+_V1_CHECKS, _V2_CHECKS = "swiftkv_platform.vllm.requests", "swiftkv_platform.vllm.second_runner"
+_REQUEST_CHECK, _PREFILL_CHECK = "PromptLogprobsCheck", "OneTokenCheck"
 _FIRST_DEEP_TOKENS = "swiftkv_platform.vllm.deep_tokens:FirstDeepTokens"
-_SECOND_PROCESSORS = "vllm.v1.worker.gpu.sample.logits_processor"
+_V2_LOGITS_PROCESSORS = "vllm.v1.worker.gpu.sample.logits_processor"
 _SCHEDULER = "swiftkv_platform.vllm.scheduler.make_scheduler"
 _CONNECTORS = ("ExampleConnector", "NixlConnector")
-_NATIVE = "this project's own engine"
+_NATIVE_ENGINE = "this project's own engine"
 
 
 class SwiftKVChecks(VerifyAndUpdateConfig):
-    """The hooks of vLLM's configuration, for all families."""
+    """vLLM's hooks for the configuration of a model, for all families."""
 
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
-        """Raise `ModelError` for a model that vLLM cannot serve, naming option, value and what is accepted."""
+        """Raise `ModelError` for a model that vLLM does not support."""
         check_version(vllm.__version__)
         config: Any = model_config.hf_config
         family = find_family({"model_type": config.model_type})
         if family.vllm_obstacle:
-            raise _refusal(
+            raise _make_error(
                 f"{config.model_type} is not served by vLLM: {family.vllm_obstacle}", "model_type", family.model_type
             )
         if model_config.runner_type == "draft":
-            raise _refusal(
-                "a SwiftKV student cannot be a draft model: vLLM tells it what its target needs, not what it needs "
-                "itself; use a dense model with the same tokens",
+            raise _make_error(
+                "a SwiftKV student cannot be a draft model, since vLLM configures it like the target model; use a "
+                "dense model with the same tokens",
                 "speculative_config.model",
                 model_config.model,
             )
         if model_config.runner_type != "generate":
-            raise _refusal(
+            raise _make_error(
                 "hidden states of skipped tokens do not exist; use runner=generate", "runner", model_config.runner_type
             )
         heads = config.num_key_value_heads_swiftkv
@@ -56,17 +56,17 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
                 "num_key_value_heads_swiftkv",
                 heads,
                 ", but in vLLM, layers that share a KV cache must have the model's "
-                f"{config.num_key_value_heads} key-value heads; {_NATIVE} serves this student",
+                f"{config.num_key_value_heads} key-value heads; {_NATIVE_ENGINE} serves this student",
             )
         if config.swiftkv and config.layer_map.bypassed_layers:
             raise ModelError.for_field(
                 "swiftkv_prefill_layers",
                 config.swiftkv_prefill_layers,
                 ", and vLLM runs every token of a batch through all layers below l; "
-                f"{_NATIVE} (engine.backend native) serves this student",
+                f"{_NATIVE_ENGINE} (engine.backend native) serves this student",
             )
         if not config.swiftkv and not config.swiftkv_teacher_weights:
-            raise _refusal(
+            raise _make_error(
                 "teacher mode needs the teacher's projections, which this checkpoint was exported without",
                 "hf_overrides.swiftkv",
                 False,
@@ -75,69 +75,69 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
         """Refuse options that conflict with skipped tokens or a shared KV cache, and enable vLLM's fast prefill. Raises
-        `ModelError`, naming the option, its value and what is accepted."""
+        `ModelError`."""
         _check_parallelism(vllm_config)
         _check_features(vllm_config)
         config: Any = vllm_config.model_config.hf_config
-        prefill_only = config.swiftkv and config.swiftkv_prefill_only
-        skips = config.swiftkv and config.num_key_value_layers < config.num_hidden_layers and not prefill_only
+        is_prefill_only = config.swiftkv and config.swiftkv_prefill_only
+        skips = config.swiftkv and config.num_key_value_layers < config.num_hidden_layers and not is_prefill_only
         vllm_config.cache_config.kv_sharing_fast_prefill = skips
-        if prefill_only:
+        if is_prefill_only:
             _check_prefill_only(vllm_config)
             _add_request_check(vllm_config, _PREFILL_CHECK)
         elif skips and config.layer_map.deep_leaders:
-            _keep_own(vllm_config)
+            _configure_own_deep_kv(vllm_config)
         elif skips:
-            _refuse_prompt_logprobs(vllm_config)
-            _keep_graphs_piecewise(vllm_config)
+            _add_prompt_logprobs_check(vllm_config)
+            _disable_full_graphs(vllm_config)
 
 
 def _check_prefill_only(vllm_config: VllmConfig) -> None:
     transfer = vllm_config.kv_transfer_config
     if transfer is None or not transfer.is_kv_producer:
-        raise _refusal(
-            "swiftkv_prefill_only is true: this model generates no tokens, it fills KV caches for another server; set "
+        raise _make_error(
+            "swiftkv_prefill_only is true: this model only fills KV caches for another server. Set "
             "kv_transfer_config with a kv_role of kv_producer or kv_both, or serve the whole student",
             "kv_transfer_config",
             None if transfer is None else transfer.kv_role,
         )
     if vllm_config.speculative_config is not None:
-        raise _refusal(
-            "a server that prefills only cannot draft; leave speculative_config out", "speculative_config", "set"
+        raise _make_error(
+            "a prefill-only server cannot draft; leave speculative_config out", "speculative_config", "set"
         )
 
 
-def _keep_own(vllm_config: VllmConfig) -> None:
-    """Set this project's scheduler and logits processor, with which deep tokens keep their own K and V. Raises
-    `ModelError`: an option that conflicts with them."""
+def _configure_own_deep_kv(vllm_config: VllmConfig) -> None:
+    """Set this project's scheduler and logits processor, for deep tokens with their own K and V. Raises `ModelError`
+    for options that conflict with them."""
     speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
     if speculative is not None:
-        raise _refusal(
+        raise _make_error(
             "swiftkv_decode_key_value is 'own', and with drafts vLLM does not report where prompts end; leave "
-            f"speculative_config out, or use num_lookup_tokens in {_NATIVE}",
+            f"speculative_config out, or use num_lookup_tokens in {_NATIVE_ENGINE}",
             "speculative_config.method",
             speculative.method,
         )
     if scheduler.scheduler_cls is not None:
-        raise _refusal(
+        raise _make_error(
             "swiftkv_decode_key_value is 'own', which needs this plugin's scheduler; leave scheduler_cls out",
             "scheduler_cls",
             scheduler.scheduler_cls,
         )
     if vllm_config.model_config.enable_prompt_embeds:
-        raise _refusal(
+        raise _make_error(
             "swiftkv_decode_key_value is 'own', and vLLM does not report the length of prompts that are embeddings; "
             "leave enable_prompt_embeds off",
             "enable_prompt_embeds",
             True,
         )
     scheduler.scheduler_cls = _SCHEDULER
-    if _takes_second_processors(vllm_config):  # there `OwnState` passes the prompt lengths to the model
+    if _uses_v2_logits_processors(vllm_config):  # `OwnKVModelState` passes the prompt lengths to the model
         _add_request_check(vllm_config, _REQUEST_CHECK)
         return
     _add_logits_processor(vllm_config, _FIRST_DEEP_TOKENS)
     if vllm_config.use_v2_model_runner:
-        raise _refusal(
+        raise _make_error(
             f"swiftkv_decode_key_value is 'own', and model runner V2 of vLLM {vllm.__version__} does not report where "
             "prompts end; leave VLLM_USE_V2_MODEL_RUNNER unset, or use vLLM 0.32 or later",
             "VLLM_USE_V2_MODEL_RUNNER",
@@ -145,12 +145,12 @@ def _keep_own(vllm_config: VllmConfig) -> None:
         )
 
 
-def check_graphs_with_own(compilation: CompilationConfig) -> None:
-    """Raise `ModelError` for full CUDA graphs of batches with prompts: such a graph cannot tell a request's last token
-    from the others."""
+def refuse_full_graphs_with_own_kv(compilation: CompilationConfig) -> None:
+    """Raise `ModelError` for full CUDA graphs of batches with prompts, which cannot distinguish a request's last
+    token."""
     mode = compilation.cudagraph_mode
     if mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL:
-        raise _refusal(
+        raise _make_error(
             f"cudagraph_mode is {mode.name}, but with swiftkv_decode_key_value 'own' only decode steps may use full "
             "graphs; use FULL_AND_PIECEWISE, or leave it out",
             "compilation_config.cudagraph_mode",
@@ -158,19 +158,19 @@ def check_graphs_with_own(compilation: CompilationConfig) -> None:
         )
 
 
-def has_second_processors() -> bool:
-    """Whether this vLLM has logits processors for its second model runner (V2): from 0.32 on."""
-    return find_spec(_SECOND_PROCESSORS) is not None
+def has_v2_logits_processors() -> bool:
+    """Whether this vLLM has logits processors for model runner V2 (0.32 and later)."""
+    return find_spec(_V2_LOGITS_PROCESSORS) is not None
 
 
-def _takes_second_processors(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM uses its second model runner (V2), as it does on GPUs, and has logits processors for it."""
-    return vllm_config.use_v2_model_runner and has_second_processors()
+def _uses_v2_logits_processors(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM uses model runner V2, as on GPUs, and has logits processors for it."""
+    return vllm_config.use_v2_model_runner and has_v2_logits_processors()
 
 
 def _add_request_check(vllm_config: VllmConfig, name: str) -> None:
-    """Add the request check of this name, from the module for the model runner in use."""
-    module = _SECOND_RUNNER if _takes_second_processors(vllm_config) else _FIRST_RUNNER
+    """Add the request check of this name, for the current model runner."""
+    module = _V2_CHECKS if _uses_v2_logits_processors(vllm_config) else _V1_CHECKS
     _add_logits_processor(vllm_config, f"{module}:{name}")
 
 
@@ -179,27 +179,27 @@ def _add_logits_processor(vllm_config: VllmConfig, name: str) -> None:
     config.logits_processors = [*(config.logits_processors or ()), name]
 
 
-def _refuse_prompt_logprobs(vllm_config: VllmConfig) -> None:
-    """Add the check that refuses prompt log-probabilities, unless a logits processor would cost a vLLM feature.
+def _add_prompt_logprobs_check(vllm_config: VllmConfig) -> None:
+    """Add the check that refuses prompt log-probabilities, unless a logits processor disables a feature of vLLM.
 
-    vLLM takes no processors with speculative decoding, and with one vLLM 0.30 falls back from model runner V2. In both
-    cases vLLM's server refuses such requests; any that slip through hit an assertion (V1) or give NaN (V2).
+    vLLM has no processors with speculative decoding, and with one vLLM 0.30 falls back from model runner V2 to V1. In
+    both cases vLLM's server refuses such requests; others hit an assertion (V1) or return NaN (V2).
     """
-    keeps_runner = _takes_second_processors(vllm_config) or not vllm_config.use_v2_model_runner
+    keeps_runner = _uses_v2_logits_processors(vllm_config) or not vllm_config.use_v2_model_runner
     if vllm_config.speculative_config is None and keeps_runner:
         _add_request_check(vllm_config, _REQUEST_CHECK)
 
 
-def _keep_graphs_piecewise(vllm_config: VllmConfig) -> None:
+def _disable_full_graphs(vllm_config: VllmConfig) -> None:
     """Disable full CUDA graphs with speculative decoding. vLLM captures decode steps of 1 + k tokens without the
-    indices from which fast prefill builds its metadata: vLLM 0.29 would not start."""
+    indices for fast prefill's metadata: vLLM 0.29 does not start."""
     compilation = vllm_config.compilation_config
     if vllm_config.speculative_config is None:
         return
     if compilation.cudagraph_mode is None:
         compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
     elif compilation.cudagraph_mode.has_full_cudagraphs():
-        raise _refusal(
+        raise _make_error(
             f"cudagraph_mode is {compilation.cudagraph_mode.name}, but a SwiftKV model with drafts cannot use full "
             "graphs; use PIECEWISE, or leave it out",
             "compilation_config.cudagraph_mode",
@@ -213,20 +213,20 @@ def _check_parallelism(vllm_config: VllmConfig) -> None:
         if (value := getattr(parallel, option)) != 1:
             raise ModelError.for_field(option, value, "; SwiftKV models need 1; use tensor_parallel_size instead")
     if parallel.enable_dbo:
-        raise _refusal("dual batch overlap splits a batch that fast prefill reduces; leave it off", "enable_dbo", True)
+        raise _make_error("dual batch overlap is not supported with fast prefill; leave it off", "enable_dbo", True)
 
 
 def _check_features(vllm_config: VllmConfig) -> None:
     if vllm_config.lora_config is not None:
-        raise _refusal(
-            "LoRA adapters are made for a model's own q, k and v projections, which layers >= l of a student do not "
-            "have; leave enable_lora off",
+        raise _make_error(
+            "LoRA adapters need a model's own q, k and v projections, which layers >= l of a student lack; leave "
+            "enable_lora off",
             "enable_lora",
             True,
         )
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_connector not in _CONNECTORS:
-        raise _refusal(
+        raise _make_error(
             f"the KV connector {transfer.kv_connector} is untested with KV caches that layers share; "
             f"{', '.join(_CONNECTORS)} is accepted",
             "kv_transfer_config.kv_connector",
@@ -234,29 +234,29 @@ def _check_features(vllm_config: VllmConfig) -> None:
         )
     _check_drafts(vllm_config)
     quantization = vllm_config.model_config.quantization
-    if quantization is not None and not is_accepted(quantization):
-        raise _refusal(
-            f"weights quantised with {quantization} are untested; {', '.join(ACCEPTED)} or none is accepted",
+    if quantization is not None and not is_accepted_method(quantization):
+        raise _make_error(
+            f"weights quantized with {quantization} are untested; {', '.join(ACCEPTED_METHODS)} or none is accepted",
             "quantization",
             quantization,
         )
 
 
 _DRAFTS = ("ngram", "suffix")
-"""Methods of speculative decoding that need no second model."""
+"""Methods of speculative decoding without a second model."""
 
 
 def _check_drafts(vllm_config: VllmConfig) -> None:
     speculative: Any = vllm_config.speculative_config
     if speculative is not None and speculative.method not in _DRAFTS:
-        raise _refusal(
+        raise _make_error(
             f"the {speculative.method} method drafts from hidden states, which skipped tokens do not have, or with a "
             f"second model, which vLLM does not combine with layers that share a cache; use {' or '.join(_DRAFTS)}, or "
-            f"lossless early exit in {_NATIVE}",
+            f"lossless early exit in {_NATIVE_ENGINE}",
             "speculative_config.method",
             speculative.method,
         )
 
 
-def _refusal(message: str, field: str, value: Any) -> ModelError:
+def _make_error(message: str, field: str, value: Any) -> ModelError:
     return ModelError(message, field=field, value=value)

@@ -1,9 +1,9 @@
-"""Decoder layers from vLLM's modules: layers that compute their KV, layers that read a group's, and a group's KV cache;
-and the attention heads of one tensor-parallel rank, with the operations on each head (norms, RoPE, padding).
+"""Decoder layers from vLLM's modules: layers with their own KV, layers that read a group's KV, and a group's KV cache.
+Also the attention heads of a tensor-parallel rank with their norms, RoPE and padding.
 
-An AcrossKV group has one `GroupKeyValue`, an attention layer that caches K and V of all tokens and never attends; the
-group's layers share its KV cache. vLLM skips prompt tokens in the trailing layers that share KV, so all of a model's
-`GroupKeyValue`s are made before the first layer that reads one.
+An AcrossKV group has one `GroupKVCache`, an attention layer that caches K and V of all tokens and never attends. The
+group's layers share its KV cache. vLLM skips prompt tokens in the trailing layers that share KV, so all `GroupKVCache`s
+of a model are created before the first layer that reads one.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from vllm.platforms import current_platform
 from swiftkv_platform.configs import get_layer_windows
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import Family
-from swiftkv_platform.vllm.deep_tokens import write_own
+from swiftkv_platform.vllm.deep_tokens import write_own_kv
 from swiftkv_platform.vllm.quantized import GROUPS, OWN_QKV, QKV, check_blocks
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Counts and sizes of an attention layer's heads on one tensor-parallel rank."""
+    """Numbers and sizes of an attention layer's heads on one tensor-parallel rank."""
 
     num_heads: int
     num_kv_heads: int
@@ -61,7 +61,7 @@ class Heads:
     total_num_kv_heads: int
 
     @classmethod
-    def of(cls, config: Any) -> Heads:
+    def from_config(cls, config: Any) -> Heads:
         total, total_kv = config.num_attention_heads, config.num_key_value_heads
         tp_size = get_tensor_model_parallel_world_size()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // total
@@ -76,13 +76,13 @@ class Heads:
             num_heads=total // tp_size,
             num_kv_heads=max(1, total_kv // tp_size),
             head_dim=head_dim,
-            stored_dim=_stored_dim(head_dim),
+            stored_dim=_select_stored_dim(head_dim),
             tp_size=tp_size,
             total_num_heads=total,
             total_num_kv_heads=total_kv,
         )
 
-    def pad(self, x: torch.Tensor) -> torch.Tensor:
+    def pad_heads(self, x: torch.Tensor) -> torch.Tensor:
         """Pad heads with zeros: [..., num * head_dim] -> [..., num * stored_dim]. Attention scores do not change."""
         if self.stored_dim == self.head_dim:
             return x
@@ -90,8 +90,8 @@ class Heads:
         padded: torch.Tensor = F.pad(by_head, (0, self.stored_dim - self.head_dim)).flatten(-2)
         return padded
 
-    def trim(self, x: torch.Tensor) -> torch.Tensor:
-        """Undo `pad`: [..., num * stored_dim] -> [..., num * head_dim]."""
+    def trim_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Undo `pad_heads`: [..., num * stored_dim] -> [..., num * head_dim]."""
         if self.stored_dim == self.head_dim:
             return x
         by_head = x.unflatten(-1, (-1, self.stored_dim))
@@ -99,9 +99,9 @@ class Heads:
         return trimmed
 
 
-def _stored_dim(head_dim: int) -> int:
+def _select_stored_dim(head_dim: int) -> int:
     if not current_platform.is_cpu():
-        return head_dim  # vLLM picks an attention backend that supports the size
+        return head_dim  # vLLM chooses an attention backend for the size
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes: list[int] = CPUAttentionBackend.get_supported_head_sizes()
@@ -112,63 +112,63 @@ def _stored_dim(head_dim: int) -> int:
     return min(larger)
 
 
-def norm_class(family: Family) -> Any:
+def get_norm_class(family: Family) -> Any:
     return GemmaRMSNorm if family.norm_offset else RMSNorm
 
 
-class _ByHead(nn.Module):
+class _PerHeadNorm(nn.Module):
     """Mixin that applies a norm to each head separately."""
 
     weight: nn.Parameter
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise each head of [num_tokens, num_heads * head_dim]."""
-        normalised: torch.Tensor = super().forward(x.unflatten(-1, (-1, len(self.weight))).contiguous())
-        return normalised.flatten(-2)
+        """Normalize each head of [num_tokens, num_heads * head_dim]."""
+        normalized: torch.Tensor = super().forward(x.unflatten(-1, (-1, len(self.weight))).contiguous())
+        return normalized.flatten(-2)
 
 
-class HeadNorm(_ByHead, RMSNorm):
+class HeadNorm(_PerHeadNorm, RMSNorm):
     """RMSNorm of each head separately."""
 
 
-class OffsetHeadNorm(_ByHead, GemmaRMSNorm):
+class OffsetHeadNorm(_PerHeadNorm, GemmaRMSNorm):
     """Gemma's RMSNorm of each head separately, which adds 1 to its weights."""
 
 
 class AllHeadsNorm(RMSNorm):
-    """RMSNorm over all heads together, of which each rank holds a part."""
+    """RMSNorm over all heads together, of which each rank has a part."""
 
     def __init__(self, heads: Heads, total: int, eps: float) -> None:
-        self._rows = heads.head_dim * max(1, total // heads.tp_size)
-        super().__init__(self._rows, eps=eps)
-        self._first = heads.head_dim * (get_tensor_model_parallel_rank() * total // heads.tp_size)
+        self._num_rows = heads.head_dim * max(1, total // heads.tp_size)
+        super().__init__(self._num_rows, eps=eps)
+        self._first_row = heads.head_dim * (get_tensor_model_parallel_rank() * total // heads.tp_size)
         self._tp_size = heads.tp_size
-        set_weight_attrs(self.weight, {"weight_loader": self._load})
+        set_weight_attrs(self.weight, {"weight_loader": self._load_rows})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise this rank's [num_tokens, num_heads * head_dim] by the mean square over all ranks."""
+        """Normalize this rank's [num_tokens, num_heads * head_dim] by the mean square over all ranks."""
         if self._tp_size == 1:
-            normalised: torch.Tensor = super().forward(x.contiguous())
-            return normalised
-        wide = x.float()  # if ranks hold copies of heads, each head has equally many
+            normalized: torch.Tensor = super().forward(x.contiguous())
+            return normalized
+        wide = x.float()  # if ranks have copies of heads, each head has equally many
         mean = tensor_model_parallel_all_reduce(wide.square().mean(-1, keepdim=True)) / self._tp_size
-        of_all: torch.Tensor = wide * torch.rsqrt(mean + self.variance_epsilon) * self.weight.float()
-        return of_all.to(x.dtype)
+        scaled: torch.Tensor = wide * torch.rsqrt(mean + self.variance_epsilon) * self.weight.float()
+        return scaled.to(x.dtype)
 
-    def _load(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
-        default_weight_loader(parameter, tensor[self._first : self._first + self._rows])
+    def _load_rows(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        default_weight_loader(parameter, tensor[self._first_row : self._first_row + self._num_rows])
 
 
-def head_norm(family: Family, config: Any, heads: Heads, total: int) -> nn.Module:
-    """Return the family's norm on queries or keys, for `total` heads on all ranks; the identity if it has none."""
+def make_head_norm(family: Family, config: Any, heads: Heads, total: int) -> nn.Module:
+    """Return the family's norm of queries or keys, for `total` heads on all ranks; the identity if it has none."""
     if family.query_key_norms == "all heads":
         return AllHeadsNorm(heads, total, config.rms_norm_eps)
-    of_head = OffsetHeadNorm if family.norm_offset else HeadNorm
-    return of_head(heads.head_dim, eps=config.rms_norm_eps) if family.query_key_norms else nn.Identity()
+    norm = OffsetHeadNorm if family.norm_offset else HeadNorm
+    return norm(heads.head_dim, eps=config.rms_norm_eps) if family.query_key_norms else nn.Identity()
 
 
-def rotary_embedding(config: Any, heads: Heads, layer: int) -> nn.Module:
-    """Return a layer's RoPE, over whole heads or their first dimensions; vLLM reuses a module with equal parameters."""
+def make_rotary_embedding(config: Any, heads: Heads, layer: int) -> nn.Module:
+    """Return a layer's RoPE, of whole heads or their first dimensions. vLLM reuses a module with equal parameters."""
     parameters = config.rope_parameters
     if config.family.has_rope_per_layer_type:
         parameters = parameters[config.layer_types[layer]]
@@ -178,20 +178,20 @@ def rotary_embedding(config: Any, heads: Heads, layer: int) -> nn.Module:
     return rotary
 
 
-def rotate(rotary: nn.Module, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def apply_rope(rotary: nn.Module, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Apply RoPE to queries or to keys alone, [num_tokens, num_heads * head_dim].
 
-    It uses PyTorch's operations: a pass of vLLM's GPU compiler expects vLLM's own operator to get queries and keys.
+    Uses PyTorch's operations, since a pass of vLLM's GPU compiler expects vLLM's operator to get queries and keys.
     """
-    # Phi-3's LongRoPE has only a forward of PyTorch's operations, which requires keys.
+    # Phi-3's LongRoPE has only a PyTorch forward, which requires keys.
     alone: Any = getattr(rotary, "forward_native", None)
     rotated: torch.Tensor = rotary(positions, x, x)[0] if alone is None else alone(positions, x)[0]
     return rotated
 
 
-class OwnAttention(nn.Module):
-    """The teacher's attention: in layers < l, and in every layer in teacher mode. With the name of a `group`, the
-    attention of its leader if deep tokens keep their own K and V: it writes and reads the group's cache."""
+class OwnKVAttention(nn.Module):
+    """Attention with its own K and V: in layers < l, and in all layers in teacher mode. With the name of a `group`, the
+    attention of the group's leader if deep tokens keep their own K and V: it writes and reads the group's cache."""
 
     def __init__(
         self, family: Family, vllm_config: VllmConfig, layer: int, prefix: str, group: str | None = None
@@ -199,7 +199,7 @@ class OwnAttention(nn.Module):
         super().__init__()
         self.group = group
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
-        self.heads = heads = Heads.of(config)
+        self.heads = heads = Heads.from_config(config)
         self.sizes = [count * heads.head_dim for count in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)]
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
@@ -210,39 +210,40 @@ class OwnAttention(nn.Module):
             quant_config=quant_config,
             prefix=f"{prefix}.{QKV if group is None else OWN_QKV}",
         )
-        self.o_proj = _output_projection(family, vllm_config, heads, prefix, is_shared=group is not None)
-        self.q_norm = head_norm(family, config, heads, heads.total_num_heads)
-        self.k_norm = head_norm(family, config, heads, heads.total_num_kv_heads)
-        self.rotary_emb = rotary_embedding(config, heads, layer)
+        self.o_proj = _make_output_projection(family, vllm_config, heads, prefix, is_shared=group is not None)
+        self.q_norm = make_head_norm(family, config, heads, heads.total_num_heads)
+        self.k_norm = make_head_norm(family, config, heads, heads.total_num_kv_heads)
+        self.rotary_emb = make_rotary_embedding(config, heads, layer)
         self.attn = Attention(
-            **_attention_arguments(vllm_config, heads, get_layer_windows(config)[layer]),
+            **_make_attention_arguments(vllm_config, heads, get_layer_windows(config)[layer]),
             prefix=f"{prefix}.attn",
             kv_sharing_target_layer_name=group,
         )
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]; in a leader, `num_tokens` as in `SharedAttention`."""
+        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]; in a leader, `num_tokens` as in
+        `SharedKVAttention`."""
         projected, _ = self.qkv_proj(hidden_states)
         query, key, value = projected.split(self.sizes, dim=-1)
         query, key = self.rotary_emb(positions, self.q_norm(query), self.k_norm(key))
-        query, key, value = map(self.heads.pad, (query, key, value))
+        query, key, value = map(self.heads.pad_heads, (query, key, value))
         if self.group is not None:
             key, value = (x.unflatten(-1, (-1, self.heads.stored_dim)) for x in (key, value))
-            write_own(key, value, self.group)
+            write_own_kv(key, value, self.group)
         attended = self.attn(query, key, value)
-        output: torch.Tensor = self.o_proj(self.heads.trim(attended))[0]
+        output: torch.Tensor = self.o_proj(self.heads.trim_heads(attended))[0]
         return output
 
 
-class SharedAttention(nn.Module):
-    """Attention of a student's layer >= l: its own queries over the KV cache of its group."""
+class SharedKVAttention(nn.Module):
+    """Attention of a student's layer >= l: its own queries, and the KV cache of its group."""
 
     def __init__(
         self, family: Family, vllm_config: VllmConfig, layer: int, prefix: str, group: str, leader: int
     ) -> None:
         super().__init__()
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
-        self.heads = heads = Heads.of(config)
+        self.heads = heads = Heads.from_config(config)
         self.query = ColumnParallelLinear(
             config.hidden_size,
             heads.total_num_heads * heads.head_dim,
@@ -250,27 +251,27 @@ class SharedAttention(nn.Module):
             quant_config=quant_config,
             prefix=f"{prefix}.q_proj_swiftkv",
         )
-        self.o_proj = _output_projection(family, vllm_config, heads, prefix, is_shared=True)
-        self.q_norm = head_norm(family, config, heads, heads.total_num_heads)
-        self.rotary_emb = rotary_embedding(config, heads, leader)
+        self.o_proj = _make_output_projection(family, vllm_config, heads, prefix, is_shared=True)
+        self.q_norm = make_head_norm(family, config, heads, heads.total_num_heads)
+        self.rotary_emb = make_rotary_embedding(config, heads, leader)
         self.attn = Attention(
-            **_attention_arguments(vllm_config, heads, get_layer_windows(config)[layer]),
+            **_make_attention_arguments(vllm_config, heads, get_layer_windows(config)[layer]),
             prefix=f"{prefix}.attn",
             kv_sharing_target_layer_name=group,
         )
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]; the tokens may be only those that need logits."""
+        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]; possibly only for tokens that need logits."""
         query = self.q_norm(self.query(hidden_states)[0])
-        query = self.heads.pad(rotate(self.rotary_emb, positions, query))
+        query = self.heads.pad_heads(apply_rope(self.rotary_emb, positions, query))
         # A layer that shares its KV cache ignores keys and values, but the operator requires tensors.
-        unread = query[..., : self.heads.num_kv_heads * self.heads.stored_dim]
-        output: torch.Tensor = self.o_proj(self.heads.trim(self.attn(query, unread, unread)))[0]
+        unused = query[..., : self.heads.num_kv_heads * self.heads.stored_dim]
+        output: torch.Tensor = self.o_proj(self.heads.trim_heads(self.attn(query, unused, unused)))[0]
         return output
 
 
-def _attention_arguments(vllm_config: VllmConfig, heads: Heads, window: int | None) -> dict[str, Any]:
-    """Return the arguments common to a model's attention layers and KV caches."""
+def _make_attention_arguments(vllm_config: VllmConfig, heads: Heads, window: int | None) -> dict[str, Any]:
+    """Return the common arguments of a model's attention layers and KV caches."""
     config: Any = vllm_config.model_config.hf_config
     multiplier = config.family.get_multiplier(config, "attention_multiplier") if config.family.multipliers else None
     return {
@@ -284,7 +285,7 @@ def _attention_arguments(vllm_config: VllmConfig, heads: Heads, window: int | No
     }
 
 
-def _output_projection(
+def _make_output_projection(
     family: Family, vllm_config: VllmConfig, heads: Heads, prefix: str, *, is_shared: bool
 ) -> nn.Module:
     config: Any = vllm_config.model_config.hf_config
@@ -298,13 +299,13 @@ def _output_projection(
     return projection
 
 
-class GroupKeyValue(Attention):
-    """The KV cache of an AcrossKV group: an attention layer that is written to but never called."""
+class GroupKVCache(Attention):
+    """The KV cache of an AcrossKV group: an attention layer that is never called."""
 
     def __init__(self, vllm_config: VllmConfig, heads: Heads, windows: Sequence[int | None], prefix: str) -> None:
-        # Layers of a group may have different windows: the cache keeps the longest, and each layer masks by its own.
+        # Layers of a group may have different windows: the cache keeps the longest, each layer masks by its own.
         window = None if None in windows else max(window for window in windows if window is not None)
-        super().__init__(**_attention_arguments(vllm_config, heads, window), prefix=prefix)
+        super().__init__(**_make_attention_arguments(vllm_config, heads, window), prefix=prefix)
         self.first_deep: torch.Tensor | None = None
         """First deep position of each request in the batch; None: deep tokens have K and V from x."""
         if not hasattr(self.impl, "do_kv_cache_update"):
@@ -315,35 +316,35 @@ class GroupKeyValue(Attention):
                 value=self.attn_backend.get_name(),
             )
 
-    def write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write_kv(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append a step's keys (with RoPE) and values, each [num_tokens, num_kv_heads, stored_dim], to the cache."""
         unified_kv_cache_update(keys, values, self.layer_name)
         if self.first_deep is None:
-            _transfer(self.layer_name)
+            _transfer_kv(self.layer_name)
 
-    def end_step(self) -> None:
-        """Offer the cache to a KV connector if deep tokens have changed it since `write`."""
+    def finish_step(self) -> None:
+        """Save the cache to a KV connector, if any, after deep tokens have changed it."""
         if self.first_deep is not None:
-            _transfer(self.layer_name)
+            _transfer_kv(self.layer_name)
 
 
-def _nothing(layer_name: str) -> None:
+def _do_nothing(layer_name: str) -> None:
     pass
 
 
-_transfer = maybe_transfer_kv_layer(_nothing)
-"""Wait for a KV connector to load a layer's cache, and offer it the content to save; no-op without a connector."""
+_transfer_kv = maybe_transfer_kv_layer(_do_nothing)
+"""Let a KV connector load and save a layer's cache; does nothing without a connector."""
 
 
-class GroupProjections(nn.Module):
-    """Keys and values of all groups from norm_swiftkv(x), in one matrix product."""
+class GroupKVProjections(nn.Module):
+    """K and V of all groups from norm_swiftkv(x), in one matrix product."""
 
     def __init__(self, family: Family, vllm_config: VllmConfig, leaders: Sequence[int], prefix: str) -> None:
         super().__init__()
         num_groups = len(leaders)
         config = vllm_config.model_config.hf_config
-        self.heads = heads = Heads.of(config)
-        # With more ranks than key-value heads, each rank gets a copy of the head it reads (`spread_heads`).
+        self.heads = heads = Heads.from_config(config)
+        # With more ranks than key-value heads, each rank gets a copy of its head (`repeat_heads`).
         rows = heads.num_kv_heads * heads.tp_size * heads.head_dim
         self.projection = MergedColumnParallelLinear(
             config.hidden_size,
@@ -354,10 +355,10 @@ class GroupProjections(nn.Module):
         )
         check_blocks(self.projection)
         self.num_groups = num_groups
-        self.k_norms = nn.ModuleList(head_norm(family, config, heads, heads.total_num_kv_heads) for _ in leaders)
+        self.k_norms = nn.ModuleList(make_head_norm(family, config, heads, heads.total_num_kv_heads) for _ in leaders)
         self.has_head_norms = family.query_key_norms is not None
-        self.rotary_embs = nn.ModuleList(rotary_embedding(config, heads, leader) for leader in leaders)
-        self.rotates_alike = len(set(self.rotary_embs)) == 1
+        self.rotary_embs = nn.ModuleList(make_rotary_embedding(config, heads, leader) for leader in leaders)
+        self.has_equal_rope = len(set(self.rotary_embs)) == 1
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[num_tokens, hidden_size] -> keys and values, each [num_tokens, num_groups, num_kv_heads, stored_dim]."""
@@ -365,17 +366,17 @@ class GroupProjections(nn.Module):
         if self.has_head_norms:
             parts = keys.chunk(self.num_groups, dim=-1)
             keys = torch.cat([norm(part) for norm, part in zip(self.k_norms, parts, strict=True)], dim=-1)
-        if self.rotates_alike:
-            keys = rotate(self.rotary_embs[0], positions, keys)
+        if self.has_equal_rope:
+            keys = apply_rope(self.rotary_embs[0], positions, keys)
         else:
             by_group = zip(self.rotary_embs, keys.chunk(self.num_groups, dim=-1), strict=True)
-            keys = torch.cat([rotate(rotary, positions, part) for rotary, part in by_group], dim=-1)
+            keys = torch.cat([apply_rope(rotary, positions, part) for rotary, part in by_group], dim=-1)
         shape = (self.num_groups, self.heads.num_kv_heads, self.heads.stored_dim)
-        return self.heads.pad(keys).unflatten(-1, shape), self.heads.pad(values).unflatten(-1, shape)
+        return self.heads.pad_heads(keys).unflatten(-1, shape), self.heads.pad_heads(values).unflatten(-1, shape)
 
-    def spread_heads(self, kind: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Repeat each head's part of a key or value projection's tensor for the ranks that read that head. `kind`:
-        `weight`, `bias`, scales, ..."""
+    def repeat_heads(self, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Repeat each head's part of a K or V projection's tensor for the ranks with that head. `kind`: `weight`,
+        `bias`, scales, ..."""
         heads = self.heads
         repeats = heads.num_kv_heads * heads.tp_size // heads.total_num_kv_heads
         parameter: Any = getattr(self.projection, kind, None)
@@ -396,70 +397,70 @@ _NORMS = {
         "post_feedforward_layernorm",
     ),
 }
-"""Names of a layer's norms: before and after its attention, before and after its feed-forward part."""
+"""Names of a layer's norms: before and after attention, before and after feed-forward."""
 
 
-def add_and_normalise(
+def add_and_normalize(
     norm: nn.Module | None, hidden_states: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of both, normalised if there is a `norm`, and the sum itself. `residual`: None is zero."""
+    """Return (norm(sum), sum) of hidden states and residual. `norm`: None is the identity; `residual`: None is zero."""
     if residual is None:
         return (hidden_states if norm is None else norm(hidden_states)), hidden_states
     if norm is None:
         residual = hidden_states + residual
         return residual, residual
-    normalised: tuple[torch.Tensor, torch.Tensor] = norm(hidden_states, residual)
-    return normalised
+    normalized: tuple[torch.Tensor, torch.Tensor] = norm(hidden_states, residual)
+    return normalized
 
 
 class DecoderLayer(nn.Module):
-    """One decoder layer; the caller passes `self_attn`, whose class depends on the layer."""
+    """A decoder layer. `self_attn`: `OwnKVAttention` or `SharedKVAttention`."""
 
     def __init__(self, family: Family, vllm_config: VllmConfig, layer: int, self_attn: nn.Module, prefix: str) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.self_attn = self_attn
-        name, feed_forward = _feed_forward(family, vllm_config, layer, prefix)
+        name, feed_forward = _make_feed_forward(family, vllm_config, layer, prefix)
         self.feed_forward_name = name
         self.add_module(name, feed_forward)
         self.branch_scale = family.get_multiplier(config, "residual_multiplier")
         self.norm_names = _NORMS[family.norms]
         for norm in filter(None, self.norm_names):
-            self.add_module(norm, norm_class(family)(config.hidden_size, eps=config.rms_norm_eps))
+            self.add_module(norm, get_norm_class(family)(config.hidden_size, eps=config.rms_norm_eps))
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the layer's output and the residual yet to be added to it, each [num_tokens, hidden_size]."""
+        """Return the layer's output and the residual to add to it, each [num_tokens, hidden_size]."""
         norms = (None if name is None else getattr(self, name) for name in self.norm_names)
-        before_attention, behind_attention, before_feed_forward, behind_feed_forward = norms
-        hidden_states, residual = add_and_normalise(before_attention, hidden_states, residual)
-        hidden_states = self._scaled(self.self_attn(positions, hidden_states))
-        if behind_attention is not None:
-            hidden_states = behind_attention(hidden_states)
-        hidden_states, residual = add_and_normalise(before_feed_forward, hidden_states, residual)
-        hidden_states = self._scaled(getattr(self, self.feed_forward_name)(hidden_states))
-        return hidden_states if behind_feed_forward is None else behind_feed_forward(hidden_states), residual
+        before_attention, after_attention, before_feed_forward, after_feed_forward = norms
+        hidden_states, residual = add_and_normalize(before_attention, hidden_states, residual)
+        hidden_states = self._scale_branch(self.self_attn(positions, hidden_states))
+        if after_attention is not None:
+            hidden_states = after_attention(hidden_states)
+        hidden_states, residual = add_and_normalize(before_feed_forward, hidden_states, residual)
+        hidden_states = self._scale_branch(getattr(self, self.feed_forward_name)(hidden_states))
+        return hidden_states if after_feed_forward is None else after_feed_forward(hidden_states), residual
 
-    def _scaled(self, branch: torch.Tensor) -> torch.Tensor:
+    def _scale_branch(self, branch: torch.Tensor) -> torch.Tensor:
         return branch if self.branch_scale == 1.0 else branch * self.branch_scale
 
 
-def _feed_forward(family: Family, vllm_config: VllmConfig, layer: int, prefix: str) -> tuple[str, nn.Module]:
-    """Make the feed-forward part of a layer; returns its name in the checkpoint, and the module."""
+def _make_feed_forward(family: Family, vllm_config: VllmConfig, layer: int, prefix: str) -> tuple[str, nn.Module]:
+    """Return the name in the checkpoint and the module of a layer's feed-forward part."""
     config = vllm_config.model_config.hf_config
     name = "block_sparse_moe" if family.feed_forward == "mixtral" else "mlp"
     common: dict[str, Any] = {"quant_config": vllm_config.quant_config, "prefix": f"{prefix}.{name}"}
     sizes = config.hidden_size, config.intermediate_size
     if family.feed_forward == "mixtral":
         return name, MixtralMoE(config.num_local_experts, config.num_experts_per_tok, *sizes, **common)
-    sparse = (
+    is_sparse = (
         family.feed_forward == "qwen3_moe"
         and layer not in config.mlp_only_layers
         and config.num_experts > 0
         and (layer + 1) % config.decoder_sparse_step == 0
     )
-    if sparse:
+    if is_sparse:
         return name, Qwen3MoeSparseMoeBlock(vllm_config, prefix=common["prefix"])
     if family.feed_forward == "gated_gelu":
         return name, Gemma3MLP(*sizes, config.hidden_activation, **common)

@@ -4,12 +4,12 @@
     write:      K and V into the groups' caches                                 all tokens
     upper half: layers >= l, final norm                                         tokens whose logits are needed
 
-If deep tokens keep their own K and V, the first layer of each group overwrites those from x before it attends
-(`deep_tokens.py`).
+If deep tokens keep their own K and V, the first layer of each group overwrites their K and V from x before its
+attention (`deep_tokens.py`).
 
-vLLM's fast prefill for models that share KV selects the tokens whose logits are needed: it gives the layers that read
-a shared cache separate attention metadata. The write must stay outside the compiled halves: its operator declares no
-mutation, and a compiler drops a call whose result is unused.
+vLLM's fast prefill for models that share KV selects the tokens whose logits are needed: layers that read a shared cache
+get separate attention metadata. The write must be outside the compiled halves, since its operator declares no mutation
+and compilers drop calls with unused results.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from vllm.v1.attention.backends.utils import KVSharingFastPrefillMetadata
 from swiftkv_platform.configs import get_layer_windows
 from swiftkv_platform.families import Family
 from swiftkv_platform.student_shape import LayerMap
-from swiftkv_platform.vllm.checks import check_graphs_with_own
-from swiftkv_platform.vllm.deep_tokens import WRITE_OPERATOR, own_slots
+from swiftkv_platform.vllm.checks import refuse_full_graphs_with_own_kv
+from swiftkv_platform.vllm.deep_tokens import WRITE_OPERATOR, compute_own_slots
 from swiftkv_platform.vllm.layers import (
     DecoderLayer,
-    GroupKeyValue,
-    GroupProjections,
-    OwnAttention,
-    SharedAttention,
-    add_and_normalise,
-    norm_class,
+    GroupKVCache,
+    GroupKVProjections,
+    OwnKVAttention,
+    SharedKVAttention,
+    add_and_normalize,
+    get_norm_class,
 )
-from swiftkv_platform.vllm.quantized import name_parts
+from swiftkv_platform.vllm.quantized import set_fused_parts
 
 
-def _run(
+def _run_layers(
     layers: Iterable[nn.Module], positions: torch.Tensor, hidden_states: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     residual = None
@@ -55,7 +55,7 @@ def _run(
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0})
 class DenseDecoder(nn.Module):
-    """All layers and the final norm: teacher mode, and students whose layers all compute their KV."""
+    """All layers and the final norm: for teacher mode, and students whose layers all have their own KV."""
 
     def __init__(self, *, embed_tokens: nn.Module, layers: nn.ModuleList, norm: nn.Module) -> None:
         super().__init__()
@@ -66,8 +66,8 @@ class DenseDecoder(nn.Module):
     ) -> torch.Tensor:
         """[num_tokens] -> [num_tokens, hidden_size]."""
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        hidden_states, residual = _run(self.layers, positions, hidden_states)
-        return add_and_normalise(self.norm, hidden_states, residual)[0]
+        hidden_states, residual = _run_layers(self.layers, positions, hidden_states)
+        return add_and_normalize(self.norm, hidden_states, residual)[0]
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0})
@@ -75,7 +75,7 @@ class LowerHalf(nn.Module):
     """Layers < l, and the K and V of all groups."""
 
     def __init__(
-        self, *, embed_tokens: nn.Module, layers: nn.ModuleList, norm: nn.Module | None, groups: GroupProjections
+        self, *, embed_tokens: nn.Module, layers: nn.ModuleList, norm: nn.Module | None, groups: GroupKVProjections
     ) -> None:
         super().__init__()
         self.embed_tokens, self.layers, self.norm, self.groups = embed_tokens, layers, norm, groups
@@ -85,9 +85,9 @@ class LowerHalf(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return x [num_tokens, hidden_size], keys and values [num_tokens, num_groups, num_kv_heads, stored_dim]."""
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        hidden_states, residual = _run(self.layers, positions, hidden_states)
-        normalised, x = add_and_normalise(self.norm, hidden_states, residual)
-        keys, values = self.groups(positions, normalised)
+        hidden_states, residual = _run_layers(self.layers, positions, hidden_states)
+        normalized, x = add_and_normalize(self.norm, hidden_states, residual)
+        keys, values = self.groups(positions, normalized)
         return x, keys, values
 
 
@@ -100,13 +100,13 @@ class UpperHalf(nn.Module):
         self.layers, self.norm = layers, norm
 
     def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """[num_kept, hidden_size] -> [num_kept, hidden_size]."""
-        hidden_states, residual = _run(self.layers, positions, x)
-        return add_and_normalise(self.norm, hidden_states, residual)[0]
+        """[num_selected, hidden_size] -> [num_selected, hidden_size]."""
+        hidden_states, residual = _run_layers(self.layers, positions, x)
+        return add_and_normalize(self.norm, hidden_states, residual)[0]
 
 
 class ScaledEmbedding(VocabParallelEmbedding):
-    """Embeddings times the family's factor."""
+    """Embeddings times the family's embedding multiplier."""
 
     scale = 1.0
 
@@ -116,50 +116,50 @@ class ScaledEmbedding(VocabParallelEmbedding):
 
 
 class SwiftKVDecoder(nn.Module):
-    """The decoder (`model` of a checkpoint's names) of any family."""
+    """The decoder (`model` in a checkpoint's tensor names) of all families."""
 
     def __init__(self, *, family: Family, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
-        # In teacher mode (`swiftkv: false`) the map is dense, and every token needs all layers.
+        # In teacher mode (`swiftkv: false`) the map is dense, and all tokens run all layers.
         self.layer_map: LayerMap = config.layer_map if config.swiftkv else LayerMap.dense(config.num_hidden_layers)
         if quant_config is not None:
-            name_parts(quant_config, self.layer_map)
+            set_fused_parts(quant_config, self.layer_map)
         self.embed_tokens = ScaledEmbedding(
             config.vocab_size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
         )
         self.embed_tokens.scale = family.get_multiplier(config, "embedding_multiplier")
         if family.multipliers == "sizes":  # rounded to the weights' dtype
             self.embed_tokens.scale = torch.tensor(self.embed_tokens.scale).to(vllm_config.model_config.dtype).item()
-        self.prefill_only = bool(self.layer_map.leaders) and config.swiftkv_prefill_only
+        self.is_prefill_only = bool(self.layer_map.leaders) and config.swiftkv_prefill_only
         """Whether the model has no layers >= l."""
-        if not self.prefill_only:
-            self.norm = norm_class(family)(config.hidden_size, eps=config.rms_norm_eps)
+        if not self.is_prefill_only:
+            self.norm = get_norm_class(family)(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(
             DecoderLayer(
                 family,
                 vllm_config,
                 layer,
-                OwnAttention(family, vllm_config, layer, f"{prefix}.layers.{layer}.self_attn"),
+                OwnKVAttention(family, vllm_config, layer, f"{prefix}.layers.{layer}.self_attn"),
                 f"{prefix}.layers.{layer}",
             )
             for layer in range(self.layer_map.num_key_value_layers)
         )
         self.dense: DenseDecoder | None = None
         if self.layer_map.leaders:
-            self._add_student(family, vllm_config, prefix)
+            self._add_student_layers(family, vllm_config, prefix)
         else:
             with set_model_tag("dense"):
                 self.dense = DenseDecoder(embed_tokens=self.embed_tokens, layers=self.layers, norm=self.norm)
 
-    def _add_student(self, family: Family, vllm_config: VllmConfig, prefix: str) -> None:
+    def _add_student_layers(self, family: Family, vllm_config: VllmConfig, prefix: str) -> None:
         config, layer_map = vllm_config.model_config.hf_config, self.layer_map
         windows = get_layer_windows(config)
-        normalises = family.has_input_norm
-        self.norm_swiftkv = norm_class(family)(config.hidden_size, eps=config.rms_norm_eps) if normalises else None
-        self.groups = GroupProjections(family, vllm_config, layer_map.leaders, prefix)
-        self.writers = tuple(
-            GroupKeyValue(
+        normalizes = family.has_input_norm
+        self.norm_swiftkv = get_norm_class(family)(config.hidden_size, eps=config.rms_norm_eps) if normalizes else None
+        self.groups = GroupKVProjections(family, vllm_config, layer_map.leaders, prefix)
+        self.group_caches = tuple(
+            GroupKVCache(
                 vllm_config,
                 self.groups.heads,
                 [windows[layer] for layer in layer_map.get_group(leader)],
@@ -167,109 +167,115 @@ class SwiftKVDecoder(nn.Module):
             )
             for leader in layer_map.leaders
         )
-        self.caches = nn.ModuleList(self.writers)
+        self.caches = nn.ModuleList(self.group_caches)
         first = layer_map.num_key_value_layers
         with set_model_tag("lower"):
             self.lower = LowerHalf(
                 embed_tokens=self.embed_tokens, layers=self.layers[:first], norm=self.norm_swiftkv, groups=self.groups
             )
-        if self.prefill_only:
+        if self.is_prefill_only:
             return
         for layer in range(first, layer_map.num_hidden_layers):
             name, leader = f"{prefix}.layers.{layer}", layer_map.get_leader(layer)
             arguments = family, vllm_config, layer, f"{name}.self_attn", f"{prefix}.layers.{leader}.group"
             own = layer in layer_map.deep_leaders
-            attention = OwnAttention(*arguments) if own else SharedAttention(*arguments, leader)
+            attention = OwnKVAttention(*arguments) if own else SharedKVAttention(*arguments, leader)
             self.layers.append(DecoderLayer(family, vllm_config, layer, attention, name))
-        self.reader_name = attention.attn.layer_name
+        self.reader_layer_name = attention.attn.layer_name
         with set_model_tag("upper"):
             self.upper = UpperHalf(layers=self.layers[first:], norm=self.norm)
         if layer_map.deep_leaders:
-            self._keep_own(vllm_config)
-        # CUDA graphs of the upper half read their input from its address at capture.
+            self._enable_own_deep_kv(vllm_config)
+        # CUDA graphs of the upper half read their input from the address at capture.
         size, device = vllm_config.scheduler_config.max_num_batched_tokens, self.norm.weight.device
         self.upper_positions = torch.zeros(size, dtype=torch.int64, device=device)
         self.upper_input = torch.zeros((size, config.hidden_size), dtype=vllm_config.model_config.dtype, device=device)
 
-    def _keep_own(self, vllm_config: VllmConfig) -> None:
-        """Let deep tokens write their own K and V. Raises `ModelError`: full CUDA graphs of batches with prompts."""
+    def _enable_own_deep_kv(self, vllm_config: VllmConfig) -> None:
+        """Let deep tokens write their own K and V. Raises `ModelError` for full CUDA graphs of batches with prompts."""
         compilation = vllm_config.compilation_config
-        check_graphs_with_own(compilation)
+        refuse_full_graphs_with_own_kv(compilation)
         if compilation.splitting_ops and WRITE_OPERATOR not in compilation.splitting_ops:
             compilation.splitting_ops.append(WRITE_OPERATOR)  # like attention, it reads slots from the step's context
         layers: Any = self.layers
         self.groups.k_norms = nn.ModuleList(layers[leader].self_attn.k_norm for leader in self.layer_map.leaders)
         size, device = vllm_config.scheduler_config.max_num_batched_tokens, self.norm.weight.device
         first_deep = torch.zeros(size, dtype=torch.int64, device=device)
-        for cache in self.writers:
+        for cache in self.group_caches:
             cache.first_deep = first_deep
 
     def forward(
         self, input_ids: torch.Tensor | None, positions: torch.Tensor, inputs_embeds: torch.Tensor | None
     ) -> torch.Tensor:
-        """[num_tokens] -> [num_tokens, hidden_size]; rows of tokens whose logits are not needed are NaN. A prefill-only
+        """[num_tokens] -> [num_tokens, hidden_size]; NaN in rows of tokens whose logits are not needed. A prefill-only
         model returns x."""
         if self.dense is not None:
             dense: torch.Tensor = self.dense(input_ids, positions, inputs_embeds)
             return dense
+        # 1. lower half: all tokens
         x: torch.Tensor
         x, keys, values = self.lower(input_ids, positions, inputs_embeds)
-        for group, cache in enumerate(self.writers):
-            cache.write(keys[:, group], values[:, group])
-        if self.prefill_only:
+        # 2. write K and V of all tokens
+        for group, cache in enumerate(self.group_caches):
+            cache.write_kv(keys[:, group], values[:, group])
+        if self.is_prefill_only:
             return x
-        kept = self._kept_tokens()
-        if kept is None:
-            output = self._upper(positions, x, None)
+        # 3. upper half: tokens whose logits are needed
+        selected = self._select_upper_tokens()
+        if selected is None:
+            output = self._run_upper_half(positions, x, None)
         else:
-            padded, num_kept = kept
-            hidden_states = self._upper(positions[padded], x[padded], kept)
-            # NaN, so that a row that was never computed cannot be mistaken for a result.
+            padded, num_selected = selected
+            hidden_states = self._run_upper_half(positions[padded], x[padded], selected)
+            # NaN marks rows that were not computed.
             output = torch.full_like(x, torch.nan)
-            output[padded[:num_kept]] = hidden_states[:num_kept]
-        for cache in self.writers:
-            cache.end_step()
+            output[padded[:num_selected]] = hidden_states[:num_selected]
+        for cache in self.group_caches:
+            cache.finish_step()
         return output
 
-    def _kept_tokens(self) -> tuple[torch.Tensor, int] | None:
-        """Return the indices of tokens whose logits are needed, padded to a CUDA graph size, and their number. None if
-        all tokens' logits are needed (a decode step) or it is unknown (profiling, capture of a full graph)."""
+    def _select_upper_tokens(self) -> tuple[torch.Tensor, int] | None:
+        """Return the indices of the tokens whose logits are needed, padded to a CUDA graph size, and their number. None
+        if all logits are needed (a decode step), or if it is unknown (profiling, capture of a full graph)."""
         metadata = get_forward_context().attn_metadata
         if metadata is None:
             return None
         assert isinstance(metadata, dict)
-        upper = metadata[self.reader_name]
+        upper = metadata[self.reader_layer_name]
         if not isinstance(upper, KVSharingFastPrefillMetadata) or upper.logits_indices_padded is None:
             return None
         assert upper.num_logits_indices
-        if upper.num_logits_indices == metadata[self.writers[0].layer_name].num_actual_tokens:
+        if upper.num_logits_indices == metadata[self.group_caches[0].layer_name].num_actual_tokens:
             return None
         return upper.logits_indices_padded, upper.num_logits_indices
 
-    def _upper(self, positions: torch.Tensor, x: torch.Tensor, kept: tuple[torch.Tensor, int] | None) -> torch.Tensor:
+    def _run_upper_half(
+        self, positions: torch.Tensor, x: torch.Tensor, selected: tuple[torch.Tensor, int] | None
+    ) -> torch.Tensor:
         """Run the upper half on the rows at `positions`, with a batch descriptor and slots for these rows."""
         size = x.shape[0]
         self.upper_positions[:size].copy_(positions)
         self.upper_input[:size].copy_(x)
         context = get_forward_context()
         descriptor, slots = context.batch_descriptor, context.slot_mapping
-        if descriptor is not None:  # else the piecewise graphs of the whole batch's size would be replayed
+        if descriptor is not None:  # else the piecewise graphs for the size of the whole batch are replayed
             context.batch_descriptor = replace(descriptor, num_tokens=size)
-        context.slot_mapping = slots | self._own_slots(slots, positions, kept)
+        context.slot_mapping = slots | self._compute_own_slots(slots, positions, selected)
         hidden_states: torch.Tensor = self.upper(self.upper_positions[:size], self.upper_input[:size])
         context.batch_descriptor, context.slot_mapping = descriptor, slots
         return hidden_states
 
-    def _own_slots(
-        self, slots: dict[str, torch.Tensor], positions: torch.Tensor, kept: tuple[torch.Tensor, int] | None
+    def _compute_own_slots(
+        self, slots: dict[str, torch.Tensor], positions: torch.Tensor, selected: tuple[torch.Tensor, int] | None
     ) -> dict[str, torch.Tensor]:
-        """Return the slots, by group, of rows that write their own K and V; empty if none do, or without a cache."""
-        of_rows: dict[int, torch.Tensor] = {}  # groups share slots: compute them once a step
-        found: dict[str, torch.Tensor] = {}
-        for cache in self.writers:
+        """Return the cache slots by group for rows with their own K and V; empty if there are none, or without a
+        cache."""
+        by_slots: dict[int, torch.Tensor] = {}  # groups share slots: compute them once per step
+        by_layer: dict[str, torch.Tensor] = {}
+        for cache in self.group_caches:
             if cache.first_deep is not None and cache.layer_name in slots:
-                given = slots[cache.layer_name]
-                if id(given) not in of_rows:
-                    of_rows[id(given)] = own_slots(given, positions, cache.first_deep, kept)
-                found[cache.layer_name] = of_rows[id(given)]
-        return found
+                group_slots = slots[cache.layer_name]
+                if id(group_slots) not in by_slots:
+                    by_slots[id(group_slots)] = compute_own_slots(group_slots, positions, cache.first_deep, selected)
+                by_layer[cache.layer_name] = by_slots[id(group_slots)]
+        return by_layer

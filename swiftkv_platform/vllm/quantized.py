@@ -1,7 +1,7 @@
-"""Quantised weights: the names that vLLM needs before it makes a layer.
+"""Quantized weights: names of projections for vLLM's quantization configuration.
 
-A `quantization_config` uses the checkpoint's names of projections. So each layer is made under its checkpoint name, or
-under a name from `name_parts` if it fuses several; vLLM's own names are used only when tensors are loaded.
+A `quantization_config` has the checkpoint's names of projections. So each layer is created with its checkpoint name, or
+with a name of `set_fused_parts` if it fuses several; vLLM's own names are used only for loading tensors.
 """
 
 from __future__ import annotations
@@ -15,41 +15,40 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.student_shape import LayerMap
 
-ACCEPTED = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
-"""Accepted quantisation methods; vLLM's variants of them (`auto_awq`, `fp8_per_block`, ...) are accepted too."""
+ACCEPTED_METHODS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
+"""Accepted quantization methods; vLLM's variants of them (`auto_awq`, `fp8_per_block`, ...) are accepted too."""
 QKV, GATE_UP = "qkv_proj", "gate_up_proj"
 OWN_QKV = "qkv_proj_decode_swiftkv"
 """Fused projection of a leader whose deep tokens keep their own K and V."""
 GROUPS = "kv_proj_swiftkv"
-"""Fused projection of all groups; in names it takes the place of a layer's number."""
-OPTIONAL = {"g_idx", "weight_g_idx", "weight_shape", "input_scale_ub"}
-"""Parameters that a checkpoint need not have."""
-_LISTS = ("ignored_layers", "ignore_list")
-"""Fields of vLLM's configurations that hold whole names, whereas transformers matches parts of names."""
+"""Fused projection of all groups; in names it replaces a layer's number."""
+OPTIONAL_PARAMETERS = {"g_idx", "weight_g_idx", "weight_shape", "input_scale_ub"}
+"""Parameters that a checkpoint may lack."""
+_IGNORE_FIELDS = ("ignored_layers", "ignore_list")
+"""Fields of vLLM's configurations with whole names; those of transformers match parts of names."""
 
 
-def is_accepted(method: str) -> bool:
-    """Whether a method is one of `ACCEPTED` or a variant of one."""
+def is_accepted_method(method: str) -> bool:
+    """Whether a method is one of `ACCEPTED_METHODS` or a variant of one."""
     plain = method.removeprefix("auto_").removesuffix("_marlin")
-    return plain in ACCEPTED or plain.startswith("fp8_")
+    return plain in ACCEPTED_METHODS or plain.startswith("fp8_")
 
 
-def name_parts(quant_config: QuantizationConfig, layer_map: LayerMap) -> None:
-    """Add to a configuration the parts of each fused projection, and the whole names of the projections that are not
-    quantised."""
+def set_fused_parts(quant_config: QuantizationConfig, layer_map: LayerMap) -> None:
+    """Add the parts of fused projections to a configuration, and the whole names of unquantized projections."""
     quant_config.packed_modules_mapping = {
         QKV: ["q_proj", "k_proj", "v_proj"],
         GATE_UP: ["gate_proj", "up_proj"],
         OWN_QKV: ["q_proj_swiftkv", "k_proj_decode_swiftkv", "v_proj_decode_swiftkv"],
         GROUPS: [f"{leader}.self_attn.{part}_proj_swiftkv" for part in "kv" for leader in layer_map.leaders],
     }
-    for field in _LISTS:
+    for field in _IGNORE_FIELDS:
         if listed := getattr(quant_config, field, None):
-            setattr(quant_config, field, [*listed, *_spared(listed, layer_map.num_hidden_layers)])
+            setattr(quant_config, field, [*listed, *_list_unquantized(listed, layer_map.num_hidden_layers)])
 
 
 def check_blocks(projection: Any) -> None:
-    """Raise `ModelError` if a part of a fused projection would begin inside a block that shares one scale."""
+    """Raise `ModelError` if a part of a fused projection begins inside a block with one scale."""
     block, sizes = getattr(projection, "weight_block_size", None), projection.output_partition_sizes
     if block and any(size % block[0] for size in sizes):
         raise ModelError(
@@ -60,8 +59,8 @@ def check_blocks(projection: Any) -> None:
         )
 
 
-def _spared(listed: Iterable[str], num_layers: int) -> Iterator[str]:
-    """Return the whole names of the projections that transformers would match by `listed`, which has parts of names."""
+def _list_unquantized(listed: Iterable[str], num_layers: int) -> Iterator[str]:
+    """Return the whole names of the projections that `listed`, parts of names, matches in transformers."""
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
     parts: list[str] = [f"self_attn.{name}{suffix}" for name in attention for suffix in ("", "_swiftkv")]
     parts += [f"self_attn.{part}_proj_decode_swiftkv" for part in "kv"]

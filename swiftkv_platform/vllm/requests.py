@@ -1,8 +1,8 @@
-"""Check of each request to a student before vLLM queues it: prompt log-probabilities are refused.
+"""Checks of requests to a student before vLLM queues them: prompt log-probabilities are refused.
 
-Skipped prompt tokens have no logits. vLLM itself would fail only in the model runner, which kills the engine. A logits
-processor is the hook that sees a request's parameters; these change no logits. They are for the first model runner;
-`second_runner.py` has those for the second one.
+Skipped prompt tokens have no logits, and vLLM would fail only in the model runner, which kills the engine. vLLM's hook
+for a request's parameters is a logits processor; these do not change logits. These are for model runner V1;
+`second_runner.py` has those for V2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
 
 def refuse_prompt_logprobs(params: SamplingParams) -> None:
-    """Raise `VLLMValidationError`, which vLLM's server answers with HTTP 400, if prompt log-probabilities are asked."""
+    """Raise `VLLMValidationError` (HTTP 400) for a request of prompt log-probabilities."""
     if params.prompt_logprobs is not None:
         raise VLLMValidationError(
             f"prompt_logprobs is {params.prompt_logprobs}, but a SwiftKV model skips prompt tokens and has no logits "
@@ -27,19 +27,19 @@ def refuse_prompt_logprobs(params: SamplingParams) -> None:
 
 
 def require_one_token(params: SamplingParams) -> None:
-    """Raise `VLLMValidationError` (HTTP 400) unless a request to a prefill-only server asks for one plain token."""
+    """Raise `VLLMValidationError` (HTTP 400) unless a request to a prefill-only server is for one token."""
     refuse_prompt_logprobs(params)
     if params.max_tokens != 1 or params.logprobs is not None:
         raise VLLMValidationError(
-            f"max_tokens is {params.max_tokens} and logprobs {params.logprobs}, but this server prefills only; send "
-            "max_tokens 1 without logprobs, and the prompt to a server that decodes",
+            f"max_tokens is {params.max_tokens} and logprobs {params.logprobs}, but this is a prefill-only server; "
+            "send max_tokens 1 without logprobs, and the prompt to a server that decodes",
             parameter="max_tokens",
             value=params.max_tokens,
         )
 
 
-class RefusePromptLogprobs(LogitsProcessor):
-    """A logits processor that validates parameters and does nothing else."""
+class PromptLogprobsCheck(LogitsProcessor):
+    """A logits processor that only validates parameters."""
 
     validate_params = staticmethod(refuse_prompt_logprobs)
 
@@ -56,7 +56,7 @@ class RefusePromptLogprobs(LogitsProcessor):
         pass
 
 
-class OneToken(RefusePromptLogprobs):
-    """Check of requests to a prefill-only server, whose one token signals that the prompt is done."""
+class OneTokenCheck(PromptLogprobsCheck):
+    """Check of requests to a prefill-only server, whose single token signals the end of the prefill."""
 
     validate_params = staticmethod(require_one_token)

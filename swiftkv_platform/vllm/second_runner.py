@@ -1,8 +1,7 @@
-"""Request checks for vLLM's second model runner (V2), which has its own class of logits processors.
+"""Checks of requests for vLLM's model runner V2, which has its own class of logits processors.
 
-vLLM uses that runner wherever Triton runs, which is on GPUs. It has fast prefill from 0.30 on and these processors from
-0.32 on; before, a student that needs one gets the first runner. A server's frontend imports this module too, so it must
-not import the runner itself.
+vLLM uses V2 if Triton is available, as on GPUs. V2 has fast prefill since 0.30 and these processors since 0.32; before,
+students that need a processor get V1. A server's frontend imports this module too, so it must not import the runner.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProc
 from swiftkv_platform.vllm.requests import refuse_prompt_logprobs, require_one_token
 
 
-class RefusePromptLogprobs(LogitsProcessor):
-    """A logits processor that validates parameters and does nothing else."""
+class PromptLogprobsCheck(LogitsProcessor):
+    """A logits processor that only validates parameters."""
 
     validate_params = staticmethod(refuse_prompt_logprobs)
 
@@ -26,7 +25,7 @@ class RefusePromptLogprobs(LogitsProcessor):
         return logits
 
 
-class OneToken(RefusePromptLogprobs):
-    """Check of requests to a prefill-only server, whose one token signals that the prompt is done."""
+class OneTokenCheck(PromptLogprobsCheck):
+    """Check of requests to a prefill-only server, whose single token signals the end of the prefill."""
 
     validate_params = staticmethod(require_one_token)

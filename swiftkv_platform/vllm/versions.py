@@ -1,7 +1,5 @@
-"""The vLLM versions that the plugin was tested with, and the vLLM interfaces that it needs of any other version.
-
-It imports vLLM only to inspect a version that is not in `TESTED_VERSIONS`.
-"""
+"""The vLLM versions that the plugin was tested with, and the interfaces that it needs in other versions. Imports vLLM
+only to inspect an untested version."""
 
 from __future__ import annotations
 
@@ -16,10 +14,10 @@ from typing import Any
 from swiftkv_platform.errors import ModelError
 
 TESTED_VERSIONS = ("0.29", "0.30", "0.31", "0.32", "0.33")
-"""Minor versions that the plugin's tests ran with, the oldest first; 0.33 ran only on a GPU."""
+"""Minor versions that the plugin was tested with, oldest first; 0.33 only on a GPU."""
 
 _MODULES = ("swiftkv_platform.vllm.causal_lm", "swiftkv_platform.vllm.scheduler", "swiftkv_platform.vllm.model_state")
-"""Modules that import, directly or not, every name of vLLM that the plugin uses."""
+"""Modules that import, directly or indirectly, all names of vLLM that the plugin uses."""
 
 _LAYERS, _SCHEDULER = "vllm.model_executor.layers", "vllm.v1.core.sched.scheduler:Scheduler"
 _CHECKS = "vllm.model_executor.models.config:VerifyAndUpdateConfig"
@@ -51,8 +49,7 @@ CALLS: Mapping[str, str] = {
     "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_inputs": "self input_batch req_states",
     "vllm.v1.sample.logits_processor.builtin:process_dict_updates": "req_entries batch_update new_state",
 }
-"""Functions that the plugin calls or overrides, each with the arguments that it passes or takes. These must exist, and
-no other may be required."""
+"""Functions that the plugin calls or overrides, with their arguments. All must exist, and no other may be required."""
 
 FIELDS: Mapping[str, str] = {
     "vllm.config:CacheConfig": "kv_sharing_fast_prefill",
@@ -62,34 +59,34 @@ FIELDS: Mapping[str, str] = {
     "vllm.forward_context:BatchDescriptor": "num_tokens",
     "vllm.v1.attention.backends.utils:KVSharingFastPrefillMetadata": "logits_indices_padded num_logits_indices",
 }
-"""Classes, each with the annotated fields that the plugin reads or sets."""
+"""Classes with the annotated fields that the plugin reads or sets."""
 
 
 def is_tested(version: str) -> bool:
-    """Whether the plugin's tests ran with this minor version. Raises `ModelError`: it is older than all of them."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None:
+    """Whether the plugin was tested with this minor version. Raises `ModelError` for an older one."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
         return False
     oldest = tuple(map(int, TESTED_VERSIONS[0].split(".")))
-    if tuple(map(int, found.groups())) < oldest:
+    if tuple(map(int, match.groups())) < oldest:
         raise ModelError(
             f"vLLM {version} is older than this plugin supports: SwiftKV models are served by vLLM "
             f"{TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}, or by this project's own engine",
             field="vllm.version",
             value=version,
         )
-    return found[0] in TESTED_VERSIONS
+    return match[0] in TESTED_VERSIONS
 
 
 @lru_cache
 def check_version(version: str) -> None:
-    """Accept a tested version, or, with a warning, a newer one that has all interfaces that the plugin needs.
-    Raises `ModelError`: the version is older, or newer with changed interfaces, which the error names."""
+    """Accept a tested version, or with a warning a newer one with unchanged interfaces. Raises `ModelError` for
+    others."""
     if is_tested(version):
         return
-    changed = list(_changes())
+    changed = list(_find_changes())
     if changed:
-        raise untested(version, changed)
+        raise make_untested_error(version, changed)
     logging.getLogger("vllm.swiftkv").warning(
         "The SwiftKV plugin has not been tested with vLLM %s, only with %s. The names and arguments that it uses of "
         "vLLM are unchanged; compare some answers with those of a tested version.",
@@ -98,8 +95,8 @@ def check_version(version: str) -> None:
     )
 
 
-def untested(version: str, changed: list[str]) -> ModelError:
-    """Return the error for an untested version; `changed`: clauses that say what differs in it."""
+def make_untested_error(version: str, changed: list[str]) -> ModelError:
+    """Return the error for an untested version. `changed`: clauses that describe its differences."""
     return ModelError(
         f"this plugin has not been tested with vLLM {version}, and there {'; '.join(changed)}. Use vLLM "
         f"{TESTED_VERSIONS[-1]}, a newer version of this project, or this project's own engine",
@@ -108,14 +105,14 @@ def untested(version: str, changed: list[str]) -> ModelError:
     )
 
 
-def _changes() -> Iterator[str]:
-    """Yield a clause for each name that the plugin uses and that the installed vLLM lacks or has changed."""
+def _find_changes() -> Iterator[str]:
+    """Yield a clause for each used name that the installed vLLM lacks or has changed."""
     for module in _MODULES:
         try:
             importlib.import_module(module)
         except (ImportError, AttributeError, TypeError) as error:
             yield f"{module} cannot be imported ({error})"
-    for table, compare in ((CALLS, _other_arguments), (FIELDS, _missing_fields)):
+    for table, compare in ((CALLS, _compare_arguments), (FIELDS, _compare_fields)):
         for name, expected in table.items():
             module, _, path = name.partition(":")
             try:
@@ -129,7 +126,7 @@ def _changes() -> Iterator[str]:
                 yield f"{module}.{path} {differences}"
 
 
-def _other_arguments(function: Any, given: list[str]) -> str:
+def _compare_arguments(function: Any, given: list[str]) -> str:
     parameters = inspect.signature(function).parameters
     required = [
         name
@@ -144,7 +141,7 @@ def _other_arguments(function: Any, given: list[str]) -> str:
     )
 
 
-def _missing_fields(kind: Any, expected: list[str]) -> str:
+def _compare_fields(kind: Any, expected: list[str]) -> str:
     present = {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {})} | set(
         getattr(kind, "_fields", ())
     )

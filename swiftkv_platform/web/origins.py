@@ -25,13 +25,14 @@ def explain_foreign_page(headers: Headers, scheme: str) -> str | None:
     `http` behind an untrusted proxy, even for https pages."""
     for site in headers.getlist("sec-fetch-site"):
         if site not in _SAME_ORIGIN_SITES:
-            return f"Sec-Fetch-Site is {_quote(site)}; only this server's own web pages may send requests"
+            return f"Sec-Fetch-Site is {_quote_value(site)}; only this server's own web pages may send requests"
     for origin in headers.getlist("origin"):
         page, own = _parse_origin(origin), _parse_origin(f"{scheme}://{headers.get('host', '')}")
         if page is None or own is None or not _is_same_origin(page, own):
+            host = _quote_value(headers.get("host", ""))
             return (
-                f"Origin is {_quote(origin)}, and Host {_quote(headers.get('host', ''))}; only this server's own "
-                "web pages may send requests. A proxy in front must forward Host"
+                f"Origin is {_quote_value(origin)}, and Host {host}; only this server's own pages may send requests. "
+                "A proxy in front must forward Host"
             )
     return None
 
@@ -50,7 +51,7 @@ def explain_foreign_host(headers: Headers, allowed: Collection[str], *, local_na
     if name in allowed or (local_names and is_local_name(name)):
         return None
     accepted = [*sorted(allowed), *(["addresses and local names"] if local_names else [])]
-    return f"Host is {_quote(host)}; accepted: {', '.join(accepted)}"
+    return f"Host is {_quote_value(host)}; accepted: {', '.join(accepted)}"
 
 
 def is_local_name(name: str) -> bool:
@@ -79,5 +80,5 @@ def _get_address(origin: SplitResult) -> tuple[str, str | None, int | None]:
     return origin.scheme, origin.hostname, origin.port or _DEFAULT_PORTS.get(origin.scheme)
 
 
-def _quote(value: str) -> str:
+def _quote_value(value: str) -> str:
     return ascii(value[:_MAX_SHOWN_LENGTH])

@@ -80,9 +80,9 @@ def load_json(body: bytes, *, allow_nul: bool = False, max_keys: int | None = No
     try:
         text = body.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise _value_error((), f"is not UTF-8 at byte {error.start}; use UTF-8") from error
+        raise _make_value_error((), f"is not UTF-8 at byte {error.start}; use UTF-8") from error
     if b"\0" in body:
-        raise _value_error((), r"has a NUL byte; in JSON text it is written \u0000")
+        raise _make_value_error((), r"has a NUL byte; in JSON text it is written \u0000")
     value = _parse(text)
     if len(body) <= _MAX_SMALL_BYTES or _is_suspicious(body):
         _check_value(value, allow_nul=allow_nul, max_keys=math.inf if max_keys is None else max_keys)
@@ -92,9 +92,11 @@ def load_json(body: bytes, *, allow_nul: bool = False, max_keys: int | None = No
 def check_text(text: str, path: JsonPath, *, allow_nul: bool = False) -> None:
     """Raise `InvalidInputError` for a lone surrogate, and for NUL unless `allow_nul`."""
     if (position := find_lone_surrogate(text)) is not None:
-        raise _value_error(path, f"has a lone surrogate at character {position}, which is not valid text; leave it out")
+        raise _make_value_error(
+            path, f"has a lone surrogate at character {position}, which is not valid text; leave it out"
+        )
     if "\0" in text and not allow_nul:
-        raise _value_error(path, f"has NUL at character {text.index(chr(0))}; leave it out")
+        raise _make_value_error(path, f"has NUL at character {text.index(chr(0))}; leave it out")
 
 
 def _is_suspicious(body: bytes) -> bool:
@@ -110,7 +112,7 @@ def _parse(text: str) -> Any:
     except json.JSONDecodeError:
         raise
     except RecursionError as error:
-        raise _depth_error(()) from error
+        raise _make_depth_error(()) from error
     except ValueError:  # an integer with more digits than Python converts
         return json.loads(text, parse_int=_parse_integer)
 
@@ -132,15 +134,15 @@ def _check_value(document: Any, *, allow_nul: bool, max_keys: float) -> None:
                 _check_integers([value], path)
             case float():
                 if not math.isfinite(value):
-                    raise _value_error(path, "is not a finite number, as JSON requires")
+                    raise _make_value_error(path, "is not a finite number, as JSON requires")
             case list() | dict() if len(path) >= MAX_DEPTH:
-                raise _depth_error(path)
+                raise _make_depth_error(path)
             case list() if set(map(type, value)) == {int}:  # token ids come by the million
                 _check_integers(value, path)
             case list():
                 pending.extend(((*path, index), item) for index, item in enumerate(value))
             case dict() if len(value) > max_keys:
-                raise _value_error(path, f"has {len(value)} keys; the limit is {max_keys}")
+                raise _make_value_error(path, f"has {len(value)} keys; the limit is {max_keys}")
             case dict():
                 for key, item in value.items():
                     _check_key(key, (*path, key))
@@ -149,20 +151,20 @@ def _check_value(document: Any, *, allow_nul: bool, max_keys: float) -> None:
 
 def _check_integers(values: Sequence[int], path: JsonPath) -> None:
     if max(values) > MAX_INTEGER or min(values) < -MAX_INTEGER - 1:
-        raise _value_error(path, f"is an integer of more than 63 bits; expected -2^63..{MAX_INTEGER}")
+        raise _make_value_error(path, f"is an integer of more than 63 bits; expected -2^63..{MAX_INTEGER}")
 
 
 def _check_key(key: str, path: JsonPath) -> None:
     check_text(key, path)
     if len(key) > MAX_KEY_LENGTH:
-        raise _value_error(path, f"has a key of {len(key)} characters; the limit is {MAX_KEY_LENGTH}")
+        raise _make_value_error(path, f"has a key of {len(key)} characters; the limit is {MAX_KEY_LENGTH}")
 
 
-def _depth_error(path: JsonPath) -> InvalidInputError:
-    return _value_error(path, f"has lists and objects nested more than {MAX_DEPTH} deep; use fewer levels")
+def _make_depth_error(path: JsonPath) -> InvalidInputError:
+    return _make_value_error(path, f"has lists and objects nested more than {MAX_DEPTH} deep; use fewer levels")
 
 
-def _value_error(path: JsonPath, problem: str) -> InvalidInputError:
+def _make_value_error(path: JsonPath, problem: str) -> InvalidInputError:
     field = format_path(path) or BODY_FIELD
     return InvalidInputError(f"{field} {problem}", field=field)
 

@@ -12,8 +12,8 @@ import pytest
 
 from swiftkv_platform.control_plane.jobs.responses import JobAnswer
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.serve.current import Current
 from swiftkv_platform.serve.http import create_http_app
+from swiftkv_platform.serve.replica_state import ReplicaState
 from swiftkv_platform.web import safe_json
 from swiftkv_platform.web.safe_json import exceeds_limits, load_json
 from tests.contract.serving.replicas import asgi_client
@@ -267,7 +267,7 @@ HOSTILE = [
 
 
 async def test_a_replica_refuses_in_its_own_words_and_openais_clients_in_theirs() -> None:
-    replica = asgi_client(create_http_app(Current()))
+    replica = asgi_client(create_http_app(ReplicaState()))
     for body, field in HOSTILE:
         response = await replica.post("/generate", content=body, headers=JSON)
         assert (response.status_code, response.headers["content-type"]) == (422, "application/problem+json")

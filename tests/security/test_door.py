@@ -16,8 +16,8 @@ from fastapi.routing import APIRoute, iter_route_contexts
 
 from swiftkv_platform.errors import OverloadedError
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
-from swiftkv_platform.serve.current import Current
 from swiftkv_platform.serve.http import create_http_app
+from swiftkv_platform.serve.replica_state import ReplicaState
 from swiftkv_platform.web import bodies
 from swiftkv_platform.web.bodies import BodyReader, BodyRoute
 from swiftkv_platform.web.limiters import ConcurrencyLimiter, ConcurrencyLimits
@@ -65,7 +65,7 @@ def house(request: pytest.FixtureRequest, tmp_path: Path, start: Start, monkeypa
 
     monkeypatch.setattr(bodies, "load_json", parse)
     if request.param == "replica":
-        app, asks, lives = create_http_app(Current(), key_ring=KeyRing(keys)), "/generate", "/openapi.json"
+        app, asks, lives = create_http_app(ReplicaState(), key_ring=KeyRing(keys)), "/generate", "/openapi.json"
     else:
         plane = start(
             changed={"clock": StillClock()},

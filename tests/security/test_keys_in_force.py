@@ -19,7 +19,7 @@ from swiftkv_platform.local.demo import make_demo_settings
 from swiftkv_platform.local.stack import Stack, StackOptions, StartError
 from swiftkv_platform.local.state import ProcessRef, RunDirectory
 from swiftkv_platform.security.keys import Scope, create_key, revoke_key
-from swiftkv_platform.serve.args import ReplicaArgs, Served
+from swiftkv_platform.serve.args import ReplicaArgs, ServedConfig
 from swiftkv_platform.settings import Settings
 from tests.unit.local.test_stack import state
 
@@ -155,11 +155,13 @@ def test_a_new_key_says_whether_it_is_in_force(tmp_path: Path) -> None:
 def test_a_model_served_alone_requires_the_same_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[str | None] = []
 
-    def answer(served: Served, args: ReplicaArgs, *, host: str, port: int, on_ready: Callable[[str], None]) -> None:
+    def answer(
+        served: ServedConfig, args: ReplicaArgs, *, host: str, port: int, on_ready: Callable[[str], None]
+    ) -> None:
         given.append(args.api_keys_file)
         on_ready("http://127.0.0.1:1")
 
-    monkeypatch.setattr("swiftkv_platform.serve.standalone.serve", answer)
+    monkeypatch.setattr("swiftkv_platform.serve.standalone.serve_model", answer)
     runner = CliRunner(env={"SWIFTKV_HOME": str(tmp_path)})
     said = runner.invoke(cli, ["serve", "builtin:python-5m", "--host", "0.0.0.0"])
     assert "It needs no key, also from other machines" in said.output

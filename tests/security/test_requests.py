@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from swiftkv_platform.contract.autoscaling import REVISION_HEADER
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
-from swiftkv_platform.serve.current import Current, SwapState
 from swiftkv_platform.serve.http import create_http_app
+from swiftkv_platform.serve.replica_state import ReplicaState, SwapState
 from tests.contract.serving.replicas import asgi_client, save_chat_model, version_of
 from tests.unit.engine.tiny_models import CONTEXT
 
@@ -51,12 +51,12 @@ async def engine(model_dir: Path) -> AsyncIterator[AsyncLLMEngine]:
 
 
 @pytest.fixture
-def current(engine: AsyncLLMEngine) -> Current:
-    return Current(version_of(engine))
+def current(engine: AsyncLLMEngine) -> ReplicaState:
+    return ReplicaState(version_of(engine))
 
 
 @pytest.fixture
-def client(current: Current) -> httpx.AsyncClient:
+def client(current: ReplicaState) -> httpx.AsyncClient:
     return asgi_client(create_http_app(current))
 
 
@@ -194,7 +194,7 @@ async def test_the_engine_steps_on_while_a_text_is_read(
 class Keyed:
     """A replica that asks for keys."""
 
-    def __init__(self, current: Current, path: Path) -> None:
+    def __init__(self, current: ReplicaState, path: Path) -> None:
         self.path = path
         self._current = current
 
@@ -207,7 +207,7 @@ class Keyed:
 
 
 @pytest.fixture
-def keyed(current: Current, tmp_path: Path) -> Keyed:
+def keyed(current: ReplicaState, tmp_path: Path) -> Keyed:
     return Keyed(current, tmp_path / "keys.json")
 
 
@@ -223,7 +223,7 @@ async def test_a_refusal_is_not_free(keyed: Keyed) -> None:
         assert int(response.headers["x-ratelimit-remaining-tokens"]) <= 951, "the tokens that were read are charged"
 
 
-async def test_what_is_served_is_shown_to_its_tenant_alone(keyed: Keyed, current: Current) -> None:
+async def test_what_is_served_is_shown_to_its_tenant_alone(keyed: Keyed, current: ReplicaState) -> None:
     current.swap = SwapState(status="refused", revision="0123456789abcdef", message="ModelError: secret")
     own, other = keyed.create("ann", scopes=frozenset({Scope.JOBS_READ})), keyed.create("bob")
     async with keyed.client(tenant="ann") as client:
@@ -253,7 +253,7 @@ HOSTS = [
 
 
 @pytest.mark.parametrize(("host", "status"), HOSTS)
-async def test_a_replica_without_keys_answers_to_no_other_name(current: Current, host: str, status: int) -> None:
+async def test_a_replica_without_keys_answers_to_no_other_name(current: ReplicaState, host: str, status: int) -> None:
     async with asgi_client(create_http_app(current, allowed_hosts=("models.example.org",))) as client:
         for path in ("/health", "/metrics", "/v1/models", "/openapi.json"):
             answer = await client.get(path, headers={"Host": host})

@@ -90,12 +90,12 @@ async def test_a_replica_answers_tokens_of_its_tenant(issuer: Issuer, oidc_file:
         headers = [(b"authorization", f"Bearer {issuer.token(**claims)}".encode())]
         return Request({"type": "http", "method": "POST", "path": "/generate", "headers": headers, "state": {}})
 
-    assert (await gate.let_in(request(scope=["swiftkv-user"]))).tenant == "acme"
+    assert (await gate.admit_async(request(scope=["swiftkv-user"]))).tenant == "acme"
     with pytest.raises(ForbiddenError):
-        await gate.let_in(request(scope="nothing"))
+        await gate.admit_async(request(scope="nothing"))
     if tenant is not None:
         with pytest.raises(ForbiddenError, match="to tenant 'other'"):
-            await gate.let_in(request(tenant="other"))
+            await gate.admit_async(request(tenant="other"))
 
 
 def test_claims_are_mapped_as_the_file_says(issuer: Issuer, tmp_path: Path) -> None:

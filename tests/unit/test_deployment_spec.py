@@ -7,7 +7,7 @@ import typer
 
 from swiftkv_platform.cli.app import app as command_line
 from swiftkv_platform.control_plane.app import create_app
-from swiftkv_platform.serve.args import ServeArgs, Served
+from swiftkv_platform.serve.args import ServeArgs, ServedConfig
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 
@@ -55,7 +55,7 @@ def present(name: str, fields: Any) -> list[str]:
 
 def test_every_field_is_stored_and_handed_to_replicas() -> None:
     assert present("stored", ResolvedDeployment.model_fields) == FIELDS
-    assert present("replicas", {**ServeArgs.model_fields, **Served.model_fields}) == FIELDS
+    assert present("replicas", {**ServeArgs.model_fields, **ServedConfig.model_fields}) == FIELDS
 
 
 def test_every_field_is_on_the_command_line_with_its_description() -> None:

@@ -70,7 +70,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> 
     metrics = Metrics()
     metrics.version = version_of(engine)
     # Ray adds its own prefix to a name, which may have no colon (serve/metrics_export.py).
-    replica = {name.replace("swiftkv:", "ray_swiftkv_") for name in names_on(metrics.text().decode())}
+    replica = {name.replace("swiftkv:", "ray_swiftkv_") for name in names_on(metrics.render_page().decode())}
     asyncio.run(engine.aclose())
     return control_plane | replica
 

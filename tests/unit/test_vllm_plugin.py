@@ -17,17 +17,17 @@ from tests.support.tiny_models import FAMILY_CONFIGS
 
 FOLLOWER = """
 import time
-from swiftkv_platform.vllm import follow_frontend
-follow_frontend()
+from swiftkv_platform.vllm import exit_with_frontend
+exit_with_frontend()
 print("following", flush=True)
 time.sleep(600)
 """
 
 FRONTEND = f"""
 import subprocess, sys
-from swiftkv_platform.vllm import announce_frontend, follow_frontend
-announce_frontend()
-follow_frontend()
+from swiftkv_platform.vllm import export_frontend_pid, exit_with_frontend
+export_frontend_pid()
+exit_with_frontend()
 child = subprocess.Popen([sys.executable, "-c", {FOLLOWER!r}], stdout=subprocess.PIPE)
 child.stdout.readline()
 print(child.pid, flush=True)

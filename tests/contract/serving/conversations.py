@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
-from swiftkv_platform.serve.current import Version
+from swiftkv_platform.serve.replica_state import ModelVersion
 from tests.contract.serving import openai_tools
 from tests.contract.serving.openai_tools import SCHEMAS, SPACES
 from tests.contract.serving.replicas import application, asgi_client
@@ -50,7 +50,7 @@ class Weather(BaseModel):
 
 
 @pytest.fixture
-def http(version: Version) -> httpx.AsyncClient:
+def http(version: ModelVersion) -> httpx.AsyncClient:
     return asgi_client(application(version))
 
 
@@ -249,13 +249,13 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "22"}
             "tools.0.parameters",
             "object",
         ),
-        ({"tool_choice": {"type": "function", "name": "fly"}}, "tool_choice", "'fly', and tools has none"),
+        ({"tool_choice": {"type": "function", "name": "fly"}}, "tool_choice", "'fly'; tools has none"),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"input": "x" * 3000}, "input", "maximum context length"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "text.format", "compiled"),
         ({"extra_body": {"messages": []}}, "messages", "a field of /v1/chat/completions"),
         ({"extra_body": {"n": 2}}, "n", "n is not a field of /v1/responses"),
-        ({"model": "other"}, "model", "is served here"),
+        ({"model": "other"}, "model", "the served model is"),
     ],
 )
 async def test_what_a_response_cannot_be_is_named(client: Any, fields: dict[str, Any], param: str, reason: str) -> None:
@@ -292,7 +292,7 @@ PICTURE = {"type": "image", "source": {"type": "url", "url": "x"}}
             "not shortened",
         ),
         ({"stop": ["a"]}, "stop", "stop is not a field of /v1/messages"),
-        ({"model": "other"}, "model", "is served here"),
+        ({"model": "other"}, "model", "the served model is"),
     ],
 )
 async def test_what_a_message_cannot_be_is_named(
@@ -321,7 +321,7 @@ async def test_an_answer_that_fails_says_so_in_its_stream(http: httpx.AsyncClien
     assert (told["param"], told["code"]) == ("timeout_s", "deadline_exceeded")
 
 
-async def test_unknown_fields_are_an_operators_to_ignore(http: httpx.AsyncClient, version: Version) -> None:
+async def test_unknown_fields_are_an_operators_to_ignore(http: httpx.AsyncClient, version: ModelVersion) -> None:
     asks = {"responses": {"input": "a", "max_output_tokens": 1}, "messages": {"messages": [ASKED], "max_tokens": 1}}
     version.ignored_fields = frozenset({"*"})
     for route, fields in asks.items():
@@ -330,7 +330,7 @@ async def test_unknown_fields_are_an_operators_to_ignore(http: httpx.AsyncClient
         assert response.headers["x-swiftkv-ignored-fields"] == "colour, metadata, n"
 
 
-async def test_anthropics_key_opens_anthropics_routes_alone(version: Version, tmp_path: Path) -> None:
+async def test_anthropics_key_opens_anthropics_routes_alone(version: ModelVersion, tmp_path: Path) -> None:
     key = create_key(tmp_path / "keys.json", name="ann", tenant="a", scopes=frozenset({Scope.GENERATE}))
     http = asgi_client(application(version, key_ring=KeyRing(tmp_path / "keys.json")))
     asks = {"messages": {"max_tokens": 1}, "messages/count_tokens": {}, "chat/completions": {}}

@@ -16,7 +16,7 @@ import swiftkv_platform.model  # noqa: F401  # registers the SwiftKV classes
 from swiftkv_platform.engine import EngineConfig
 from swiftkv_platform.engine.frontend import EngineFrontend
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
-from swiftkv_platform.serve.answers import Answers
+from swiftkv_platform.serve.collector import OutputCollector
 from tests.contract.serving.replicas import application, asgi_client, version_of
 from tests.unit.engine.tiny_models import save_swiftkv
 
@@ -43,12 +43,12 @@ class Ended:
     """Observer that records finished answers."""
 
     def __init__(self) -> None:
-        self.answers: list[Answers] = []
+        self.collectors: list[OutputCollector] = []
 
-    def closed(self, answers: Answers, card: object) -> None:
-        self.answers.append(answers)
+    def on_request_ended(self, collector: OutputCollector, card: object) -> None:
+        self.collectors.append(collector)
 
-    def refused(self, *_: object) -> None:
+    def on_request_refused(self, *_: object) -> None:
         """Ignore refused requests."""
 
 
@@ -124,7 +124,7 @@ async def test_log_probabilities_are_those_of_the_model(client: httpx.AsyncClien
         assert str(token) in found
 
 
-def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+def stream_events(response: httpx.Response) -> list[dict[str, Any]]:
     """Return the events of a stream that ended well."""
     assert response.headers["content-type"].startswith("text/event-stream")
     *blocks, last, rest = response.text.split("\n\n")
@@ -134,7 +134,7 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
 
 async def test_a_stream_joins_to_the_answer(client: httpx.AsyncClient) -> None:
     whole = (await post(client, prompt=[1, 2, 3], **GREEDY)).json()
-    events = events_of(await post(client, prompt=[1, 2, 3], stream=True, **GREEDY))
+    events = stream_events(await post(client, prompt=[1, 2, 3], stream=True, **GREEDY))
     choices = [event["choices"][0] for event in events]
     assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
     assert [choice["token_ids"] for choice in choices] == [[token] for token in whole["choices"][0]["token_ids"]]
@@ -147,7 +147,7 @@ async def test_a_stream_joins_to_the_answer(client: httpx.AsyncClient) -> None:
 async def test_tokens_of_an_interval_come_in_one_event(client: httpx.AsyncClient) -> None:
     whole = (await post(client, prompt=[1, 2, 3], **GREEDY)).json()
     response = await post(client, prompt=[1, 2, 3], stream=True, stream_interval_s=10.0, **GREEDY)
-    choices = [event["choices"][0] for event in events_of(response)]
+    choices = [event["choices"][0] for event in stream_events(response)]
     assert len(choices) <= 2  # what is there at once, and the rest; a slow event loop finds more at once
     assert [token for choice in choices for token in choice["token_ids"]] == whole["choices"][0]["token_ids"]
     assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
@@ -261,9 +261,9 @@ async def leave_a_stream(app: FastAPI) -> None:
 async def test_a_client_that_leaves_a_stream_frees_the_engine(app: FastAPI, idle: Idle, ended: Ended) -> None:
     await leave_a_stream(app)
     await idle()
-    [answers] = ended.answers
-    assert answers.outcome == "left"
-    assert 0 < answers.num_tokens - 1 < 60
+    [collector] = ended.collectors
+    assert collector.outcome == "left"
+    assert 0 < collector.num_tokens - 1 < 60
 
 
 async def test_the_api_reference_comes_from_the_replica(client: httpx.AsyncClient) -> None:

@@ -12,7 +12,7 @@ import pytest
 from swiftkv_platform.engine import EngineConfig
 from swiftkv_platform.engine.frontend import EngineFrontend
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
-from swiftkv_platform.serve.current import Version
+from swiftkv_platform.serve.replica_state import ModelVersion
 from swiftkv_platform.specs.base import MAX_PRIORITY, MAX_SEED, MAX_TOP_K
 from swiftkv_platform.specs.sampling import RANGES
 from tests.contract.serving.replicas import application, asgi_client, openai_client, save_chat_model, version_of
@@ -35,17 +35,17 @@ def engine_config() -> EngineConfig:
 
 
 @pytest.fixture
-def version(engine: EngineFrontend) -> Version:
+def version(engine: EngineFrontend) -> ModelVersion:
     return version_of(engine, "tiny", 256)
 
 
 @pytest.fixture
-def client(version: Version) -> Any:
+def client(version: ModelVersion) -> Any:
     return openai_client(application(version))
 
 
 @pytest.fixture
-def http(version: Version) -> httpx.AsyncClient:
+def http(version: ModelVersion) -> httpx.AsyncClient:
     return asgi_client(application(version))
 
 
@@ -77,7 +77,7 @@ def texts(answer: Any) -> list[str]:
 async def test_models_are_listed(client: Any) -> None:
     assert [model.id async for model in client.models.list()] == ["tiny"]
     assert (await client.models.retrieve("tiny")).owned_by == "swiftkv"
-    with pytest.raises(openai.NotFoundError, match="model is 'org/other'; 'tiny' is served here") as caught:
+    with pytest.raises(openai.NotFoundError, match="model is 'org/other'; the served model is 'tiny'") as caught:
         await client.models.retrieve("org/other")
     assert caught.value.code == "model_not_found"
 
@@ -159,7 +159,7 @@ BAD: list[tuple[Any, dict[str, Any], str, str]] = [
     *(
         (complete, *case)
         for case in (
-            ({"model": "other"}, "model", "is served here"),
+            ({"model": "other"}, "model", "the served model is"),
             ({"temperature": -1.0}, "temperature", "from 0 to 2"),
             ({"top_p": 1.5}, "top_p", "from 0 to 1"),
             ({"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2"),
@@ -169,7 +169,7 @@ BAD: list[tuple[Any, dict[str, Any], str, str]] = [
             ({"extra": {"top_k": -2}}, "top_k", "from -1 to"),
             ({"suffix": "x"}, "suffix", "suffix is 'x'; fill-in-the-middle is not supported"),
             ({"extra": {"colour": "red"}}, "colour", "colour is not a field of /v1/completions"),
-            ({"max_tokens": 0}, "max_tokens", "or be given with echo"),
+            ({"max_tokens": 0}, "max_tokens", "or be sent with echo"),
             ({"max_tokens": 4, "extra": {"min_tokens": 5}}, "min_tokens", "at most max_tokens, 4"),
             ({"extra": {**TWO_ENDS, "ignore_eos": False}}, "min_tokens", "must be 0 with structured_outputs"),
             ({"extra": {"truncate_prompt_tokens": 0}}, "truncate_prompt_tokens", "at least 1"),
@@ -217,7 +217,7 @@ IGNORED: dict[str, Any] = {
 }
 
 
-async def test_fields_without_effect_are_named_in_a_header(client: Any, version: Version) -> None:
+async def test_fields_without_effect_are_named_in_a_header(client: Any, version: ModelVersion) -> None:
     raw = client.chat.completions.with_raw_response.create
     plain = await raw(messages=HELLO, **asked())
     assert "x-swiftkv-ignored-fields" not in plain.headers
@@ -308,7 +308,7 @@ async def test_a_chat_goes_on_with_its_last_message(client: Any) -> None:
         assert answer.choices[0].message.content == plain.choices[0].text
 
 
-async def test_keys_open_the_door_and_keep_tenants_apart(version: Version, tmp_path: Path) -> None:
+async def test_keys_open_the_door_and_keep_tenants_apart(version: ModelVersion, tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     scopes = {"ann": Scope.GENERATE, "bob": Scope.GENERATE, "eve": Scope.JOBS_READ, "adm": Scope.ADMIN}
     keys = {name: create_key(path, name=name, tenant=name, scopes=frozenset({scope})) for name, scope in scopes.items()}
@@ -325,7 +325,7 @@ async def test_keys_open_the_door_and_keep_tenants_apart(version: Version, tmp_p
         await complete(openai_client(app, "skv_nobody"), prompt)
     own = application(version, key_ring=KeyRing(path), tenant="ann")
     assert (await complete(openai_client(own, keys["ann"]))).choices
-    of_another = "key 'adm' belongs to tenant 'adm', this deployment to another"
+    of_another = "key 'adm' belongs to tenant 'adm', but this deployment to another"
     with pytest.raises(openai.PermissionDeniedError, match=of_another):
         await complete(openai_client(own, keys["adm"]))
 
@@ -356,7 +356,7 @@ async def test_tokens_there_and_back(http: httpx.AsyncClient) -> None:
     assert (outside.status_code, outside.json()["errors"][0]["field"]) == (422, "tokens")
 
 
-async def test_metrics_count_what_was_served(version: Version) -> None:
+async def test_metrics_count_what_was_served(version: ModelVersion) -> None:
     app = application(version)
     await complete(openai_client(app), n=2)
     with pytest.raises(openai.BadRequestError):
@@ -440,7 +440,7 @@ async def test_both_ends_of_every_range_are_answered(http: httpx.AsyncClient, en
 
 
 async def test_variables_of_the_template_switch_it(
-    client: Any, version: Version, monkeypatch: pytest.MonkeyPatch
+    client: Any, version: ModelVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = TEMPLATE + "{% if enable_thinking is false %}<none>{% endif %}{{ depth or '' }}"
     monkeypatch.setattr(version.tokenizer, "chat_template", template)

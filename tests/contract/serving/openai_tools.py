@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 import swiftkv_platform.sources
 from swiftkv_platform.engine import EngineConfig
 from swiftkv_platform.engine.frontend import EngineFrontend
-from swiftkv_platform.serve.current import Version
+from swiftkv_platform.serve.replica_state import ModelVersion
 from swiftkv_platform.serve.tools.families import FAMILIES
 from tests.contract.serving.replicas import application, openai_client, save_chat_model, version_of
 from tests.support.fakes.tokenizers import EOS
@@ -65,12 +65,12 @@ def engine_config() -> EngineConfig:
 
 
 @pytest.fixture
-def version(engine: EngineFrontend) -> Version:
+def version(engine: EngineFrontend) -> ModelVersion:
     return version_of(engine, "tiny", CONTEXT)
 
 
 @pytest.fixture
-def client(version: Version) -> Any:
+def client(version: ModelVersion) -> Any:
     return openai_client(application(version))
 
 
@@ -121,7 +121,7 @@ CHOICES = [
 
 @pytest.mark.parametrize(("family", "choice"), CHOICES, ids=str)
 async def test_a_required_call_validates_whole_and_streamed(
-    client: Any, version: Version, family: str, choice: Any
+    client: Any, version: ModelVersion, family: str, choice: Any
 ) -> None:
     version.tool_call_parser = family
     fields = {"tool_choice": choice, "parallel_tool_calls": False}
@@ -146,7 +146,7 @@ async def test_a_function_without_parameters_is_called_without_arguments(client:
 
 
 @pytest.mark.parametrize(("family", "length"), [("hermes", 29), ("mistral_v11", 9)])
-async def test_several_calls_may_be_made_at_once(client: Any, version: Version, family: str, length: int) -> None:
+async def test_several_calls_may_be_made_at_once(client: Any, version: ModelVersion, family: str, length: int) -> None:
     version.tool_call_parser = family
     # These biases make the model choose "]" only where nothing but "]" and whitespace may follow.
     going_on = {**SPACES, str(EOS): -100, str(ALPHABET.index("]")): -25}
@@ -189,7 +189,7 @@ async def test_a_stop_within_a_calls_arguments_is_no_call(client: Any, cut: str)
             check_calls(choice.message.tool_calls)
 
 
-async def test_a_strict_function_that_the_model_chose_validates_too(client: Any, version: Version) -> None:
+async def test_a_strict_function_that_the_model_chose_validates_too(client: Any, version: ModelVersion) -> None:
     version.tool_call_parser = "llama3"
     favoured = {**SPACES, str(ALPHABET.index("{")): 100, str(ALPHABET.index("g")): 50}  # the first tokens of a call
     tools = [tool("get_weather", parameters=WEATHER, strict=True), TOOLS[1]]
@@ -211,7 +211,7 @@ async def test_an_answer_that_calls_nothing_follows_the_response_format(client: 
 
 @pytest.mark.parametrize("mode", ["required", "auto"])
 async def test_some_of_the_tools_are_seen_with_the_others_and_called_alone(
-    client: Any, version: Version, mode: str
+    client: Any, version: ModelVersion, mode: str
 ) -> None:
     version.tool_call_parser = "llama3"
     begun = {**SPACES, str(ALPHABET.index("{")): 100}  # the first token of a call
@@ -275,7 +275,7 @@ def message(**fields: Any) -> dict[str, Any]:
     ("body", "param", "reason"),
     [
         ({"tools": openai.NOT_GIVEN, "tool_choice": "required"}, "tool_choice", "tools has none"),
-        ({"tool_choice": named("fly")}, "tool_choice", "'fly', and tools has get_weather, move, ping"),
+        ({"tool_choice": named("fly")}, "tool_choice", "'fly'; tools has get_weather, move, ping"),
         (
             {"tool_choice": "any"},
             "tool_choice",
@@ -306,7 +306,7 @@ def message(**fields: Any) -> dict[str, Any]:
         (
             {"tool_choice": allowed("auto", "ping", "fly")},
             "tool_choice",
-            "'fly', and tools has get_weather, move, ping",
+            "'fly'; tools has get_weather, move, ping",
         ),
         (
             {"tool_choice": allowed("any", "ping")},
@@ -322,7 +322,7 @@ def message(**fields: Any) -> dict[str, Any]:
         (message(content=[PICTURE]), "messages.0.content", "part 0 is of type 'image_url'"),
         (message(content=[{"type": "text"}]), "messages.0.content", "its text must be a string"),
         (message(content={"type": "text"}), "messages.0.content", "a list of parts"),
-        (message(role="assistant", audio={"id": "a"}), "messages.0.audio", "messages are text"),
+        (message(role="assistant", audio={"id": "a"}), "messages.0.audio", "audio is not supported"),
     ],
 )
 async def test_what_cannot_be_called_is_named(client: Any, body: dict[str, Any], param: str, reason: str) -> None:
@@ -332,11 +332,11 @@ async def test_what_cannot_be_called_is_named(client: Any, body: dict[str, Any],
 
 
 async def test_a_template_without_a_place_for_tools_is_named(
-    client: Any, version: Version, monkeypatch: pytest.MonkeyPatch
+    client: Any, version: ModelVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for template, reason in [
-        ("{{ messages }}", "does not support them"),
-        ("{{ tools }}", "set a deployment's tool_call_parser"),
+        ("{{ messages }}", "does not support tools"),
+        ("{{ tools }}", "set the deployment's tool_call_parser"),
     ]:
         monkeypatch.setattr(version.tokenizer, "chat_template", template)
         with pytest.raises(openai.BadRequestError, match=reason) as caught:
@@ -392,7 +392,7 @@ async def test_what_the_clients_helpers_returned_goes_back_over_several_turns(cl
     ids=str,
 )
 async def test_a_turn_from_elsewhere_is_laid_out_by_what_it_says(
-    client: Any, version: Version, monkeypatch: pytest.MonkeyPatch, turn: Any, as_if: Any
+    client: Any, version: ModelVersion, monkeypatch: pytest.MonkeyPatch, turn: Any, as_if: Any
 ) -> None:
     shows = "{% for m in messages %}{{ m | tojson }}{% endfor %}{{ tools | tojson }}"
     monkeypatch.setattr(version.tokenizer, "chat_template", shows + "<tool_call>")

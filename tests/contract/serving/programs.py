@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
-from swiftkv_platform.serve.current import Version
+from swiftkv_platform.serve.replica_state import ModelVersion
 from tests.contract.serving import openai_tools
 from tests.contract.serving.conversations import joined
 from tests.contract.serving.replicas import application, asgi_client
@@ -46,7 +46,7 @@ REQUESTS = [
 
 
 @pytest.fixture
-def http(version: Version) -> httpx.AsyncClient:
+def http(version: ModelVersion) -> httpx.AsyncClient:
     return asgi_client(application(version))
 
 
@@ -116,7 +116,7 @@ async def test_a_response_that_codex_reads_goes_back_into_its_next_turn(http: ht
     assert answer.status_code == 200, answer.text
 
 
-async def test_models_are_listed_in_the_forms_of_openai_and_anthropic(version: Version, tmp_path: Path) -> None:
+async def test_models_are_listed_in_the_forms_of_openai_and_anthropic(version: ModelVersion, tmp_path: Path) -> None:
     """Open WebUI and editors read `data` and `id`; Claude Code reads Anthropic's names, with Anthropic's key."""
     key = create_key(tmp_path / "keys.json", name="ann", tenant="a", scopes=frozenset({Scope.GENERATE}))
     http = asgi_client(application(version, key_ring=KeyRing(tmp_path / "keys.json")))

@@ -10,21 +10,21 @@ from fastapi import FastAPI
 from transformers import AutoTokenizer
 
 from swiftkv_platform.engine.frontend import EngineFrontend
-from swiftkv_platform.serve.current import Current, ModelCard, Version
 from swiftkv_platform.serve.http import create_http_app
+from swiftkv_platform.serve.replica_state import ModelCard, ModelVersion, ReplicaState
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
 from tests.unit.engine.tiny_models import CONTEXT, save_swiftkv
 
 
-def version_of(engine: EngineFrontend, model: str = "mdl_1", context: int = CONTEXT, **card: Any) -> Version:
+def version_of(engine: EngineFrontend, model: str = "mdl_1", context: int = CONTEXT, **card: Any) -> ModelVersion:
     """Return the engine's loaded model as version `model`; `card` sets more fields of its card."""
     fields = {"deployment": "dep_1", "manifest_digest": None, "swiftkv": None, **card}
-    return Version(engine, ModelCard(model=model, max_model_len=context, **fields), created=1)
+    return ModelVersion(engine, ModelCard(model=model, max_model_len=context, **fields), created=1)
 
 
-def application(version: Version, *, replica: str = "", observers: Any = (), **options: Any) -> FastAPI:
-    return create_http_app(Current(version, replica=replica, observers=observers), **options)
+def application(version: ModelVersion, *, replica: str = "", observers: Any = (), **options: Any) -> FastAPI:
+    return create_http_app(ReplicaState(version, replica=replica, observers=observers), **options)
 
 
 def asgi_client(app: FastAPI) -> httpx.AsyncClient:

@@ -21,8 +21,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import tests.integration.conftest
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
-from swiftkv_platform.serve.current import Current
 from swiftkv_platform.serve.http import create_http_app
+from swiftkv_platform.serve.replica_state import ReplicaState
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import publish_directory
@@ -80,7 +80,7 @@ def write_documents(directory: Path) -> None:
     from swiftkv_platform.control_plane.app import create_app
     from swiftkv_platform.settings import Settings
 
-    applications = {"control-plane": create_app(Settings(_env_file=None)), "serve": create_http_app(Current())}
+    applications = {"control-plane": create_app(Settings(_env_file=None)), "serve": create_http_app(ReplicaState())}
     for name, application in applications.items():
         (directory / f"{name}.json").write_text(json.dumps(application.openapi(), indent=1), encoding="utf-8")
 

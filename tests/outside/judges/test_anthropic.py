@@ -75,5 +75,5 @@ def test_models_are_listed(client: anthropic.Anthropic) -> None:
 def test_errors_are_the_clients_own(ask: Ask, client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="container is 'c'"):
         ask(container="c")
-    with pytest.raises(anthropic.NotFoundError, match="is served here"):
+    with pytest.raises(anthropic.NotFoundError, match="the served model is"):
         client.messages.create(model="other", max_tokens=1, messages=MESSAGES)

@@ -17,10 +17,10 @@ import pytest
 
 import swiftkv_platform.serve.vllm_engine
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.serve.args import ReplicaArgs, Served
-from swiftkv_platform.serve.current import Current, Version
+from swiftkv_platform.serve.args import ReplicaArgs, ServedConfig
 from swiftkv_platform.serve.http import create_http_app
-from swiftkv_platform.serve.versions import Swaps, load_version
+from swiftkv_platform.serve.replica_state import ModelVersion, ReplicaState
+from swiftkv_platform.serve.versions import VersionSwapper, load_version
 from tests.contract.serving.generate import greedy
 from tests.contract.serving.replicas import artifact, asgi_client, digest
 from tests.unit.engine.tiny_models import save_swiftkv
@@ -38,7 +38,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swiftkv_platform.serve.vllm_engine, "load_vllm", lambda *args: load(*args, enforce_eager=True))
 
 
-async def load(served: Served) -> Version:
+async def load(served: ServedConfig) -> ModelVersion:
     return await load_version(ReplicaArgs(id="dep_1"), served)
 
 
@@ -49,22 +49,22 @@ def document(artifact: Path, name: str, **engine: Any) -> dict[str, Any]:
 async def test_a_version_is_swapped_from_engine_to_engine_under_a_running_request(
     artifact: Path, tmp_path: Path, eager: None
 ) -> None:
-    current = Current()
-    swaps, client = Swaps(current, load), asgi_client(create_http_app(current))
+    current = ReplicaState()
+    swaps, client = VersionSwapper(current, load), asgi_client(create_http_app(current))
     expected = greedy(LONG["prompt"], tmp_path / "model", LONG["max_tokens"])
 
     async def ask() -> tuple[str, list[int]]:
         answer = (await client.post("/generate", json=LONG)).raise_for_status().json()
         return answer["model"], answer["choices"][0]["token_ids"]
 
-    await swaps.want(document(artifact, "one", **ENGINE))
+    await swaps.request_version(document(artifact, "one", **ENGINE))
     assert current.version.engine.backend == "vllm"
     health = (await client.get("/health")).json()
     assert health["manifest_digest"] == digest(artifact)
     assert health["swiftkv"] == {"num_hidden_layers": 4, "num_key_value_layers": 2, "key_value_group_size": 2}
     for name, engine in (("two", {"backend": "native"}), ("three", {**ENGINE, "max_num_seqs": 2})):
         before = current.version
-        await swaps.want(document(artifact, name, **engine))
+        await swaps.request_version(document(artifact, name, **engine))
         answers = []
         while current.version is before:
             answers.append(await ask())
@@ -75,7 +75,7 @@ async def test_a_version_is_swapped_from_engine_to_engine_under_a_running_reques
         assert all(model in (before.card.model, name) and tokens == expected for model, tokens in answers)
         while before.engine.num_requests or before.engine._failure is None:
             await asyncio.sleep(0.05)
-    await swaps.want(document(artifact, "bad", **ENGINE, max_model_len=65))
+    await swaps.request_version(document(artifact, "bad", **ENGINE, max_model_len=65))
     while current.swap.status == "loading":
         await asyncio.sleep(0.05)
     assert (current.swap.status, current.version.card.model) == ("refused", "three")
@@ -87,7 +87,7 @@ async def test_a_version_is_swapped_from_engine_to_engine_under_a_running_reques
 
 async def test_a_device_that_vllm_was_not_built_for_is_refused(artifact: Path) -> None:
     with pytest.raises(ModelError, match="built for 'cpu'") as caught:
-        await Swaps(Current(), load).want(document(artifact, "one", **ENGINE, device="cuda"))
+        await VersionSwapper(ReplicaState(), load).request_version(document(artifact, "one", **ENGINE, device="cuda"))
     assert caught.value.field == "engine.device"
 
 

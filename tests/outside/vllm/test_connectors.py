@@ -74,6 +74,6 @@ def test_half_a_model_gives_no_text(student: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"swiftkv_prefill_only is true.*kv_transfer_config"), serving(student, **half):
         pass
     with serving(student, **half, **options(tmp_path)) as llm:
-        with pytest.raises(VLLMValidationError, match=r"max_tokens is 12 .*prefills only"):
+        with pytest.raises(VLLMValidationError, match=r"max_tokens is 12 .*prefill-only server"):
             complete(llm, prompts())
         complete(llm, prompts(), ONE)

@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import make_kv_sharing_fast_prefill_common_attn_metadata
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-from swiftkv_platform.vllm.checks import _keep_graphs_piecewise
+from swiftkv_platform.vllm.checks import _disable_full_graphs
 
 SIZES = [1, 2, 4, 8, 16, 32, 64]
 """Numbers of tokens that graphs are captured for."""
@@ -71,7 +71,7 @@ def kept_whole(metadata: CommonAttentionMetadata) -> bool:
 @pytest.mark.parametrize("mode", [None, "PIECEWISE", "NONE"])
 def test_every_shape_that_is_captured_is_built(num_drafts: int, mode: str | None) -> None:
     config = configured(num_drafts, mode)
-    _keep_graphs_piecewise(config)
+    _disable_full_graphs(config)
     if config.compilation_config.cudagraph_mode is None:  # vLLM's default for a compiled model
         config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
     shapes = list(captured(config))

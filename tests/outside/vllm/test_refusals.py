@@ -16,7 +16,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import export
-from swiftkv_platform.vllm.checks import _keep_graphs_piecewise, check_graphs_with_own, has_second_processors
+from swiftkv_platform.vllm.checks import _disable_full_graphs, has_v2_logits_processors, refuse_full_graphs_with_own_kv
 from tests.outside.vllm.engines import complete, configure, expected, make_student, prompts, serving
 
 
@@ -31,7 +31,7 @@ def test_fast_prefill_needs_no_flag(llama: Path) -> None:
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
         ({"enable_lora": True}, "LoRA"),
-        ({"quantization": "experts_int8"}, "quantised with experts_int8 are untested"),
+        ({"quantization": "experts_int8"}, "quantized with experts_int8 are untested"),
         ({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}}, "untested with"),
         ({"runner": "pooling", "convert": "embed"}, "use runner=generate"),
     ],
@@ -50,7 +50,7 @@ def test_drafts_leave_no_full_graphs(llama: Path) -> None:
     does."""
     for given, settled in (({}, "PIECEWISE"), ({"cudagraph_mode": "PIECEWISE"}, "PIECEWISE")):
         config: Any = SimpleNamespace(compilation_config=CompilationConfig(**given), speculative_config=NGRAM)
-        _keep_graphs_piecewise(config)
+        _disable_full_graphs(config)
         assert config.compilation_config.cudagraph_mode == CUDAGraphMode[settled]
     assert configure(llama, speculative_config=NGRAM).compilation_config.cudagraph_mode in (
         CUDAGraphMode.NONE,  # on a CPU
@@ -118,7 +118,9 @@ def test_prompts_that_bypass_layers(tmp_path: Path) -> None:
             {},
             "1",
             "leave VLLM_USE_V2_MODEL_RUNNER unset",
-            marks=pytest.mark.skipif(has_second_processors(), reason="its second runner serves them, or needs Triton"),
+            marks=pytest.mark.skipif(
+                has_v2_logits_processors(), reason="its second runner serves them, or needs Triton"
+            ),
         ),
     ],
 )
@@ -149,9 +151,9 @@ def test_a_server_that_prefills_only_gives_one_token(form: str, llama: Path, own
 
 def test_own_keys_and_values_have_full_graphs_of_decode_steps_alone() -> None:
     for mode in ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"):
-        check_graphs_with_own(CompilationConfig(cudagraph_mode=mode))
+        refuse_full_graphs_with_own_kv(CompilationConfig(cudagraph_mode=mode))
     with pytest.raises(ModelError, match=r"cudagraph_mode is FULL, .*use FULL_AND_PIECEWISE"):
-        check_graphs_with_own(CompilationConfig(cudagraph_mode="FULL"))
+        refuse_full_graphs_with_own_kv(CompilationConfig(cudagraph_mode="FULL"))
 
 
 def test_teacher_mode_of_an_export_without_the_teacher(llama: Path, tmp_path: Path) -> None:
@@ -174,8 +176,8 @@ def test_prompt_logprobs_are_refused_and_the_engine_lives_on(prompt_logprobs: in
     ("form", "name", "message"),
     [
         ("llama", "4.self_attn.v_proj_swiftkv", "lacks 1 SwiftKV"),
-        ("llama", "3.self_attn.k_proj_swiftkv", "has no place for 1 SwiftKV"),
-        ("llama", "4.self_attn.k_proj_decode_swiftkv", "has no place for 1 SwiftKV"),
+        ("llama", "3.self_attn.k_proj_swiftkv", "does not have 1 SwiftKV"),
+        ("llama", "4.self_attn.k_proj_decode_swiftkv", "does not have 1 SwiftKV"),
         ("own", "4.self_attn.k_proj_decode_swiftkv", "lacks 1 SwiftKV"),
     ],
 )

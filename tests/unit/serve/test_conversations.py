@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.serve.anthropic import MessagesRequest
-from swiftkv_platform.serve.openai.chat import Blocks
+from swiftkv_platform.serve.openai.chat import BlockSplitter
 from swiftkv_platform.serve.openai.responses import ResponsesRequest
 from swiftkv_platform.serve.openai.schemas import ChatRequest
 from tests.contract.serving.conversations import *  # noqa: F403
@@ -63,7 +63,7 @@ TOOL_A, TOOL_B = ({"role": "tool", "tool_call_id": name, "content": "22"} for na
     ],
 )
 def test_items_become_the_turns_of_a_chat(items: Any, messages: Any) -> None:
-    chat = ResponsesRequest(model="m", input=items, instructions="Be brief.").chat()
+    chat = ResponsesRequest(model="m", input=items, instructions="Be brief.").to_chat_request()
     assert laid_out(chat) == laid_out(ChatRequest(model="m", messages=[BRIEF, *messages]))
 
 
@@ -84,7 +84,7 @@ def test_items_become_the_turns_of_a_chat(items: Any, messages: Any) -> None:
     ],
 )
 def test_blocks_become_the_turns_of_a_chat(turn: Any, messages: Any) -> None:
-    chat = MessagesRequest(model="m", max_tokens=1, messages=[turn], system="Be brief.").chat()
+    chat = MessagesRequest(model="m", max_tokens=1, messages=[turn], system="Be brief.").to_chat_request()
     assert laid_out(chat) == laid_out(ChatRequest(model="m", messages=[BRIEF, *messages]))
 
 
@@ -93,9 +93,11 @@ def test_each_block_ends_before_the_next_begins() -> None:
     named = {"id": "a", "function": {"name": "f", "arguments": ""}}
     more = {"function": {"arguments": "{}"}}
     deltas: list[Any] = [{"content": "x"}, {"content": "y", "tool_calls": [named]}, {"tool_calls": [more, named]}]
-    blocks = Blocks()
-    told = [event for delta in [*deltas, {"content": "z"}] for event in blocks.take(delta)] + [*blocks.end()]
-    assert [(kind, block.index) for kind, block, _ in told if kind != "more"] == [
+    splitter = BlockSplitter()
+    told = [event for delta in [*deltas, {"content": "z"}] for event in splitter.add_delta(delta)] + [
+        *splitter.finish()
+    ]
+    assert [(kind, block.index) for kind, block, _ in told if kind != "append"] == [
         (kind, index) for index in range(4) for kind in ("begin", "end")
     ]
-    assert [block.text for block in blocks.all] == ["xy", "{}", "", "z"]
+    assert [block.text for block in splitter.blocks] == ["xy", "{}", "", "z"]

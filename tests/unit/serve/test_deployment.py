@@ -25,9 +25,9 @@ from swiftkv_platform.errors import (
 from swiftkv_platform.limits import KEEP_ALIVE_SECONDS
 from swiftkv_platform.model import export_adapter
 from swiftkv_platform.serve.app import build_app
-from swiftkv_platform.serve.args import ReplicaArgs, ServeArgs, Served
+from swiftkv_platform.serve.args import ReplicaArgs, ServeArgs, ServedConfig
 from swiftkv_platform.serve.metrics import Metrics
-from swiftkv_platform.serve.versions import Loaded, choose_backend, load, load_version, model_card
+from swiftkv_platform.serve.versions import LoadedModel, choose_backend, load_model, load_version, make_model_card
 from swiftkv_platform.sources import UNRESTRICTED, SourceRules
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.specs.engine import EngineConfig
@@ -207,7 +207,7 @@ def test_replicas_hold_base_models_to_their_tenants_rules() -> None:
         (application,) = script.requests[-1].body["applications"]
         configs.append(application["deployments"][0]["user_config"])
     closed, opened = configs
-    access = Served.model_validate(closed).base_access
+    access = ServedConfig.model_validate(closed).base_access
     assert (access.roots, access.hub_organizations) == (("/data/acme",), ("acme",))
     assert "base_access" not in opened
     assert closed["revision"] == opened["revision"]  # a change of rules loads nothing
@@ -272,8 +272,8 @@ def test_an_engine_is_not_asked_for_what_another_has(tmp_path: Path) -> None:
     assert caught.value.field == "backend"
 
 
-def served(artifact_uri: Path, **options: Any) -> Served:
-    return Served(model="mdl_1", artifact_uri=str(artifact_uri), **options)
+def served(artifact_uri: Path, **options: Any) -> ServedConfig:
+    return ServedConfig(model="mdl_1", artifact_uri=str(artifact_uri), **options)
 
 
 @pytest.fixture
@@ -284,7 +284,7 @@ def adapter(artifact: Path, tmp_path: Path) -> Path:
     return publish(tmp_path, "adapter")
 
 
-def answered(loaded: Loaded) -> Any:
+def answered(loaded: LoadedModel) -> Any:
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=5, prompt_logprobs=5)
     (output,) = loaded.engine.engine.generate([[1, 2, 3, 4, 5]], params)
     return output.token_ids, output.logprobs, output.prompt_logprobs
@@ -297,14 +297,14 @@ async def test_replicas_of_a_machine_fetch_a_model_once_and_tell_how_long_each_p
     monkeypatch.setenv("SWIFTKV_MODEL_CACHE_BYTES", str(1 << 30))
     metrics = Metrics()
     for _ in range(2):
-        version = await load_version(REPLICA, served(artifact), loaded=metrics.loaded)
+        version = await load_version(REPLICA, served(artifact), on_loaded=metrics.count_load)
         await version.engine.aclose()
         (artifact / "model.safetensors").unlink(missing_ok=True)  # the second replica reads nothing but the manifest
     [copy] = [path for path in (tmp_path / "home" / "models").iterdir() if path.is_dir()]
     assert copy.name == version.card.manifest_digest == digest(artifact)
     assert version.card.swiftkv == {"num_hidden_layers": 4, "num_key_value_layers": 2, "key_value_group_size": 2}
     assert list(version.card.load_seconds) == ["fetch", "load", "check"]
-    counts = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines())
+    counts = dict(line.rsplit(" ", 1) for line in metrics.render_page().decode().splitlines())
     assert counts["swiftkv:model_loads_total"] == "2.0"
     for phase in ("fetch", "load", "check"):
         assert float(counts[f'swiftkv:model_load_seconds_total{{phase="{phase}"}}']) > 0
@@ -313,10 +313,10 @@ async def test_replicas_of_a_machine_fetch_a_model_once_and_tell_how_long_each_p
 def test_a_plain_directory_is_served_only_unverified(tmp_path: Path) -> None:
     save_dense(tmp_path)
     with pytest.raises(ModelError, match=r"no manifest.json.*verify: false") as caught:
-        load(served(tmp_path))
+        load_model(served(tmp_path))
     assert caught.value.field == "artifact_uri"
     unverified = served(tmp_path, verify=False)
-    card = model_card(REPLICA, unverified, load(unverified), {})
+    card = make_model_card(REPLICA, unverified, load_model(unverified), {})
     assert (card.manifest_digest, card.swiftkv) == (None, None)
 
 
@@ -324,28 +324,28 @@ def test_an_adapter_is_served_with_its_base_as_the_whole_artifact_is(
     adapter: Path, artifact: Path, tmp_path: Path
 ) -> None:
     rules = {"roots": [str(tmp_path / "own")], "hub_organizations": []}
-    loaded = load(served(adapter, base_access=rules))
+    loaded = load_model(served(adapter, base_access=rules))
     assert loaded.manifest_digest == digest(adapter)
-    assert answered(loaded) == answered(load(served(artifact)))
-    teachers = [load(served(each, engine={"swiftkv": False})) for each in (adapter, artifact)]
+    assert answered(loaded) == answered(load_model(served(artifact)))
+    teachers = [load_model(served(each, engine={"swiftkv": False})) for each in (adapter, artifact)]
     assert answered(teachers[0]) == answered(teachers[1])
     closed = served(adapter, base_access={"roots": ["/elsewhere"], "hub_organizations": ["acme"]})
-    assert closed.loads_the_same_as(served(adapter)), "a change of access rules loads nothing"
+    assert closed.loads_same_models(served(adapter)), "a change of access rules loads nothing"
 
 
 def test_a_base_outside_the_tenants_roots_is_refused(adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"base\.name_or_path is '.*base', which this tenant may not read"):
-        load(served(adapter, base_access={"roots": [str(tmp_path / "others")]}))
+        load_model(served(adapter, base_access={"roots": [str(tmp_path / "others")]}))
     link = tmp_path / "own" / "base" / "generation_config.json"
     link.unlink()
     (tmp_path / "secret.json").write_text("{}")
     link.symlink_to(tmp_path / "secret.json")
     with pytest.raises(ModelError, match="links to a path"):
-        load(served(adapter, base_access={"roots": [str(tmp_path / "own")]}))
+        load_model(served(adapter, base_access={"roots": [str(tmp_path / "own")]}))
 
 
 def test_a_base_that_has_changed_is_refused(adapter: Path, tmp_path: Path) -> None:
     rewrite(tmp_path / "own" / "base", lambda tensors: tensors["model.norm.weight"].mul_(2))
     with pytest.raises(ModelError, match=r"model\.norm\.weight of .* has the SHA-256") as caught:
-        load(served(adapter))
+        load_model(served(adapter))
     assert caught.value.field == "base.name_or_path"

@@ -23,11 +23,11 @@ from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from swiftkv_platform.security.credentials import open_credentials
 from swiftkv_platform.security.keys import Scope as KeyScope
 from swiftkv_platform.security.keys import create_key
-from swiftkv_platform.serve.current import Current
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.openai.fields import FIELDS
-from swiftkv_platform.serve.prefixes import PrefixHeader
-from swiftkv_platform.serve.tracing import Tracing
+from swiftkv_platform.serve.prefixes import PrefixHeaderMiddleware
+from swiftkv_platform.serve.replica_state import ReplicaState
+from swiftkv_platform.serve.tracing import RequestTracer
 from tests.contract.serving.replicas import application, version_of
 from tests.support.fakes.oidc_issuer import run_issuer
 from tests.support.servers import serving
@@ -105,7 +105,11 @@ def replicas(engine: AsyncLLMEngine, tmp_path_factory: pytest.TempPathFactory) -
         issuers.write_text(yaml.safe_dump({"issuers": [issuer.config()]}))
         opens = [f"Bearer {each}".encode() for each in (token, issuer.token())]
         handed = {
-            name: Handed(PrefixHeader(application(version_of(engine), observers=[Tracing(provider)], key_ring=door)))
+            name: Handed(
+                PrefixHeaderMiddleware(
+                    application(version_of(engine), observers=[RequestTracer(provider)], key_ring=door)
+                )
+            )
             for name, door in (("open", None), ("closed", open_credentials(keys, issuers)))
         }
         with serving(handed["open"]) as url, serving(handed["closed"]) as closed_url:
@@ -116,7 +120,8 @@ def replicas(engine: AsyncLLMEngine, tmp_path_factory: pytest.TempPathFactory) -
 
 
 OPERATIONS = [
-    found.ok() for found in schemathesis.openapi.from_dict(create_http_app(Current()).openapi()).get_all_operations()
+    found.ok()
+    for found in schemathesis.openapi.from_dict(create_http_app(ReplicaState()).openapi()).get_all_operations()
 ]
 
 

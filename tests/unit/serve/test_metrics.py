@@ -22,7 +22,7 @@ from swiftkv_platform.engine.outputs import EngineState
 from swiftkv_platform.errors import ClusterUnavailableError, QueueFullError
 from swiftkv_platform.serve.metrics import Metrics
 from swiftkv_platform.serve.metrics_export import RayMetricsExport
-from swiftkv_platform.serve.tracing import Tracing, make_observers
+from swiftkv_platform.serve.tracing import RequestTracer, make_observers
 from tests.contract.serving.replicas import application, asgi_client, version_of
 from tests.support.rays import free_port
 from tests.support.servers import serving
@@ -55,43 +55,43 @@ def metrics() -> Metrics:
 
 def test_counts_carry_deployment_replica_and_model(metrics: Metrics, recorded: list[Record]) -> None:
     constant = {"deployment": "dep_1", "replica": "one"}
-    metrics.asked("mdl_1")
-    metrics.refused(QueueFullError("full"), "mdl_candidate")
-    metrics.swapped("succeeded")
+    metrics.count_request("mdl_1")
+    metrics.count_refusal(QueueFullError("full"), "mdl_candidate")
+    metrics.count_swap("succeeded")
     assert recorded == [
         ("swiftkv_requests", 1, {**constant, "model": "mdl_1"}),
         ("swiftkv_rejected_requests", 1, {**constant, "model": "mdl_candidate", "reason": "queue_full"}),
         ("swiftkv_swaps", 1, {**constant, "model": "mdl_now", "outcome": "succeeded"}),
     ]
-    page = metrics.text().decode()
+    page = metrics.render_page().decode()
     assert 'swiftkv:requests_total{model="mdl_1"} 1.0' in page
     assert 'swiftkv:rejected_requests_total{reason="queue_full"} 1.0' in page
 
 
 def test_a_replica_that_sees_many_models_stops_making_series(metrics: Metrics, recorded: list[Record]) -> None:
     for number in range(100):
-        metrics.asked(f"mdl_{number}")
+        metrics.count_request(f"mdl_{number}")
     assert len({tags["model"] for _, _, tags in recorded}) == 33
     assert recorded[-1][2]["model"] == "other"
-    metrics.asked("mdl_3")
+    metrics.count_request("mdl_3")
     assert recorded[-1][2]["model"] == "mdl_3"
 
 
 async def test_gauges_are_set_again_and_outlive_an_engine_that_fails(
     recorded: list[Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftkv_platform.serve.metrics_export._GAUGES_EVERY_S", 0.01)
+    monkeypatch.setattr("swiftkv_platform.serve.metrics_export._GAUGE_INTERVAL_S", 0.01)
 
     class Source(Metrics):
         calls = 0
 
-        def gauges(self) -> list[tuple[str, str, float]]:
+        def read_gauges(self) -> list[tuple[str, str, float]]:
             self.calls += 1
             if self.calls == 2:
                 raise RuntimeError("the engine is being closed")
             return [("num_requests_running", "Running sequences.", float(self.calls))]
 
-    following = asyncio.create_task(RayMetricsExport("dep_1", "one").follow(Source()))
+    following = asyncio.create_task(RayMetricsExport("dep_1", "one").export_gauges(Source()))
     while len(recorded) < 2:
         await asyncio.sleep(0.01)
     following.cancel()
@@ -152,7 +152,7 @@ async def traced(engine: AsyncLLMEngine, headers: dict[str, str], **body: Any) -
     """Send a request; return its answer and its spans by name."""
     provider, exporter = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    client = asgi_client(application(version_of(engine), observers=[Tracing(provider)]))
+    client = asgi_client(application(version_of(engine), observers=[RequestTracer(provider)]))
     answer = await client.post("/generate", json={"ignore_eos": True, **body}, headers=headers)
     spans = exporter.get_finished_spans()
     assert len({span.name for span in spans}) == len(spans)

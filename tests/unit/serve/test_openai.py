@@ -10,7 +10,7 @@ from swiftkv_platform.engine import EngineConfig, RequestOutput
 from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.outputs import RequestMetrics
 from swiftkv_platform.engine.requests import InputProcessor
-from swiftkv_platform.serve.openai.answers import CompletionChoices
+from swiftkv_platform.serve.openai.outputs import CompletionFormatter
 from tests.contract.serving.openai_routes import *  # noqa: F403
 from tests.support.fakes.tokenizers import EOS, WORDS, sentence_tokenizer
 
@@ -22,8 +22,8 @@ def test_an_echo_of_sentencepiece_keeps_the_space_before_the_answer() -> None:
     fields: dict[str, Any] = {"logprobs": ({cat: -1.0},) * 2, "prompt_logprobs": (None,), "text_offsets": (0, 3)}
     metrics = RequestMetrics(0.0, 0.0, 0.0, 0.0)
     output = RequestOutput("a", [the], [cat, cat], "cat cat", "length", metrics, **fields)
-    choices = CompletionChoices(InputProcessor(model, EngineConfig(), num_slots=64), echo=True)
-    choice = choices.choice(0, output)
+    choices = CompletionFormatter(InputProcessor(model, EngineConfig(), num_slots=64), echo=True)
+    choice = choices.format_choice(0, output)
     assert choice["text"] == "the cat cat"
     assert choice["logprobs"]["tokens"] == [" the", " cat", " cat"]
     assert choice["logprobs"]["text_offset"] == [0, 3, 7]

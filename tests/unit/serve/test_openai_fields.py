@@ -15,7 +15,6 @@ from openai.types.responses import response_create_params as responses
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.serve.anthropic import MessagesRequest
-from swiftkv_platform.serve.current import Current
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.openai.fields import (
     FIELDS,
@@ -23,11 +22,12 @@ from swiftkv_platform.serve.openai.fields import (
     ROUTES,
     Route,
     Treatment,
-    fields_of,
-    names_without_effect,
+    find_ignored_fields,
+    get_fields,
 )
 from swiftkv_platform.serve.openai.responses import ResponsesRequest
 from swiftkv_platform.serve.openai.schemas import ChatRequest, CompletionRequest, OpenAIFields, StreamOptions
+from swiftkv_platform.serve.replica_state import ReplicaState
 
 ANTHROPIC = """cache_control container context_management diagnostics inference_geo max_tokens mcp_servers messages
     metadata model output_config service_tier speed stop_sequences stream system temperature thinking tool_choice tools
@@ -53,7 +53,7 @@ BODIES: list[Body] = [
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body[0])
 def test_every_field_of_openais_own_client_has_one_treatment_which_the_body_obeys(body: Body) -> None:
     route, model, types = body
-    table = fields_of(route)
+    table = get_fields(route)
     theirs = {name for one in types for name in one.__annotations__}
     if "stream_options.include_usage" in table:
         theirs |= {f"stream_options.{name}" for name in options.ChatCompletionStreamOptionsParam.__annotations__}
@@ -73,13 +73,15 @@ def test_every_field_of_openais_own_client_has_one_treatment_which_the_body_obey
 
 def test_the_document_of_the_routes_has_json_schemas_names_of_bounds() -> None:
     """Pydantic writes other names where a bound comes after a validator."""
-    document = json.dumps(create_http_app(Current()).openapi())
+    document = json.dumps(create_http_app(ReplicaState()).openapi())
     assert '"minimum": 1' in document
     assert not re.findall(r'"(?:ge|gt|le|lt)": ', document)
 
 
 def test_an_unknown_path_is_told_every_route() -> None:
-    served = {path.removeprefix("/v1/") for path in create_http_app(Current()).openapi()["paths"] if "/v1/" in path}
+    served = {
+        path.removeprefix("/v1/") for path in create_http_app(ReplicaState()).openapi()["paths"] if "/v1/" in path
+    }
     assert {path.split("/{")[0] for path in served} == {*ROUTES}
 
 
@@ -94,10 +96,10 @@ def test_the_page_is_what_the_command_prints() -> None:
 )
 def test_what_would_change_the_answer_is_refused_with_its_reason(route: Route, name: str, value: Any) -> None:
     with pytest.raises(InvalidInputError) as caught:
-        names_without_effect(route, {name: value}, (), 1, ())
+        find_ignored_fields(route, {name: value}, (), 1, ())
     assert caught.value.field == name
-    assert fields_of(route)[name].note.replace("`", "") in caught.value.message
-    assert names_without_effect(route, {name: value}, (), 1, {name}) == (name,)
+    assert get_fields(route)[name].note.replace("`", "") in caught.value.message
+    assert find_ignored_fields(route, {name: value}, (), 1, {name}) == (name,)
 
 
 @pytest.mark.parametrize(
@@ -121,39 +123,39 @@ def test_what_would_change_the_answer_is_refused_with_its_reason(route: Route, n
     ],
 )
 def test_a_value_that_asks_for_nothing_is_accepted(route: Route, name: str, value: Any, n: int) -> None:
-    assert names_without_effect(route, {name: value}, (), n, ()) == (name,)
+    assert find_ignored_fields(route, {name: value}, (), n, ()) == (name,)
 
 
 @pytest.mark.parametrize("value", [True, 1.0, "1", 2])
 def test_best_of_is_the_number_of_answers_and_nothing_like_it(value: Any) -> None:
     with pytest.raises(InvalidInputError, match="only the value of n is accepted"):
-        names_without_effect("completions", {"best_of": value}, (), 1, ())
+        find_ignored_fields("completions", {"best_of": value}, (), 1, ())
 
 
 @pytest.mark.parametrize(
     ("route", "name", "where"),
     [
-        ("completions", "temprature", "the nearest one is temperature"),
-        ("chat/completions", "max_completion_token", "the nearest one is max_completion_tokens"),
-        ("chat/completions", "include_usage", "the nearest one is stream_options.include_usage"),
-        ("chat/completions", "repeat_penalty", "the nearest one is repetition_penalty"),
+        ("completions", "temprature", "did you mean temperature?"),
+        ("chat/completions", "max_completion_token", "did you mean max_completion_tokens?"),
+        ("chat/completions", "include_usage", "did you mean stream_options.include_usage?"),
+        ("chat/completions", "repeat_penalty", "did you mean repetition_penalty?"),
         ("completions", "messages", "it is a field of /v1/chat/completions"),
         ("responses", "messages", "it is a field of /v1/chat/completions"),
         ("messages", "max_output_tokens", "it is a field of /v1/responses"),
-        ("completions", "", "docs/compatibility.md has all of them"),
-        ("completions", "\ud800", "docs/compatibility.md has all of them"),
-        ("completions", "x" * 1_000_000, "docs/compatibility.md has all of them"),
+        ("completions", "", "see docs/compatibility.md for all fields"),
+        ("completions", "\ud800", "see docs/compatibility.md for all fields"),
+        ("completions", "x" * 1_000_000, "see docs/compatibility.md for all fields"),
     ],
 )
 def test_an_unknown_field_is_refused_with_where_to_look(route: Route, name: str, where: str) -> None:
     with pytest.raises(InvalidInputError, match="is not a field of") as caught:
-        names_without_effect(route, {name: 1}, (), 1, {"other"})
+        find_ignored_fields(route, {name: 1}, (), 1, {"other"})
     assert where in caught.value.message
     assert len(caught.value.message) < 200
-    assert names_without_effect(route, {name: 1}, (), 1, {"*"})
+    assert find_ignored_fields(route, {name: 1}, (), 1, {"*"})
 
 
 def test_names_that_a_caller_chose_fit_into_a_header() -> None:
-    names = names_without_effect("completions", {}, ["a\r\nx: y", "é,\ud800", "z" * 9999, *map(str, range(99))], 1, ())
+    names = find_ignored_fields("completions", {}, ["a\r\nx: y", "é,\ud800", "z" * 9999, *map(str, range(99))], 1, ())
     assert len(names) == MAX_NAMES
     assert all(name.isascii() and len(name) <= 3 * 64 and not set(name) & set("\r\n,: ") for name in names)

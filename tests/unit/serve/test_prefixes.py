@@ -20,13 +20,13 @@ from swiftkv_platform.serve.prefixes import (
     MAX_BLOCKS,
     MAX_SESSION_LENGTH,
     SESSION_HEADER,
-    PrefixHeader,
+    PrefixHeaderMiddleware,
     PrefixRouter,
-    fingerprints,
-    from_header,
+    hash_prefixes,
+    parse_session_header,
     proxy_middlewares,
 )
-from swiftkv_platform.serve.proxy import Probes
+from swiftkv_platform.serve.proxy import ProbeMiddleware
 
 LONG = "a system prompt " * 64
 
@@ -36,8 +36,8 @@ def body(prompt: Any, **others: Any) -> bytes:
 
 
 def shared(one: bytes, other: bytes) -> int:
-    """Number of blocks at the beginning whose fingerprints are equal."""
-    pairs = list(zip(fingerprints(one), fingerprints(other), strict=False))
+    """Number of blocks at the beginning whose hash_prefixes are equal."""
+    pairs = list(zip(hash_prefixes(one), hash_prefixes(other), strict=False))
     equal = [left == right for left, right in pairs]
     assert equal == sorted(equal, reverse=True), "after the first difference all blocks differ"
     return sum(equal)
@@ -47,10 +47,10 @@ def test_prompts_that_begin_alike_share_the_fingerprints_of_their_beginning() ->
     assert shared(body(LONG + "one"), body(LONG + "two", model="m", max_tokens=3)) == len(LONG) // BLOCK_BYTES
     assert shared(body("x" + LONG), body("y" + LONG)) == 0
     assert shared(body([1] * 500 + [2] * 500), body([1] * 500 + [3] * 500)) > 0
-    assert fingerprints(body("short")) == []
-    assert fingerprints(b'{"tokens": [1]}') == []
-    assert len(fingerprints(body("a" * 1_000_000))) == MAX_BLOCKS
-    of_tenants = [set(fingerprints(body(LONG), credential)) for credential in (b"Bearer a", b"Bearer b")]
+    assert hash_prefixes(body("short")) == []
+    assert hash_prefixes(b'{"tokens": [1]}') == []
+    assert len(hash_prefixes(body("a" * 1_000_000))) == MAX_BLOCKS
+    of_tenants = [set(hash_prefixes(body(LONG), credential)) for credential in (b"Bearer a", b"Bearer b")]
     assert not of_tenants[0] & of_tenants[1], "tenants do not share a prefix"
 
 
@@ -59,7 +59,7 @@ def test_a_conversation_goes_on_where_it_began(name: str) -> None:
     turns = [{"role": "user", "content": LONG}]
     before = json.dumps({name: turns}).encode()
     after = json.dumps({name: [*turns, {"role": "assistant", "content": LONG}]}).encode()
-    assert shared(before, after) >= len(fingerprints(before)) - 1
+    assert shared(before, after) >= len(hash_prefixes(before)) - 1
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ async def through_middleware(messages: list[dict[str, Any]], **scope: Any) -> tu
         return next(waiting)
 
     scope = {"type": "http", "method": "POST", "path": "/app/generate", "headers": [], **scope}
-    await PrefixHeader(app)(scope, receive, None)
+    await PrefixHeaderMiddleware(app)(scope, receive, None)
     return seen[0]
 
 
@@ -98,14 +98,14 @@ async def through_middleware(messages: list[dict[str, Any]], **scope: Any) -> tu
 async def test_a_tenant_finds_its_own_prefixes_on_every_route(path: str, header: bytes) -> None:
     messages = [{"type": "http.request", "body": body(LONG), "more_body": False}]
     found = [(await through_middleware(messages, path=path, headers=[(header, key)]))[0] for key in (b"one", b"other")]
-    assert found == [".".join(fingerprints(body(LONG), key)) for key in (b"one", b"other")]
+    assert found == [".".join(hash_prefixes(body(LONG), key)) for key in (b"one", b"other")]
 
 
 async def test_the_body_passes_unchanged_and_only_its_beginning_is_waited_for() -> None:
     whole = body(LONG * 40)
     parts = [whole[at : at + 5000] for at in range(0, len(whole), 5000)]
     messages = [{"type": "http.request", "body": part, "more_body": part is not parts[-1]} for part in parts]
-    assert await through_middleware(messages) == (".".join(fingerprints(whole)), messages)
+    assert await through_middleware(messages) == (".".join(hash_prefixes(whole)), messages)
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
@@ -123,7 +123,7 @@ async def test_a_probe_is_answered_while_no_replica_is_ready(
             ended.append(True)
 
     def client(app: Any) -> httpx.AsyncClient:
-        return httpx.AsyncClient(transport=httpx.ASGITransport(Probes(app)), base_url="http://serve")
+        return httpx.AsyncClient(transport=httpx.ASGITransport(ProbeMiddleware(app)), base_url="http://serve")
 
     monkeypatch.setattr(proxy, "PROBE_TIMEOUT_S", 0.01)
     loading = await client(held).request(method, path)
@@ -153,7 +153,7 @@ class Router(PrefixRouter):
         self.queues = queues
         self.initialize_state()
 
-    def _load(self, replica: Any) -> int:
+    def _get_load(self, replica: Any) -> int:
         return self.queues[replica.replica_id.unique_id]
 
     async def route(self, header: str) -> str:
@@ -208,7 +208,7 @@ async def test_skew_starves_nobody(header: str) -> None:
     ],
 )
 def test_the_header_carries_prints_or_a_callers_session_unless_too_long(value: str, prints: list[str]) -> None:
-    assert from_header(value) == prints
+    assert parse_session_header(value) == prints
 
 
 @pytest.mark.parametrize(

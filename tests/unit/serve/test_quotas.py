@@ -11,7 +11,7 @@ from swiftkv_platform.engine import AsyncLLMEngine
 from swiftkv_platform.errors import RateLimitedError
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
 from swiftkv_platform.serve.access import Quota
-from swiftkv_platform.serve.tracing import RequestLog
+from swiftkv_platform.serve.tracing import RequestLogger
 from tests.contract.serving.replicas import application, asgi_client, version_of
 
 GREEDY = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
@@ -30,7 +30,7 @@ def test_requests_fill_evenly_and_one_too_many_does_not_count() -> None:
     for _ in range(6):
         quota.count_request()
     for _ in range(2):
-        with pytest.raises(RateLimitedError, match=r"6 requests a minute; try again in 10.0 s") as caught:
+        with pytest.raises(RateLimitedError, match=r"6 requests per minute; try again in 10.0 s") as caught:
             quota.count_request()
         assert caught.value.retry_after_s == pytest.approx(10.0)
     clock.now += 10.0
@@ -39,18 +39,18 @@ def test_requests_fill_evenly_and_one_too_many_does_not_count() -> None:
         quota.count_request()
     clock.now += 3600.0
     full = {"limit": "6", "remaining": "6", "reset": "0.000s"}
-    assert quota.headers() == {f"x-ratelimit-{name}-requests": value for name, value in full.items()}
+    assert quota.make_headers() == {f"x-ratelimit-{name}-requests": value for name, value in full.items()}
 
 
 def test_tokens_are_held_until_it_is_known_what_an_answer_took() -> None:
     clock = Clock()
     quota = Quota("ann", None, 100, clock)
     first = quota.reserve_tokens(80)
-    with pytest.raises(RateLimitedError, match="100 tokens a minute"):
+    with pytest.raises(RateLimitedError, match="100 tokens per minute"):
         quota.reserve_tokens(40)
     first.settle(30)
     first.settle(0)
-    assert quota.headers()["x-ratelimit-remaining-tokens"] == "70"
+    assert quota.make_headers()["x-ratelimit-remaining-tokens"] == "70"
     quota.reserve_tokens(70).settle(130)
     with pytest.raises(RateLimitedError) as caught:
         quota.reserve_tokens(1)
@@ -84,7 +84,7 @@ def tokens(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def client(engine: AsyncLLMEngine, tmp_path: Path, tokens: dict[str, str]) -> httpx.AsyncClient:
     version = version_of(engine, manifest_digest="abc")
-    return asgi_client(application(version, observers=[RequestLog()], key_ring=KeyRing(tmp_path / "keys.json")))
+    return asgi_client(application(version, observers=[RequestLogger()], key_ring=KeyRing(tmp_path / "keys.json")))
 
 
 async def complete(client: httpx.AsyncClient, token: str, **body: Any) -> httpx.Response:
@@ -121,7 +121,7 @@ async def test_requests_count_on_every_route_and_streams_settle_their_tokens(
     assert (await client.get("/v1/models", headers=headers)).status_code == 200
     refused = await client.post("/generate", json=body, headers=headers)
     assert (refused.status_code, refused.json()["code"]) == (429, "rate_limited")
-    assert "4 requests a minute" in refused.json()["detail"]
+    assert "4 requests per minute" in refused.json()["detail"]
 
 
 async def test_what_is_not_admitted_takes_no_tokens(client: httpx.AsyncClient, tokens: dict[str, str]) -> None:

@@ -13,12 +13,12 @@ from pydantic import ValidationError
 from swiftkv_platform.engine import AsyncLLMEngine, LLMEngine, SamplingParams
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, ModelError
 from swiftkv_platform.model import convert
-from swiftkv_platform.serve.answers import RequestContext
-from swiftkv_platform.serve.args import ReplicaArgs, Served
+from swiftkv_platform.serve.args import ReplicaArgs, ServedConfig
 from swiftkv_platform.serve.chat import render_chat
-from swiftkv_platform.serve.current import Current, Version
+from swiftkv_platform.serve.collector import RequestContext
 from swiftkv_platform.serve.http import create_http_app
-from swiftkv_platform.serve.versions import Swaps, load_version
+from swiftkv_platform.serve.replica_state import ModelVersion, ReplicaState
+from swiftkv_platform.serve.versions import VersionSwapper, load_version
 from tests.contract.serving.replicas import asgi_client, version_of
 from tests.support.fakes.tokenizers import byte_tokenizer
 from tests.support.parameters import few
@@ -39,27 +39,27 @@ def document(model: str, **changes: Any) -> dict[str, Any]:
     return {"model": model, "artifact_uri": "unused", "revision": f"rev-{model}", "verify": False, **changes}
 
 
-async def load(served: Served) -> Version:
+async def load(served: ServedConfig) -> ModelVersion:
     return await load_version(ARGS, served)
 
 
-async def swapped(current: Current, revision: str) -> None:
+async def swapped(current: ReplicaState, revision: str) -> None:
     while current.swap.status == "loading" or current.swap.revision != revision:
         await asyncio.sleep(0.001)
 
 
-def counted(current: Current, name: str) -> float:
-    lines = current.metrics.text().decode().splitlines()
+def counted(current: ReplicaState, name: str) -> float:
+    lines = current.metrics.render_page().decode().splitlines()
     return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"swiftkv:{name} ")), 0.0)
 
 
-def client_of(current: Current) -> httpx.AsyncClient:
+def client_of(current: ReplicaState) -> httpx.AsyncClient:
     return asgi_client(create_http_app(current))
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def current() -> AsyncIterator[Current]:
-    current = Current()
+async def current() -> AsyncIterator[ReplicaState]:
+    current = ReplicaState()
     yield current
     await current.version.drain()
 
@@ -69,11 +69,11 @@ class Loader:
 
     def __init__(self, model_dir: Path) -> None:
         self.model_dir = model_dir
-        self.loaded: dict[str, Version] = {}
+        self.loaded: dict[str, ModelVersion] = {}
         self.may_load = asyncio.Event()
         self.may_load.set()
 
-    async def load(self, served: Served) -> Version:
+    async def load(self, served: ServedConfig) -> ModelVersion:
         await self.may_load.wait()
         if served.model == "bad":
             raise ModelError("it is bad")
@@ -95,29 +95,29 @@ async def loader(model_dir: Path) -> Loader:
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def swaps(current: Current, loader: Loader) -> Swaps:
+async def swaps(current: ReplicaState, loader: Loader) -> VersionSwapper:
     """Swaps of a replica that serves the model `one`."""
-    swaps = Swaps(current, loader.load)
-    await swaps.want(document("one"))
+    swaps = VersionSwapper(current, loader.load)
+    await swaps.request_version(document("one"))
     return swaps
 
 
 async def test_running_requests_finish_on_the_old_version_which_is_then_closed(
-    current: Current, loader: Loader, swaps: Swaps
+    current: ReplicaState, loader: Loader, swaps: VersionSwapper
 ) -> None:
-    with current.entering() as version:
-        answers = await current.ask(version, [[1, 2]], LONG, RequestContext(interval_s=0.0))
-    outputs = answers.as_they_come()
+    with current.acquire_version() as version:
+        answers = await current.submit(version, [[1, 2]], LONG, RequestContext(interval_s=0.0))
+    outputs = answers.stream_outputs()
     await anext(outputs)
-    with current.entering() as undecided:
-        await swaps.want(document("two"))
+    with current.acquire_version() as undecided:
+        await swaps.request_version(document("two"))
         assert current.version.card.model == "one", "the old one serves while the new one loads"
         await swapped(current, "rev-two")
         assert current.version.card.model == "two"
         *_, (_, last) = [item async for item in outputs]
         assert (len(last.token_ids), last.finish_reason) == (50, "length")
-        late = await current.ask(undecided, [[3]], LONG, RequestContext())
-    assert len((await late.all())[0].token_ids) == 50, "it chose its version before the swap"
+        late = await current.submit(undecided, [[3]], LONG, RequestContext())
+    assert len((await late.collect())[0].token_ids) == 50, "it chose its version before the swap"
     while not loader.is_closed("one"):
         await asyncio.sleep(0.01)
     assert not loader.is_closed("two")
@@ -126,14 +126,14 @@ async def test_running_requests_finish_on_the_old_version_which_is_then_closed(
 
 @pytest.mark.parametrize("bad", few([{}, {"colour": "red"}, {"engine": {"dtype": 8}}], [{}]))
 async def test_a_bad_version_is_refused_and_the_old_one_stays(
-    current: Current, loader: Loader, swaps: Swaps, bad: dict[str, Any]
+    current: ReplicaState, loader: Loader, swaps: VersionSwapper, bad: dict[str, Any]
 ) -> None:
-    await swaps.want(document("bad", **bad))
+    await swaps.request_version(document("bad", **bad))
     await swapped(current, "rev-bad")
     assert (current.swap.status, current.version.card.model) == ("refused", "one")
     assert current.swap.message
     assert counted(current, 'swaps_total{outcome="refused"}') == 1
-    await swaps.want(document("one"))
+    await swaps.request_version(document("one"))
     await swapped(current, "rev-one")
     assert current.swap.status == "done"
     assert current.version is loader.loaded["one"], "the version that is served is not loaded again"
@@ -142,29 +142,34 @@ async def test_a_bad_version_is_refused_and_the_old_one_stays(
 @pytest.mark.parametrize(
     ("field", "good", "bad", "read"),
     [
-        ("cors_origins", "https://a.example.org", "a.example.org/x", lambda current: current.origins()),
+        ("cors_origins", "https://a.example.org", "a.example.org/x", lambda current: current.get_cors_origins()),
         ("ignored_fields", "suffix", "no field", lambda current: current.version.ignored_fields),
     ],
 )
 async def test_fields_of_the_door_count_at_once_and_load_nothing(
-    current: Current, swaps: Swaps, field: str, good: str, bad: str, read: Callable[[Current], frozenset[str]]
+    current: ReplicaState,
+    swaps: VersionSwapper,
+    field: str,
+    good: str,
+    bad: str,
+    read: Callable[[ReplicaState], frozenset[str]],
 ) -> None:
     before = current.version
     for values in ([good, "*"], None):
-        await swaps.want(document("one", revision=str(values), **{field: values}))
+        await swaps.request_version(document("one", revision=str(values), **{field: values}))
         await swapped(current, str(values))
         assert current.version is before
         assert read(current) == frozenset(values or ())
-    await swaps.want(document("one", revision="bad", **{field: [bad]}))
+    await swaps.request_version(document("one", revision="bad", **{field: [bad]}))
     await swapped(current, "bad")
     assert current.swap.status == "refused"
 
 
 @pytest.mark.soak("loads several versions")
-async def test_the_last_wanted_version_wins(current: Current, loader: Loader, swaps: Swaps) -> None:
+async def test_the_last_wanted_version_wins(current: ReplicaState, loader: Loader, swaps: VersionSwapper) -> None:
     loader.may_load.clear()
     for model in ("two", "three", "bad", "four"):
-        await swaps.want(document(model))
+        await swaps.request_version(document(model))
         await asyncio.sleep(0)
     loader.may_load.set()
     await swapped(current, "rev-four")
@@ -175,26 +180,26 @@ async def test_the_last_wanted_version_wins(current: Current, loader: Loader, sw
 
 
 async def test_a_first_version_that_cannot_be_served_is_an_error(loader: Loader) -> None:
-    current = Current()
+    current = ReplicaState()
     with pytest.raises(ModelError, match="it is bad"):
-        await Swaps(current, loader.load).want(document("bad"))
+        await VersionSwapper(current, loader.load).request_version(document("bad"))
     assert current.is_empty
 
 
-async def ask(current: Current) -> httpx.Response:
+async def ask(current: ReplicaState) -> httpx.Response:
     body = {"model": "tiny", "messages": USER, "max_tokens": 1}
     return await client_of(current).post("/v1/chat/completions", json=body)
 
 
 @pytest.mark.soak("loads several versions")
 async def test_a_deployments_template_is_swapped_in_and_out_and_runs_no_command(
-    current: Current, model_dir: Path, tmp_path: Path
+    current: ReplicaState, model_dir: Path, tmp_path: Path
 ) -> None:
-    swaps = Swaps(current, load)
+    swaps = VersionSwapper(current, load)
 
     async def answer_with(template: str | None) -> httpx.Response:
         wanted = document("tiny", artifact_uri=str(model_dir), revision=str(template), chat_template=template)
-        await swaps.want(wanted)
+        await swaps.request_version(wanted)
         await swapped(current, str(template))
         return await ask(current)
 
@@ -211,10 +216,10 @@ async def test_a_deployments_template_is_swapped_in_and_out_and_runs_no_command(
 
 
 @pytest.mark.soak("a second model")
-async def test_a_candidate_has_the_template_too(current: Current, model_dir: Path) -> None:
+async def test_a_candidate_has_the_template_too(current: ReplicaState, model_dir: Path) -> None:
     candidate = {"model": "other", "artifact_uri": str(model_dir)}
     fields = {"chat_template": BRIEF, "candidate": candidate, "tool_call_parser": "mistral"}
-    await Swaps(current, load).want(document("tiny", artifact_uri=str(model_dir), **fields))
+    await VersionSwapper(current, load).request_version(document("tiny", artifact_uri=str(model_dir), **fields))
     for version in (current.version, current.version.candidate):
         assert (version.tokenizer.chat_template, version.tool_call_parser) == (BRIEF, "mistral")
 
@@ -222,7 +227,7 @@ async def test_a_candidate_has_the_template_too(current: Current, model_dir: Pat
 async def test_a_template_needs_a_tokenizer(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="no tokenizer") as caught:
-        await load(Served.model_validate(document("tiny", artifact_uri=str(tmp_path), chat_template=BRIEF)))
+        await load(ServedConfig.model_validate(document("tiny", artifact_uri=str(tmp_path), chat_template=BRIEF)))
     assert caught.value.field == "chat_template"
 
 
@@ -261,13 +266,13 @@ def served(paths: dict[str, str], share: float | None = None, **options: Any) ->
     return document("one", artifact_uri=paths["one"], **options)
 
 
-async def serve(current: Current, wanted: dict[str, Any]) -> Any:
+async def serve(current: ReplicaState, wanted: dict[str, Any]) -> Any:
     """Serve `wanted`; return the version that does."""
-    await Swaps(current, load).want(wanted)
+    await VersionSwapper(current, load).request_version(wanted)
     return current.version
 
 
-async def test_a_candidate_answers_its_share_under_its_own_name(current: Current, paths: dict[str, str]) -> None:
+async def test_a_candidate_answers_its_share_under_its_own_name(current: ReplicaState, paths: dict[str, str]) -> None:
     version, client = await serve(current, served(paths, 0.0)), client_of(current)
 
     async def models() -> set[str]:
@@ -286,11 +291,11 @@ async def test_a_candidate_answers_its_share_under_its_own_name(current: Current
     assert sum(counted(current, f'requests_total{{model="{model}"}}') for model in ("one", "two")) == 100
 
 
-async def test_another_share_loads_nothing(current: Current, paths: dict[str, str]) -> None:
-    swaps = Swaps(current, load)
-    await swaps.want(served(paths, 0.1))
+async def test_another_share_loads_nothing(current: ReplicaState, paths: dict[str, str]) -> None:
+    swaps = VersionSwapper(current, load)
+    await swaps.request_version(served(paths, 0.1))
     version: Any = current.version
-    await swaps.want(served(paths, 0.9, ignored_fields=["suffix"], revision="more"))
+    await swaps.request_version(served(paths, 0.9, ignored_fields=["suffix"], revision="more"))
     await swapped(current, "more")
     assert current.version is version
     assert version.candidate_share == 0.9
@@ -299,4 +304,4 @@ async def test_another_share_loads_nothing(current: Current, paths: dict[str, st
 
 def test_a_share_above_one_is_refused(paths: dict[str, str]) -> None:
     with pytest.raises(ValidationError, match=r"candidate\.share"):
-        Served.model_validate(served(paths, 1.1))
+        ServedConfig.model_validate(served(paths, 1.1))

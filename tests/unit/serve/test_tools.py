@@ -24,9 +24,9 @@ from swiftkv_platform.serve.tools.families import (
     HermesParser,
     Llama3Parser,
     MistralParser,
-    family_of,
+    detect_family,
 )
-from swiftkv_platform.serve.tools.parser import Arguments, Assembled, Call, CallBegin, Text, ToolCallParser
+from swiftkv_platform.serve.tools.parser import Arguments, CallBegin, ParsedAnswer, ParsedCall, Text, ToolCallParser
 from swiftkv_platform.sources.teacher_config import find_builtin_teacher
 from swiftkv_platform.specs.deployment import ToolCallParser as FamilyName
 from swiftkv_platform.specs.job import BUILTIN_TEACHER
@@ -41,8 +41,8 @@ TRICKY = '{"text": "a \\"<tool_call>{\\" }] \\\\", "deep": [{"x": [1, -2.5e3, nu
 Parser = type[ToolCallParser]
 
 
-def parse(parser: Parser, pieces: Sequence[str]) -> Assembled:
-    reading, answer, fed = parser(NAMES), Assembled(), ""
+def parse(parser: Parser, pieces: Sequence[str]) -> ParsedAnswer:
+    reading, answer, fed = parser(NAMES), ParsedAnswer(), ""
     for piece in pieces:
         fed += piece
         answer.add(reading.feed(piece))
@@ -64,10 +64,14 @@ MISTRAL = "[TOOL_CALLS] [" + called("get_weather", PARIS, more=', "id": "VvvODy9
 MISTRAL_V11 = f"[TOOL_CALLS]get_weather[ARGS]{PARIS}[TOOL_CALLS]search[ARGS]{TRICKY}"
 LLAMA = called("get_weather", PARIS, "parameters")
 LLAMA_TRICKY = f'{{"type": "function", "name": "search", "parameters": {TRICKY}}}'
-WEATHER, SEARCH, TIME = Call("get_weather", PARIS), Call("search", TRICKY), Call("get_time", '{"zone": "CET"}')
-NOW = Call("get_time", "{}")
+WEATHER, SEARCH, TIME = (
+    ParsedCall("get_weather", PARIS),
+    ParsedCall("search", TRICKY),
+    ParsedCall("get_time", '{"zone": "CET"}'),
+)
+NOW = ParsedCall("get_time", "{}")
 
-Case = tuple[Parser, str, str, list[Call]]
+Case = tuple[Parser, str, str, list[ParsedCall]]
 REAL: list[Case] = [
     (HermesParser, HERMES, "", [WEATHER]),
     (HermesParser, f"I will look.\n\n{HERMES}\n{HERMES_TIME}\n", "I will look.", [WEATHER, TIME]),
@@ -91,8 +95,8 @@ ODD: list[Case] = [
     (HermesParser, '<tool_call>{"name": "get_time"}</tool_call>', "", [NOW]),
     (HermesParser, f"<tool_call>{called('get_time', 'null')}</tool_call>", "", [NOW]),
     (HermesParser, f"<tool_call>{called('search', json.dumps(TRICKY))}</tool_call>", "", [SEARCH]),
-    (HermesParser, HERMES[:61], "", [Call("get_weather", HERMES[49:61])]),
-    (HermesParser, BROKEN, "", [Call("get_time", '{"a": 1')]),
+    (HermesParser, HERMES[:61], "", [ParsedCall("get_weather", HERMES[49:61])]),
+    (HermesParser, BROKEN, "", [ParsedCall("get_time", '{"a": 1')]),
     (HermesParser, HERMES[:-4], "", [WEATHER]),
     (HermesParser, WHY, ', "why": <b>}</tool_call>', [WEATHER]),
     (HermesParser, f'<tool_call>[{PARIS_CALL}, {{"name": "no_tool"}}]', ', {"name": "no_tool"}]', [WEATHER]),
@@ -117,15 +121,15 @@ TEXTS: list[tuple[Parser, str]] = [
     ("parser", "answer", "text", "calls"), [*REAL, *ODD, *((parser, answer, answer, []) for parser, answer in TEXTS)]
 )
 def test_an_answer_reads_the_same_whole_by_character_and_in_two_at_every_place(
-    parser: Parser, answer: str, text: str, calls: list[Call]
+    parser: Parser, answer: str, text: str, calls: list[ParsedCall]
 ) -> None:
     """Cuts change neither calls nor text, and text outside of calls stays as it is."""
-    expected = Assembled(text, calls)
+    expected = ParsedAnswer(text, calls)
     assert parse(parser, [answer]) == expected
     assert parse(parser, list(answer)) == expected
     for at in range(len(answer)):
         assert parse(parser, [answer[:at], answer[at:]]) == expected
-        so_far = Assembled()
+        so_far = ParsedAnswer()
         so_far.add(parser(NAMES).feed(answer[:at]))
         assert text.startswith(so_far.text), "later pieces take back no text"
         assert [call.name for call in so_far.calls] == [call.name for call in calls[: len(so_far.calls)]]
@@ -166,7 +170,7 @@ def test_however_an_answer_is_cut_it_reads_the_same(
     assert all(call.name in NAMES for call in whole.calls)
     if not whole.calls and "<tool_call>" not in answer:  # an empty list of calls is no text
         assert whole.text == answer
-    assert parse(parser, list(plain)) == Assembled(plain), "plain text is never lost"
+    assert parse(parser, list(plain)) == ParsedAnswer(plain), "plain text is never lost"
 
 
 SPECIAL = ("[TOOL_CALLS]", "[ARGS]")
@@ -194,7 +198,7 @@ CALLS = {
     ],
 )
 def test_a_family_is_told_by_its_template_and_may_be_named_by_a_deployment(template: str, family: str | None) -> None:
-    assert family_of(template) == family
+    assert detect_family(template) == family
     assert set(get_args(FamilyName)) == set(FAMILIES) == set(CALLS)
 
 
@@ -227,7 +231,7 @@ def test_a_grammar_takes_what_its_family_writes_and_its_parser_reads_it(
     bad = call.replace("1", '"x"')
     one = call.removeprefix(layout.begin).removesuffix(layout.end)
     two = layout.begin + one + layout.between + one + layout.end
-    required, text, answer = grammar.required(), grammar.or_text(), grammar.or_answer(SCHEMA)
+    required, text, answer = grammar.make_required(), grammar.make_with_text(), grammar.make_with_json(SCHEMA)
     assert takes(required, call)
     assert takes(required, two) is takes(text, two) is parallel
     assert not any(takes(required, each) for each in (bad, "text", "", f"text {call}"))
@@ -282,7 +286,7 @@ def test_a_message_keeps_arguments_that_are_no_object() -> None:
 def test_a_students_directory_gets_the_built_in_template_and_it_marks_what_the_assistant_says(tmp_path: Path) -> None:
     copy_companion_files(find_builtin_teacher(BUILTIN_TEACHER), tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert family_of(tokenizer.chat_template) == "hermes"
+    assert detect_family(tokenizer.chat_template) == "hermes"
     system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Is it warm in Rome?"}
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     turns = [

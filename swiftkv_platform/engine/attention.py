@@ -1,9 +1,8 @@
 """Attention of a flat batch of sequences to their paged contexts: transformers' attention function `swiftkv_paged`.
 
-On a GPU one operator reads block tables (`varlen.py`); on a CPU `kernels.attend` is used where possible. Otherwise each
-sequence's context is read in place: a run of adjacent blocks is a view, and the outputs for several runs are merged by
-the logarithms of their softmax sums. A decode step copies a context only if its runs are so short that a copy is
-cheaper.
+On a GPU one operator reads block tables (`varlen.py`). On a CPU `kernels.attend` is used where possible. Otherwise each
+sequence attends separately, and its context is read in place: a run of adjacent blocks is a view, and the outputs of
+several runs are merged by their log-sum-exp. A context with very short runs is copied, which is cheaper.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from swiftkv_platform.engine.batch import PagedAttentionMetadata, SequenceQuerie
 from swiftkv_platform.engine.kv_cache import PagedTensor, SlotRun
 
 PAGED_ATTENTION = "swiftkv_paged"
-"""Name of the function in transformers."""
+"""Name of the attention function in transformers."""
 MIN_AVERAGE_RUN_TOKENS = 64
-"""Contexts with a shorter average run are copied to be contiguous before they are read."""
+"""Contexts with a shorter average run are copied to contiguous memory."""
 MIN_MATMUL_QUERIES, MIN_MATMUL_TOKENS = 128, 256
-"""Minimum queries and context tokens of a bfloat16 chunk that uses matrix products; smaller ones use torch's fused
+"""Min queries and context tokens of a bfloat16 chunk that uses matrix products. Smaller chunks use torch's fused
 operator."""
 MATMUL_ROWS = 256
-"""Rows of one such product for each key head: queries times the query heads that share the key head."""
+"""Rows of a matrix product per key head: queries * query heads per key head."""
 MAX_MATMUL_SCORES = 1 << 21
-"""Approximate number of scores computed at a time; more would not fit the processor's caches."""
+"""Approximate max number of scores computed at a time, so that they fit into the processor's caches."""
 
 
 def paged_attention(
@@ -45,19 +44,20 @@ def paged_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention for transformers, whose attention interface calls this function.
+    """Compute attention. transformers' attention interface calls this function.
 
     Args:
-        query: queries of all sequences, one sequence after another, [1, num_heads, num_tokens, head_dim].
-        key: keys of all slots; or, from a model that expands its cache, of the sequences' concatenated contexts,
-            [1, num_heads, sum of context lengths, head_dim].
+        query: concatenated queries of all sequences, [1, num_heads, num_tokens, head_dim].
+        key: keys of all slots; or, from a model that expands latents (MLA), of the concatenated contexts, [1,
+            num_heads, sum of context lengths, head_dim].
         value: values, likewise.
-        paged: metadata on what each query reads; None: nothing attends, and the output is zeros.
-        sliding_window: number of tokens that a query sees, including itself; None: all before it.
+        paged: metadata; None: no query attends, and the output is 0.
+        sliding_window: number of tokens that a query attends to, including itself; None: all tokens up to itself.
 
     Returns:
         The output [1, num_tokens, num_heads, head_dim], and None for the weights.
     """
+    # 1. one operator with block tables, or attention to expanded contexts
     if paged is None:
         return torch.zeros_like(query.transpose(1, 2), memory_format=torch.contiguous_format), None
     if paged.varlen is not None:
@@ -68,6 +68,7 @@ def paged_attention(
         return output[..., : value.shape[-1]].transpose(1, 2), None
     assert isinstance(key, PagedTensor)
     assert isinstance(value, PagedTensor)
+    # 2. the native kernels, views of a decode step's contexts, or each sequence separately
     if key.uses_kernels:
         output = kernels.attend(
             query,
@@ -98,7 +99,7 @@ def _attend_varlen(
     scaling: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend with one operator for all sequences: [1, num_tokens, num_heads, dim of the values]."""
+    """Attend with one operator for all sequences. Returns [1, num_tokens, num_heads, dim of values]."""
     dim = query.shape[-1]
     if isinstance(key, PagedTensor) and isinstance(value, PagedTensor):
         keys, values = key.view_blocks(call.pages.block_size), value.view_blocks(call.pages.block_size)
@@ -115,14 +116,15 @@ def _attend_varlen(
 
 @dataclass(frozen=True)
 class _PagedKeyValues:
-    """Keys and values of a sequence, in slots of the cache."""
+    """Keys and values of a sequence's context, in slots of the cache."""
 
     key: PagedTensor
     value: PagedTensor
     sequence: SequenceQueries
 
     def read_parts(self, first: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Read positions `first` to `end` - 1, each [1, num_kv_heads, tokens, dim], in one or more parts."""
+        """Read keys and values of positions `first` to `end` - 1 in one or more parts, each [1, num_kv_heads, tokens,
+        dim]."""
         runs = self.sequence.find_slot_runs(first, end)
         scattered = end - first < MIN_AVERAGE_RUN_TOKENS * len(runs)
         together = [runs] if scattered or self.key.quantized_dtype is not None else [[run] for run in runs]
@@ -131,7 +133,7 @@ class _PagedKeyValues:
 
 @dataclass(frozen=True)
 class _ExpandedKeyValues:
-    """Keys and values of a sequence, in tensors [1, num_heads, sum of context lengths, dim], from `start` on."""
+    """Keys and values of a sequence's context, from index `start` of [1, num_heads, sum of context lengths, dim] on."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -146,7 +148,7 @@ _ContextKeyValues = _PagedKeyValues | _ExpandedKeyValues
 
 
 def _pad_values(values: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Pad values to the width of keys, as operators require (MLA's are narrower); callers cut the output."""
+    """Pad values to the width of keys, as operators require. MLA's values are narrower; callers cut the output."""
     missing = keys.shape[-1] - values.shape[-1]
     return F.pad(values, (0, missing)) if missing else values
 
@@ -165,7 +167,7 @@ def _attend_sequences(
     scaling: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend sequence after sequence: [1, num_heads, num_tokens, dim]."""
+    """Attend for one sequence after another. Returns [1, num_heads, num_tokens, dim]."""
     outputs, row = [], 0
     for sequence, context in zip(paged.sequences, contexts, strict=True):
         end = row + len(sequence.positions)
@@ -177,8 +179,8 @@ def _attend_sequences(
 def _attend_decode_spans(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: list[SlotRun], scaling: float
 ) -> torch.Tensor:
-    """Attend with one query per sequence, each to a view of keys and values [1, num_kv_heads, num_slots, head_dim].
-    Query heads that share a key head become its queries, so no key is repeated. Returns [1, num_sequences, num_heads,
+    """Attend with one query per sequence to a view of keys and values [1, num_kv_heads, num_slots, head_dim]. Query
+    heads that share a key head become its queries, so keys are not repeated. Returns [1, num_sequences, num_heads,
     head_dim]."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     queries = query.unflatten(1, (keys.shape[1], -1)).unbind(3)  # each [1, num_kv_heads, heads per key head, head_dim]
@@ -205,14 +207,14 @@ def _attend_sequence(
 
 
 def _attend_decode(query: torch.Tensor, parts: list[tuple[torch.Tensor, torch.Tensor]], scaling: float) -> torch.Tensor:
-    """Attend with one query to all `parts`. Query heads that share a key head become its queries: no repeated keys."""
+    """Attend with one query to all `parts`. Query heads that share a key head become its queries."""
     num_kv_heads = parts[0][0].shape[1]
     grouped = query.reshape(1, num_kv_heads, -1, query.shape[-1])
     return _merge_parts([_attend_part(grouped, keys, values, scaling) for keys, values in parts]).reshape(query.shape)
 
 
 def _attend_chunk(query: torch.Tensor, first: int, context: _ContextKeyValues, scaling: float) -> torch.Tensor:
-    """Attend with consecutive queries from position `first` on: causally among themselves, and to all tokens before."""
+    """Attend with consecutive queries from position `first` on: causally to each other, and to all earlier tokens."""
     end = first + query.shape[2]
     large = query.shape[2] >= MIN_MATMUL_QUERIES and end >= MIN_MATMUL_TOKENS
     if large and query.dtype == torch.bfloat16:
@@ -227,11 +229,12 @@ def _attend_chunk(query: torch.Tensor, first: int, context: _ContextKeyValues, s
 def _attend_by_matmul(
     query: torch.Tensor, first: int, keys: torch.Tensor, values: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """Compute `_attend_chunk` on CPUs that multiply bfloat16 matrices much faster than torch's fused operator does.
+    """Compute `_attend_chunk` by matrix products, which some CPUs run much faster in bfloat16 than torch's fused
+    operator.
 
-    Products are rounded to bfloat16, whose error grows with the number. So each row of scores is shifted, within the
-    product and before rounding, by its largest score against the nearest and the first tokens, which usually get the
-    most attention: the scores that matter are then near 0 and exact, and softmax is invariant to the shift.
+    Scores are rounded to bfloat16, whose error grows with the magnitude. So each row of scores is shifted before it is
+    rounded, by its largest score for the nearest and the first tokens, which usually get the most attention. The
+    largest scores are then near 0 and exact, and softmax is invariant to the shift: softmax(s - c) = softmax(s).
     """
     num_queries, num_kv_heads = query.shape[2], keys.shape[1]
     queries = query[0].unflatten(0, (num_kv_heads, -1))  # [kv heads, heads per kv head, queries, head_dim]
@@ -256,8 +259,13 @@ def _attend_by_matmul(
 def _compute_block_weights(
     queries: torch.Tensor, keys: torch.Tensor, future: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """Return the softmax of the scores of the last tokens' queries [kv heads, heads per kv head, queries, head_dim] for
-    all tokens' keys [kv heads, head_dim, tokens]: [kv heads, heads per kv head * queries, tokens]."""
+    """Return the attention weights [kv heads, heads per kv head * queries, tokens].
+
+    Args:
+        queries: of the last tokens, [kv heads, heads per kv head, queries, head_dim].
+        keys: of all tokens, [kv heads, head_dim, tokens].
+        future: mask that adds minus infinity to later tokens.
+    """
     shape = queries.shape[:3]
     rows, own, mask = queries.flatten(1, 2), keys.shape[2] - shape[2], future[: shape[2], : shape[2]]
     nearest = rows @ keys[:, :, own:]
@@ -273,27 +281,29 @@ def _compute_block_weights(
 def _attend_masked(
     query: torch.Tensor, positions: Sequence[int], context: _ContextKeyValues, scaling: float, window: int | None
 ) -> torch.Tensor:
-    """Attend with any queries, with an explicit mask [num_queries, tokens]."""
+    """Attend with an explicit mask [num_queries, tokens], for queries at any positions."""
     start = 0 if window is None else max(positions[0] - window + 1, 0)
     end = positions[-1] + 1
     keys, values = _read_contiguous(context, start, end)
-    here = torch.tensor(list(positions), device=query.device)[:, None]
-    at = torch.arange(start, end, device=query.device)
-    seen = at <= here if window is None else (at <= here) & (at > here - window)
+    query_positions = torch.tensor(list(positions), device=query.device)[:, None]
+    key_positions = torch.arange(start, end, device=query.device)
+    mask = key_positions <= query_positions
+    if window is not None:
+        mask &= key_positions > query_positions - window
     output: torch.Tensor = F.scaled_dot_product_attention(
-        query, keys, values, attn_mask=seen, scale=scaling, enable_gqa=query.shape[1] != keys.shape[1]
+        query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != keys.shape[1]
     )
     return output
 
 
 PartialAttention = tuple[torch.Tensor, torch.Tensor]
-"""Attention output for a part of the context, and the logarithms of its softmax sums [1, num_heads, num_queries]."""
+"""Attention output for a part of the context, and the log-sum-exp of its scores [1, num_heads, num_queries]."""
 
 
 def _attend_part(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, *, causal: bool = False
 ) -> PartialAttention:
-    """Attend to keys [1, num_kv_heads, tokens, head_dim], which query heads may share."""
+    """Attend to keys [1, num_kv_heads, tokens, head_dim]. Query heads may share key heads."""
     part: PartialAttention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, 0.0, causal, scale=scaling
     )
@@ -301,6 +311,7 @@ def _attend_part(
 
 
 def _merge_parts(parts: list[PartialAttention]) -> torch.Tensor:
+    """Return the attention output of all parts: sum of softmax(log-sum-exps)_i * output_i."""
     if len(parts) == 1:
         return parts[0][0]
     sums = torch.stack([part_sums for _, part_sums in parts])  # [num_parts, 1, num_heads, num_queries]

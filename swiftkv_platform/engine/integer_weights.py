@@ -1,8 +1,7 @@
-"""Projections in integers: those of a quantized checkpoint, and those that are rounded when a model is loaded.
+"""Integer weights of projections: from a quantized checkpoint, or rounded when a model is loaded.
 
-They are put beside the floats of their modules, as `integers`; `weights.py` lays them out for the kernels. Where no
-kernel multiplies integers the floats are used, which have the same values.
-"""
+A module has them as its attribute `integers`, and floats of the same values as `weight`. `weights.py` packs integers
+for the kernels. Without a kernel for them, the floats are used."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ from swiftkv_platform.model.weights.quantization import (
 
 
 def attach_stored_integers(model: Any, checkpoint: Checkpoint, ranks: TensorParallelGroup | None = None) -> None:
-    """Put the integers that a checkpoint stores beside the weights of a model that was loaded from it, with `ranks`
-    one's own part of each."""
+    """Set `integers` of a model's projections from the checkpoint it was loaded from. `ranks`: only this rank's
+    part."""
     weights = dequantize_checkpoint(checkpoint)
     for name, linear in _iterate_projections(model):
         weight = f"{get_unsharded_name(name)}.weight"
@@ -40,24 +39,24 @@ def attach_stored_integers(model: Any, checkpoint: Checkpoint, ranks: TensorPara
 
 
 def round_weights(model: Any, form: WeightFormat) -> None:
-    """Round the projections of a model's layers that are not in integers to nearest, and its heads to int8, in place.
+    """Round the projections of a model's layers to integers, and its heads to int8, in place. Integers stay as they
+    are.
 
-    `int4` puts into int8 what the export format `mixed` stores so, and projections whose inputs make no groups. Where
-    no kernel multiplies integers, a head that is the embedding too stays as it is. Raises `ModelError`: `int4` for a
-    model whose projections are stored in int8.
-    """
+    With `int4`, projections that the export format `mixed` stores in int8, or whose inputs cannot be grouped, are
+    rounded to int8. A tied head keeps its floats, which the embedding uses. Raises `ModelError`: `int4` for a model
+    whose projections are stored in int8."""
     num_layers = model.config.num_hidden_layers
     for name, linear in _iterate_projections(model):
-        four = form == "int4" and not is_mixed_int8(name.removesuffix(".part"), num_layers)
+        is_int4 = form == "int4" and not is_mixed_int8(name.removesuffix(".part"), num_layers)
         if (stored := get_integers(linear)) is not None:
-            if four and stored.form == "int8":
+            if is_int4 and stored.form == "int8":
                 raise ModelError.for_field(
                     "weights",
                     form,
                     ", and the model is stored in int8; use auto, or export the unquantized model with --quantize int4",
                 )
             continue
-        _round_linear(linear, "int4" if four and linear.in_features % packing.INT4_GROUP_SIZE == 0 else "int8")
+        _round_linear(linear, "int4" if is_int4 and linear.in_features % packing.INT4_GROUP_SIZE == 0 else "int8")
     embedding = model.get_input_embeddings().weight
     for name in ("lm_head", "exit_head"):
         if isinstance(head := getattr(model, name, None), nn.Linear):
@@ -65,13 +64,12 @@ def round_weights(model: Any, form: WeightFormat) -> None:
 
 
 def get_integers(linear: nn.Module) -> IntegerWeight | None:
-    """The integers beside a module's weight."""
+    """Return the integer weight of a module, if any."""
     return getattr(linear, "integers", None)
 
 
 def get_common_weights(linears: Sequence[Any]) -> list[IntegerWeight] | list[torch.Tensor]:
-    """The weights of modules that run as one: integers if all have them in one form that the kernels take, else
-    floats."""
+    """Return the weights of modules that are fused: integers if all have them in one supported format, else floats."""
     found = [get_integers(linear) for linear in linears]
     integers = [one for one in found if one is not None and packing.can_pack(one)]
     if len(integers) == len(linears) and len({(one.form, one.group_size) for one in integers}) == 1:
@@ -80,7 +78,7 @@ def get_common_weights(linears: Sequence[Any]) -> list[IntegerWeight] | list[tor
 
 
 def drop_integers(model: nn.Module) -> None:
-    """Forget all integers, where the floats are used."""
+    """Delete all integers, so that the floats are used."""
     for module in model.modules():
         module.__dict__.pop("integers", None)
 
@@ -101,7 +99,7 @@ def _round_linear(linear: Any, form: WeightFormat, *, keeps_floats: bool = False
 def _slice_integers(
     whole: IntegerWeight, name: str, linear: nn.Linear, ranks: TensorParallelGroup, config: Any
 ) -> IntegerWeight | None:
-    """A rank's part of a weight; None: it cuts a group of inputs."""
+    """Return a rank's part of a weight; None: the part would divide a group of inputs with one scale."""
     if (cut := get_shard_spec(name, config)) is None:
         return whole
     first, *others = (whole.slice_part(index) for index in cut.get_indices(linear.weight.shape[cut.dim], ranks))

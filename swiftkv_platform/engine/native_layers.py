@@ -1,7 +1,7 @@
-"""Modules on the engine's kernels, in the place of a family's, for one row of tokens on a CPU in bfloat16.
+"""Modules on the native kernels that replace a family's modules, for one row of tokens on a CPU in bfloat16.
 
-Layers of the usual shape run one after another in one operator; others are put together from modules. Knows no request.
-"""
+Consecutive layers of the usual structure run in one operator. Other layers consist of `Native` modules. Knows no
+request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from swiftkv_platform.model.weights.quantization import IntegerWeight
 
 
 def rotate_heads(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """`model.attention.rotate`; by the kernels where the factors are in their dtype, as most families' are."""
+    """Apply RoPE as `model.attention.rotate`, with the kernel if the factors have the dtype of `x`."""
     size = rotation[0].shape[-1]
     if size < x.shape[-1]:
         return torch.cat((rotate_heads(x[..., :size], rotation), x[..., size:]), dim=-1)
@@ -48,12 +48,12 @@ class NativeLinear(nn.Module):
         return kernels.linear(x, self.weight, self.bias, self.out_features)
 
     def project_rows(self, x: torch.Tensor, norm: NativeRMSNorm) -> torch.Tensor:
-        """[num_tokens, in_features], before its norm -> [num_tokens, out_features]."""
+        """Project norm(x): [num_tokens, in_features] -> [num_tokens, out_features]."""
         return kernels.linear_rows(x, self.weight, self.bias, self.out_features, norm=norm)
 
 
 class NativeHead(NativeLinear):
-    """Logits of a language model's head, in float32 as they are summed."""
+    """A language model's head, with logits in float32, not rounded to bfloat16."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
@@ -61,7 +61,7 @@ class NativeHead(NativeLinear):
 
 
 class NativeEmbedding(nn.Module):
-    """Embeddings that are read out of a tied head's packed weight, so that there is one of both."""
+    """Embedding that reads a tied head's packed weight, so that the weight exists once."""
 
     def __init__(self, embedding: nn.Embedding, head: NativeHead) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class NativeEmbedding(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[...] -> [..., hidden_size]."""
-        pairs = self.weight.view(torch.int32).squeeze(-1)  # both at once: a quarter of the time
+        pairs = self.weight.view(torch.int32).squeeze(-1)  # two bfloat16 numbers at once take a quarter of the time
         embedded = pairs[input_ids // packing.BLOCK_COLUMNS, :, input_ids % packing.BLOCK_COLUMNS].view(
             self.weight.dtype
         )
@@ -86,12 +86,12 @@ class NativeRMSNorm(nn.Module):
         self.variance_epsilon = norm.variance_epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., size] -> [..., size]; in float32 inside."""
+        """[..., size] -> [..., size], computed in float32."""
         return kernels.rms_norm(x, self.weight, self.variance_epsilon)
 
 
 class NativeMLP(nn.Module):
-    """The families' gated MLP with SiLU: gate, up and their product in one operator."""
+    """The families' gated MLP with SiLU; silu(gate) * up is one operator."""
 
     def __init__(self, mlp: Any, arena: Arena) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class GatedLinear(nn.Module):
     def __init__(self, gate: torch.Tensor | IntegerWeight, up: torch.Tensor | IntegerWeight, arena: Arena) -> None:
         super().__init__()
         self.size, self.in_features = gate.shape
-        self.out_features = 2 * self.size  # of its products
+        self.out_features = 2 * self.size  # gate and up
         self.weight = packing.pack_gated(gate, up).move_into(arena)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ class GatedLinear(nn.Module):
 
 
 class NativeAttention(nn.Module):
-    """A family's own attention by head; what is the kernels' is its RoPE."""
+    """A family's multi-head attention, with the kernels' RoPE."""
 
     q_proj: nn.Module
     k_proj: nn.Module
@@ -153,7 +153,7 @@ class NativeAttention(nn.Module):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend as the family's module: output [1, num_tokens, hidden_size], and weights if the backend has them."""
+        """Attend as the family's module. Returns [1, num_tokens, hidden_size], and weights if the backend has them."""
         query, key, value = (
             split_heads(part, self.head_dim, norm, over_all_heads=self.has_joint_head_norm)
             for part, norm in zip(self._project(hidden_states), (self.q_norm, self.k_norm, None), strict=True)
@@ -169,7 +169,7 @@ class NativeAttention(nn.Module):
         return self.o_proj(output.flatten(-2)), weights
 
     def _project(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Queries, keys and values of all heads, each [1, num_tokens, num_heads * head_dim]."""
+        """Return queries, keys and values of all heads, each [1, num_tokens, num_heads * head_dim]."""
         if not hasattr(self, "qkv_proj"):
             return [projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj)]
         heads = (self.config.num_attention_heads, *[self.config.num_key_value_heads] * 2)
@@ -178,8 +178,8 @@ class NativeAttention(nn.Module):
 
 
 class SharedKeyValueWriter:
-    """K and V of all groups from x, written in one operator for all of them: one each takes a fifteenth of a prompt's
-    time in a student."""
+    """Writes K and V of all groups from x with one operator. One operator per group would take 1/15 of a student's
+    prefill time."""
 
     def __init__(self, decoder: Any, leaders: Sequence[HeadAttentionMixin], linear: NativeLinear) -> None:
         self._rotations, self._leaders = decoder.layer_rotations, decoder.layer_map.leaders
@@ -190,7 +190,8 @@ class SharedKeyValueWriter:
 
     @classmethod
     def from_decoder(cls, decoder: Any) -> Self | None:
-        """None: the groups' projections are no product of ours, or make heads of several kinds."""
+        """Return the writer; None if the groups' projections are not one native product, or their heads differ in
+        kind."""
         leaders = [decoder.layers[i].self_attn for i in decoder.layer_map.leaders]
         if not leaders or not isinstance(decoder.norm_swiftkv, NativeRMSNorm):
             return None
@@ -204,7 +205,7 @@ class SharedKeyValueWriter:
         return cls(decoder, leaders, linear) if isinstance(linear, NativeLinear) else None
 
     def write(self, x: torch.Tensor, rotation: Rotation, cache: Any) -> bool:
-        """Write those of x [1, num_tokens, hidden_size] to a `StepCache` at its slots. False: this cannot."""
+        """Write K and V from x [1, num_tokens, hidden_size] to a `StepCache` at its slots. False: not supported."""
         rotations = [self._rotations.select(i, rotation) for i in self._leaders] if self._rotates else []
         layers = [cache.read(self._first + group) for group in range(len(self._leaders))]
         keys = layers[0][0]
@@ -224,23 +225,23 @@ class SharedKeyValueWriter:
 
 
 def get_output_projection(attention: Any) -> Any:
-    """Projection that a layer's heads leave through."""
+    """Return a layer's output projection."""
     student = isinstance(attention, HeadAttentionMixin)
     return attention.output_projection if student else attention.o_proj
 
 
 @dataclass(frozen=True)
 class _HeadProjection:
-    """Where a layer's queries, keys and values come from: one product of its normalized input."""
+    """The product that computes a layer's queries, keys and values, and their offsets in its output."""
 
     linear: NativeLinear
     query_offset: int
     key_offset: int = -1
-    """First output that is a key's, which those of the values follow; -1: the layer reads another's."""
+    """Offset of the keys, which the values follow; -1: the layer reads another layer's."""
 
     @classmethod
     def from_attention(cls, attention: Any) -> Self | None:
-        """None: they are not one product of ours."""
+        """Return the product; None if queries, keys and values are not one native product."""
         if isinstance(attention, NativeAttention):
             if isinstance(linear := getattr(attention, "qkv_proj", None), NativeLinear):
                 return cls(linear, 0, attention.config.num_attention_heads * attention.head_dim)
@@ -254,25 +255,27 @@ class _HeadProjection:
         if not isinstance(linear := getattr(fused, "linear", None), NativeLinear):
             return None
         assert fused is not None
-        assert all(getattr(part, "fused", None) is fused for part in parts), "parts of one product"
+        assert all(getattr(part, "fused", None) is fused for part in parts), (
+            "queries, keys and values are parts of different products"
+        )
         first = [sum(fused.sizes[:at]) for at in range(len(fused.sizes))]
         return cls(linear, first[query], first[key])
 
 
 @dataclass(frozen=True)
 class LayerKeyValues:
-    """The cache layer that a layer attends to."""
+    """K and V that a layer attends to, and where it writes."""
 
     keys: PagedTensor
     values: PagedTensor
     slots: torch.Tensor | None
-    """Slots that the layer writes to, int64 [num_tokens]; None: keys and values are there."""
+    """Slots that the layer writes to, int64 [num_tokens]; None: they are already written."""
 
 
 class NativeLayer(nn.Module):
-    """A layer of a step: x + attention(norm(x)), then x + MLP(norm(x)).
+    """A layer in one operator: y = x + attention(norm(x)), then y + MLP(norm(y)).
 
-    All but steps over the engine's own cache go through the family's layer.
+    Passes without the engine's cache use the family's layer.
     """
 
     family_layer: Any
@@ -299,7 +302,7 @@ class NativeLayer(nn.Module):
             ],
             [*(0.0 if norm is None else norm.variance_epsilon for norm in (*norms, of_heads[0])), attention.scaling],
         )
-        # Found without the detour that modules of modules take.
+        # Plain attributes: `nn.Module.__getattr__` is slow.
         self.__dict__.update(
             family_layer=layer,
             operands=operands,
@@ -311,7 +314,7 @@ class NativeLayer(nn.Module):
 
     @classmethod
     def from_layer(cls, layer: Any) -> Self | None:
-        """None: the layer is of another shape."""
+        """Return the native layer; None if the layer has another structure."""
         attention, mlp = layer.self_attn, getattr(layer, "mlp", None)
         if not isinstance(attention, NativeAttention | HeadAttentionMixin) or attention.has_joint_head_norm:
             return None
@@ -321,7 +324,7 @@ class NativeLayer(nn.Module):
         if not (isinstance(mlp, NativeMLP) and isinstance(mlp.down_proj, NativeLinear)):
             return None
         if not isinstance(get_output_projection(attention), NativeLinear):
-            return None  # its rank's part of a sum
+            return None  # a rank computes only its part of the sum
         if not all(
             isinstance(norm, NativeRMSNorm | nn.Identity | None) for norm in (attention.q_norm, attention.k_norm)
         ):
@@ -330,7 +333,7 @@ class NativeLayer(nn.Module):
         return None if heads is None else cls(layer, heads)
 
     def forward(self, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        """[1, num_tokens, hidden_size] -> the same. `arguments`: a decoder layer's."""
+        """[1, num_tokens, hidden_size] -> the same. `arguments`: those of a decoder layer."""
         paged, rotation = arguments.get("paged"), arguments["position_embeddings"]
         stored = None
         if paged is not None and rotation[0].dtype == hidden_states.dtype:
@@ -341,7 +344,8 @@ class NativeLayer(nn.Module):
         return _run_layers(self.operands, hidden_states, [stored], rotation if self.rotates else (None, None), paged)
 
     def find_key_values(self, cache: Any, shared: Any) -> LayerKeyValues | None:
-        """The part of a step's `cache`, or `run_layer`'s `shared`, that the layer attends to; None: kernels cannot."""
+        """Return the K and V that the layer attends to, from the step's `cache` or `shared` K and V of its group. None:
+        the kernels do not support them."""
         slots = None
         if shared is None and self._reads_shared:
             return None  # the teacher's layer
@@ -361,7 +365,8 @@ class NativeLayer(nn.Module):
 
 
 class NativeLayers:
-    """Several layers of a step at once: what Python takes between those of a decode step is a tenth of it or more."""
+    """Runs consecutive layers in one operator. In a decode step, Python between layers would take 10% of the time or
+    more."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._layers = layers
@@ -370,7 +375,7 @@ class NativeLayers:
     def __call__(
         self, decoder: Any, which: range, hidden: torch.Tensor, context: Any, shared: Sequence[Any] | None
     ) -> torch.Tensor | None:
-        """`run_layers` over hidden [1, num_tokens, hidden_size]. None: these layers cannot run at once."""
+        """Run layers over hidden [1, num_tokens, hidden_size]. None: these layers cannot run in one operator."""
         if which not in self._operands:
             self._operands[which] = self._join_operands(which)
         operands, paged = self._operands[which], context.layer_arguments.get("paged")
@@ -389,7 +394,7 @@ class NativeLayers:
         return _run_layers(operands, hidden, stored, rotations, paged)
 
     def _join_operands(self, which: range) -> LayerOperands | None:
-        """None: some of the layers are of another shape."""
+        """Concatenate the layers' operands; None if some layer has another structure."""
         layers = [self._layers[i] for i in which]
         if not layers or not all(isinstance(layer, NativeLayer) for layer in layers):
             return None

@@ -15,13 +15,13 @@ from swiftkv_platform.specs.engine import EngineConfig
 
 
 def main() -> None:
-    """Load this rank's part of the model that rank 0 names, and follow rank 0 until it exits."""
+    """Load this rank's part of rank 0's model, and run the passes that rank 0 announces."""
     connection = Connection(int(sys.argv[1]))
     rank, port, path, fields = connection.recv()
     config = EngineConfig(**fields)
     ranks = join_group(rank, port, config)
     loaded = load_model(path, config, ranks)
-    connection.send(rank)  # it is loaded
+    connection.send(rank)  # tell rank 0 that the model is loaded
     loaded.model.set_attn_implementation(PAGED_ATTENTION)
     with torch.inference_mode():
         run_announced_passes(

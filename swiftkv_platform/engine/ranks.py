@@ -1,12 +1,11 @@
-"""Tensor parallelism: rank 0 runs the engine, the others compute their parts of every pass it announces.
+"""Tensor parallelism: rank 0 runs the engine, and the other ranks compute their parts of every pass it announces.
 
     rank 0    schedule -> announce -> layers -> heads, sampling -> postprocess
-    others                   '-> the same layers, their own heads and columns, sums with all ranks
+    others                   '-> the same layers, for their own heads and columns; all-reduce with all ranks
 
-Rank 0 starts the others as processes on the same machine and makes all decisions; it announces positions, slots and
-the slots of contexts. Hidden states that the other ranks do not have are broadcast. Sums use gloo on a CPU and NCCL on
-GPUs, in a separate process group of each engine, so that a process can run several engines one after another.
-"""
+Rank 0 starts the others as processes on the same machine. It decides everything, and announces positions, slots and the
+slots of contexts. It broadcasts hidden states that the other ranks do not have. All-reduces use gloo on a CPU and NCCL
+on GPUs. Each engine has its own process group, so that a process can run several engines one after another."""
 
 from __future__ import annotations
 
@@ -38,14 +37,14 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.context import DecoderContext, TokenSelection
 from swiftkv_platform.specs.engine import EngineConfig
 
-_c10d: Any = dist  # its stubs lack the stores and groups
+_c10d: Any = dist  # its type stubs lack stores and groups
 ALL_REDUCE_TIMEOUT = datetime.timedelta(minutes=5)
-"""Maximum wait of a rank for the others' parts of a sum."""
+"""Max time that a rank waits for the other ranks in an all-reduce."""
 EXIT_TIMEOUT_S = 10.0
 
 
 class TensorParallelGroup:
-    """A process of the group that shares a model."""
+    """This process's rank in the group of processes that share a model."""
 
     def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank
@@ -74,21 +73,21 @@ class TensorParallelGroup:
 
 @dataclass(frozen=True)
 class AllocateMessage:
-    """Message of rank 0 to the others: make a KV cache of `num_blocks` blocks."""
+    """Message of rank 0: allocate a KV cache of `num_blocks` blocks."""
 
     num_blocks: int
 
 
 @dataclass(frozen=True)
 class PassMessage:
-    """Message of rank 0 to the others: run layers < l and K, V of all later ones, or layers >= l."""
+    """Message of rank 0: run layers < l and write K and V of layers >= l, or run layers >= l."""
 
     is_upper: bool
     """Whether layers >= l run."""
     attention: PagedAttentionMetadata
     """Positions, slots and contexts, without tensors on a device."""
     hidden_shape: tuple[int, ...] | None
-    """Shape of the hidden states that are broadcast; None: use the output of the last pass of layers < l."""
+    """Shape of the broadcast hidden states; None: use the output of the last pass of layers < l."""
     selected_rows: tuple[int, ...] | None = None
     """Rows that run through layers >= l; None: all."""
     deep_rows: tuple[int, ...] = ()
@@ -97,14 +96,13 @@ class PassMessage:
 
 @dataclass(frozen=True)
 class WriteSharedMessage:
-    """Message of rank 0 to the others: write K and V of layers >= l from x, for these rows of the last pass of layers
-    < l."""
+    """Message of rank 0: write K and V of layers >= l from x, for `rows` of the last pass of layers < l."""
 
     rows: tuple[int, ...]
 
 
 class LeadingDecoder:
-    """Rank 0's decoder for the engine, which announces each pass to the other ranks before it runs."""
+    """Rank 0's decoder: announces each pass to the other ranks, then runs it."""
 
     def __init__(self, decoder: Any, leader: Leader) -> None:
         self._decoder = decoder
@@ -140,8 +138,8 @@ class LeadingDecoder:
         return hidden
 
     def write_shared_key_values(self, x: torch.Tensor, context: DecoderContext, rows: Sequence[int]) -> None:
-        """Make every rank write its heads of K and V from x, for `rows` of the last pass of layers < l."""
-        assert x is self._x, "it follows `run_lower`"
+        """Write K and V from x on all ranks, for `rows` of the last pass of layers < l."""
+        assert x is self._x, "x is not the output of the last `run_lower`"
         self._leader.send_message(WriteSharedMessage(tuple(rows)))
         write_shared_key_values(self._decoder, x, context, rows)
 
@@ -178,7 +176,7 @@ class Leader:
         self._connections = connections
         self._processes = processes
         self.close = weakref.finalize(self, _stop_processes, connections, processes)
-        """End the other processes; calling it again does nothing."""
+        """End the other processes. Further calls do nothing."""
 
     @classmethod
     def start(cls, path: str, config: EngineConfig) -> Self:
@@ -224,7 +222,7 @@ def join_group(rank: int, port: int, config: EngineConfig) -> TensorParallelGrou
 
 
 def run_announced_passes(connection: Connection, model: Any, make_cache: Any, ranks: TensorParallelGroup) -> None:
-    """Run the passes that rank 0 announces until it exits. `make_cache`: makes the cache for a number of blocks."""
+    """Run the passes that rank 0 announces, until it exits. `make_cache`: makes a cache of n blocks."""
     decoder, x = model.model, torch.empty(0)
     has_own_deep_kv = bool(model.config.layer_map.deep_leaders)
     cache: Any = None
@@ -241,11 +239,13 @@ def run_announced_passes(connection: Connection, model: Any, make_cache: Any, ra
         if isinstance(message, WriteSharedMessage):
             write_shared_key_values(decoder, x, context, message.rows)
             continue
+        # 1. get the hidden states, and put the metadata on the device
         hidden = x
         if message.hidden_shape is not None:
             hidden = ranks.broadcast(torch.empty(message.hidden_shape, dtype=model.dtype, device=ranks.device))
         inputs = move_inputs_to_device(message.attention, (), cache, message.selected_rows or ())
         context = make_pass_context(decoder, inputs, cache, hidden)
+        # 2. run the layers
         if message.is_upper:
             kept = None if message.selected_rows is None else inputs.select_rows(message.selected_rows)
             if has_own_deep_kv:
@@ -261,7 +261,7 @@ def run_announced_passes(connection: Connection, model: Any, make_cache: Any, ra
 
 
 def get_rank_device(config: EngineConfig, rank: int) -> torch.device:
-    """Return the device of a rank's part of the model. Raises `ModelError`: there are more ranks than GPUs."""
+    """Return the device of a rank. Raises `ModelError`: there are more ranks than GPUs."""
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -275,7 +275,7 @@ def get_rank_device(config: EngineConfig, rank: int) -> torch.device:
 
 
 def _stop_processes(connections: list[Connection], processes: list[subprocess.Popen[bytes]]) -> None:
-    """Close the connections, on which the processes exit, and kill those that do not."""
+    """Close the connections, which ends the processes. Kill processes that do not end in time."""
     for connection in connections:
         connection.close()
     for process in processes:

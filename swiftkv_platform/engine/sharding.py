@@ -1,10 +1,9 @@
-"""Sharding of a model's layers among tensor-parallel ranks: heads and columns are divided, outputs are summed.
+"""Sharding of a model's layers among tensor-parallel ranks, as in Megatron-LM (arXiv 1909.08053, section 3).
 
-Projections into heads and into the middle of an MLP are cut by rows of their weights (each rank computes its own heads
-and columns), projections out of them by columns (each rank computes a part of the sum). So there are two all-reduces a
-layer. Source: Megatron-LM, arXiv 1909.08053, section 3. Norms, routers and MLA's latents stay whole, and so do the
-embedding and the heads, which only rank 0 keeps; a norm over all heads is cut as they are, with its own all-reduce.
-"""
+Column-parallel projections (into attention heads and into the MLP) divide their outputs: each rank computes its own
+heads and columns. Row-parallel projections (out of them) divide their inputs: each rank computes a part of the sum. So
+a layer has two all-reduces. Norms, routers and MLA's latents are not sharded. Only rank 0 keeps the embedding and the
+heads. A norm over all attention heads is sharded by head, with its own all-reduce."""
 
 from __future__ import annotations
 
@@ -24,15 +23,15 @@ if TYPE_CHECKING:
     from swiftkv_platform.engine.ranks import TensorParallelGroup
 
 COLUMN_PARALLEL_MODULES = {"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"}
-"""Names of linear modules of which a rank keeps a part of the outputs; `_swiftkv` or `_decode_swiftkv` may follow."""
+"""Linear modules whose outputs are sharded. Names may end with `_swiftkv` or `_decode_swiftkv`."""
 ROW_PARALLEL_MODULES = {"o_proj", "down_proj"}
-"""Names of linear modules of which a rank keeps a part of the inputs."""
+"""Linear modules whose inputs are sharded."""
 HEAD_NORM_MODULES = {"q_norm", "k_norm"}
-"""Names of norms of which a rank keeps a part, if they are over all heads."""
+"""Norms of queries and keys. They are sharded if they normalize over all heads."""
 
 
 def check_divisible(config: Any, size: int) -> None:
-    """Raise `ModelError` if heads or columns cannot be cut into `size` equal parts."""
+    """Raise `ModelError` if heads or columns cannot be divided into `size` equal parts."""
     text = config.get_text_config()
     latent = getattr(text, "kv_lora_rank", None) is not None
     names = ["num_attention_heads", "intermediate_size", "moe_intermediate_size"]
@@ -51,29 +50,30 @@ def check_divisible(config: Any, size: int) -> None:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The dimension along which a tensor is divided among ranks."""
+    """How a tensor is divided among ranks."""
 
     dim: int
+    """Dimension that is divided."""
     blocks: tuple[int, ...] = (1,)
-    """Relative sizes of the blocks along it, each of which is divided: two equal ones for fused gate and up."""
+    """Relative sizes of the blocks along `dim`, each of which is divided: e.g. (1, 1) for fused gate and up."""
 
     def get_indices(self, length: int, ranks: TensorParallelGroup) -> list[tuple[slice, ...]]:
-        """Return the indices of a rank's parts in the whole tensor, block by block; together they have `length` along
-        the dimension."""
-        unit, places, before = length // sum(self.blocks), [], 0
+        """Return the indices of a rank's parts in the whole tensor, one per block. `length`: size of all parts along
+        `dim`."""
+        unit, indices, before = length // sum(self.blocks), [], 0
         for share in self.blocks:
             start = (before * ranks.size + ranks.rank * share) * unit
-            places.append((*[slice(None)] * self.dim, slice(start, start + share * unit)))
+            indices.append((*[slice(None)] * self.dim, slice(start, start + share * unit)))
             before += share
-        return places
+        return indices
 
 
 EXPERT_SHARDS = {"gate_up_proj": ShardSpec(1, (1, 1)), "down_proj": ShardSpec(2)}
-"""Cuts of tensors with all experts: [num_experts, gate and up, hidden_size] and [num_experts, hidden_size, inner]."""
+"""Tensors of all experts: [num_experts, gate and up, hidden_size] and [num_experts, hidden_size, inner size]."""
 
 
 def get_shard_spec(name: str, config: Any) -> ShardSpec | None:
-    """Return the cut of a parameter of a whole model; None: a rank that has it keeps all of it."""
+    """Return how a parameter is sharded; None: it is not sharded."""
     *_, module, leaf = name.split(".")
     if module in HEAD_NORM_MODULES and config.family.query_key_norms == "all heads":
         return ShardSpec(0)
@@ -90,24 +90,26 @@ def get_shard_spec(name: str, config: Any) -> ShardSpec | None:
 
 
 def get_unsharded_name(name: str) -> str:
-    """Return the name in the whole model of a sharded model's parameter."""
+    """Return the unsharded model's name of a sharded model's parameter."""
     return name.replace(".part.", ".")
 
 
 def shard_model(model: Any, ranks: TensorParallelGroup) -> None:
-    """Reduce one of this project's causal language models to this rank's part, in place; it may be on the meta device.
-    Raises `ModelError`: heads or columns cannot be cut into equal parts."""
+    """Reduce one of this project's causal language models to this rank's part, in place. It may be on the meta device.
+    Raises `ModelError`: heads or columns cannot be divided into equal parts."""
     check_divisible(model.config, ranks.size)
     for parent, name, child in list(_iterate_children(model.model.layers)):
         leaves = [leaf for leaf, _ in child.named_parameters(recurse=False)]
         cuts = {leaf: cut for leaf in leaves if (cut := get_shard_spec(f"{name}.{leaf}", model.config))}
         if not cuts:
             continue
+        # 1. shard the parameters
         for leaf, cut in cuts.items():
             _keep_shard(child, leaf, cut, ranks)
         if name in HEAD_NORM_MODULES:
             setattr(parent, name, _ShardedRMSNorm(child, ranks))
             continue
+        # 2. adapt sizes that the forward pass reads  3. all-reduce the outputs of row-parallel modules
         if name == "qkv_proj":
             parent.config = _RankConfig(parent.config, ranks.size)
             parent.num_key_value_heads //= ranks.size
@@ -122,7 +124,7 @@ def shard_model(model: Any, ranks: TensorParallelGroup) -> None:
 
 
 class _AllReduced(nn.Module):
-    """A module whose output is the sum of all ranks' parts."""
+    """A row-parallel module: its output is summed over all ranks."""
 
     def __init__(self, part: Any, ranks: TensorParallelGroup) -> None:
         super().__init__()
@@ -140,7 +142,7 @@ class _AllReduced(nn.Module):
 
 
 class _RankConfig:
-    """A configuration with a rank's number of heads, for attention modules that read it."""
+    """A configuration with a rank's number of heads, which attention modules read."""
 
     def __init__(self, config: Any, size: int) -> None:
         self._config = config
@@ -152,7 +154,7 @@ class _RankConfig:
 
 
 class _ShardedRMSNorm(nn.Module):
-    """An RMSNorm over inputs of which each rank has a part."""
+    """RMSNorm over all heads, of which each rank has some."""
 
     def __init__(self, part: Any, ranks: TensorParallelGroup) -> None:
         super().__init__()
@@ -161,7 +163,7 @@ class _ShardedRMSNorm(nn.Module):
         self._ranks = ranks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize [..., this rank's size] by the mean square over all ranks."""
+        """Normalize [..., this rank's size]: y = w * x / sqrt(mean over all ranks of x^2 + epsilon)."""
         wide = x.float()
         mean = self._ranks.all_reduce(wide.square().mean(-1, keepdim=True)) / self._ranks.size
         normalized: torch.Tensor = self.weight * (wide * torch.rsqrt(mean + self._epsilon))
@@ -175,7 +177,7 @@ def _iterate_children(root: nn.Module) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _keep_shard(module: nn.Module, leaf: str, cut: ShardSpec, ranks: TensorParallelGroup) -> None:
-    """Replace a parameter by a copy of this rank's part, so that the whole can be freed."""
+    """Replace a parameter by a copy of this rank's part, so that the whole parameter is freed."""
     whole = module.get_parameter(leaf).detach()
     indices = cut.get_indices(whole.shape[cut.dim] // ranks.size, ranks)
     own = torch.cat([whole[index] for index in indices], cut.dim)
@@ -183,7 +185,7 @@ def _keep_shard(module: nn.Module, leaf: str, cut: ShardSpec, ranks: TensorParal
 
 
 def _drop_vocabulary(model: Any) -> None:
-    """Replace embedding and heads by stubs (of the model's dtype), as only rank 0 embeds tokens and computes logits."""
+    """Replace embedding and heads by stubs in the model's dtype. Only rank 0 embeds tokens and computes logits."""
     model.model.embed_tokens = nn.Embedding(1, 1, dtype=model.dtype)
     for name in ("lm_head", "exit_head"):
         if hasattr(model, name):
@@ -193,16 +195,16 @@ def _drop_vocabulary(model: Any) -> None:
 def load_shard(
     directory: Path, model_class: Any, config: Any, *, dtype: str, ranks: TensorParallelGroup, device: torch.device
 ) -> Any:
-    """Load this rank's part, as `shard_model` would keep it, of the model in `directory`, which is not an adapter.
+    """Load this rank's part (as `shard_model`) of the model in `directory`, which must not be an adapter.
 
     Args:
         model_class: one of this project's causal language models.
         config: its configuration.
-        dtype: name of a dtype, or "auto": the checkpoint's.
-        device: device to which each tensor is moved once it is read.
+        dtype: name of a dtype, or "auto" for the checkpoint's dtype.
+        device: device to which each tensor is moved after it is read.
 
     Raises:
-        ModelError: the checkpoint cannot be read, or heads or columns cannot be cut into equal parts.
+        ModelError: the checkpoint cannot be read, or heads or columns cannot be divided into equal parts.
     """
     model, weights = model_class.without_weights(directory, config=config, dtype=dtype)
     shard_model(model, ranks)
@@ -213,7 +215,7 @@ def load_shard(
 def _load_parameters(
     model: nn.Module, weights: StoredWeights, ranks: TensorParallelGroup, device: torch.device, config: Any
 ) -> None:
-    """Read every parameter that is on the meta device."""
+    """Read all parameters that are on the meta device. Tied parameters are read once."""
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.is_meta:

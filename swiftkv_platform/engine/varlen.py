@@ -1,7 +1,7 @@
-"""Attention of concatenated queries to contexts in the blocks of a cache, with one operator for all sequences.
+"""Attention of concatenated queries to a paged cache, with one operator for all sequences.
 
-On a GPU it is PyTorch's `torch.nn.attention.varlen.varlen_attn` (FlashAttention). For models that this cannot run, and
-in tests on a CPU, it is an operator with the same signature made of plain operators.
+On a GPU the operator is PyTorch's `torch.nn.attention.varlen.varlen_attn` (FlashAttention). For models that it does not
+support, and in tests on a CPU, `reference_varlen_attn` has the same signature.
 """
 
 from __future__ import annotations
@@ -18,36 +18,40 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.model.packed_attention import VarlenOperator, find_flash_obstacle
 
 FLASH_BLOCK_MULTIPLE = 256
-"""The block size must be a multiple of this for FlashAttention 2, which comes with PyTorch."""
+"""FlashAttention 2, as part of PyTorch, needs a block size that is a multiple of this."""
 
 
 @dataclass(frozen=True)
 class VarlenSettings:
-    """The operator and block size with which attention reads a cache by block tables."""
+    """Settings of attention with block tables."""
 
     operator: VarlenOperator
     block_size: int
     device: torch.device
     expands_contexts: bool
-    """Whether the operator gets keys and values of concatenated contexts, block by block, instead of the cache's
-    storage."""
+    """Whether the operator gets the keys and values of concatenated contexts instead of the cache's tensors (MLA)."""
 
 
 @dataclass(frozen=True)
 class VarlenArguments:
-    """Arguments of a call other than queries, keys and values, the same in every layer; int32, on the device."""
+    """Arguments of a call besides queries, keys and values: the same in all layers, int32, on the device.
+
+    A run is a sequence's queries at consecutive positions.
+    """
 
     cu_seq_q: torch.Tensor
-    """First query of each run of consecutive positions, and the number of all queries, [num_runs + 1]."""
+    """First query of each run, and the number of all queries, [num_runs + 1]."""
     cu_seq_k: torch.Tensor
-    """First key of each run's context among concatenated contexts, and the end of all, [num_runs + 1]. Runs of a
-    sequence read the same context."""
+    """First key of each run's context in the concatenated contexts, and their end, [num_runs + 1]. Runs of a sequence
+    have the same context."""
     seqused_k: torch.Tensor
-    """Number of keys that a run's last query sees, [num_runs]."""
+    """Number of keys that a run's last query attends to, [num_runs]."""
     block_table: torch.Tensor | None
-    """Blocks of each run's context, [num_runs, most blocks]; None if contexts are concatenated."""
+    """Blocks of each run's context, [num_runs, max blocks]; None if contexts are concatenated."""
     max_q: int
+    """Max number of queries of a run."""
     max_k: int
+    """Max number of keys of a run."""
 
     def attend(
         self,
@@ -62,8 +66,8 @@ class VarlenArguments:
         """Attend from queries [num_tokens, num_heads, head_dim] to keys and values [num_blocks, block_size,
         num_kv_heads, head_dim] or, without a block table, [num_keys, num_kv_heads, head_dim]. Returns the shape of
         `query`."""
-        # A single query is its context's last token and sees all of it. Without a causal mask, FlashAttention 2 reads a
-        # key head once for all query heads that share it.
+        # A single query is its context's last token, so it needs no causal mask. Without one, FlashAttention 2 reads
+        # each key head once for all query heads that share it.
         right = -1 if self.max_q == 1 else 0
         grouped = query.shape[1] != key.shape[-2]
         output: torch.Tensor = operator(
@@ -84,12 +88,11 @@ class VarlenArguments:
         return output
 
     def choose_num_splits(self, *, grouped: bool, window: int | None) -> int | None:
-        """Return the number of splits of a run's keys; None: the kernel chooses.
+        """Return into how many splits a run's keys are divided; None: the kernel chooses.
 
-        With block tables and several splits, FlashAttention 2 writes every run's combined result to the first run's
-        place (pytorch/pytorch#194167), without an error. It uses another layout only if single queries of grouped heads
-        see their whole context; there splitting is correct and pays.
-        """
+        With block tables and several splits, FlashAttention 2 silently writes each run's result to the first run's rows
+        (pytorch/pytorch#194167). Single queries of grouped heads without a window use another layout, where splitting
+        is correct and faster."""
         decodes_grouped = self.max_q == 1 and grouped and window is None
         return None if self.block_table is None or decodes_grouped else 1
 
@@ -110,9 +113,10 @@ def reference_varlen_attn(
     block_table: torch.Tensor | None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """Compute `varlen_attn` on any device and dtype: contexts are gathered and padded to the longest, with explicit
-    masks. Keys are never split."""
+    """Compute `varlen_attn` on any device and dtype: gather the contexts, pad them to the longest, and mask explicitly.
+    `num_splits` is ignored."""
     del num_splits
+    # 1. gather keys and values of each run's context
     device, num_tokens = query.device, query.shape[0]
     starts, lengths = cu_seq_q[:-1, None].long(), cu_seq_q.diff()[:, None]  # [num_runs, 1]
     rows = torch.arange(max_q, device=device)
@@ -124,14 +128,16 @@ def reference_varlen_attn(
         slots = block_table[:, keys_at // block_size].long() * block_size + keys_at % block_size
         key, value = key.flatten(0, 1), value.flatten(0, 1)
     used = keys_at < seqused_k[:, None]  # [num_runs, max_k]
-    # Slots after a context's end may hold anything, and a NaN stays NaN even with weight 0.
+    # Slots after a context's end may hold NaN, which stays NaN with weight 0. So they are filled with 0.
     keys, values = (x[slots].masked_fill(~used[..., None, None], 0.0).transpose(1, 2) for x in (key, value))
+    # 2. mask by position and window
     positions = (seqused_k[:, None] - lengths + rows)[:, :, None]  # [num_runs, max_q, 1]
     seen = used[:, None].expand(-1, max_q, -1)
     if window_size[1] >= 0:
         seen = seen & (keys_at <= positions + window_size[1])
     if window_size[0] >= 0:
         seen = seen & (keys_at >= positions - window_size[0])
+    # 3. attend, and concatenate the runs' outputs
     queries = query[(starts + rows).clamp(max=num_tokens - 1)].transpose(1, 2)  # [num_runs, num_heads, max_q, head_dim]
     output = F.scaled_dot_product_attention(
         queries, keys, values, attn_mask=seen[:, None], scale=scale, enable_gqa=enable_gqa
@@ -142,7 +148,7 @@ def reference_varlen_attn(
 
 
 def choose_operator(device: torch.device, dtype: torch.dtype, head_dim: int) -> VarlenOperator | None:
-    """Return the operator for a model; None on a CPU, where contexts are read in runs (`attention.py`)."""
+    """Return the attention operator of a model; None on a CPU, where `attention.py` reads runs of slots."""
     if device.type == "cpu":
         return None
     reason = find_flash_obstacle(device, dtype, head_dim)
@@ -153,8 +159,8 @@ def choose_operator(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 def choose_block_size(operator: VarlenOperator | None, wanted: int | None, default: int) -> int:
-    """Return a block size that the operator can read. Raises `InvalidInputError`: `wanted` is not a multiple of
-    `FLASH_BLOCK_MULTIPLE`, as FlashAttention requires."""
+    """Return the block size: `wanted`, or a default. Raises `InvalidInputError`: FlashAttention needs a multiple of
+    `FLASH_BLOCK_MULTIPLE`."""
     if operator is not varlen_attn:
         return wanted or default
     if wanted is not None and wanted % FLASH_BLOCK_MULTIPLE:
@@ -168,7 +174,7 @@ def choose_block_size(operator: VarlenOperator | None, wanted: int | None, defau
 
 
 def split_consecutive_runs(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """Split ascending positions into runs of consecutive ones: the number of positions, and the one after the last."""
+    """Split ascending positions into runs of consecutive positions: (number of positions, last position + 1) each."""
     if positions[-1] - positions[0] == len(positions) - 1:
         return [(len(positions), positions[-1] + 1)]
     runs: list[tuple[int, int]] = []

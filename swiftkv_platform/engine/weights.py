@@ -1,9 +1,10 @@
-"""Weights laid out for inference: projections of one input become one matrix product. Knows no family and no request.
+"""Lays out weights for inference: projections of the same input become one matrix product. Knows no family and no
+request.
 
-The model's code stays as it is: each projection is replaced by a part of a fused one, which computes all parts when the
-first is asked for. On a CPU in bfloat16 the weights are also reordered once, for the engine's kernels or for oneDNN,
-which would otherwise do it in every call; then the reordered copy is the only one. The `Native` modules compute what a
-family's do, for one row of tokens, on the engine's kernels.
+The model's code stays unchanged: each projection is replaced by a part of a fused projection, which computes all parts
+on the first part's call. On a CPU in bfloat16, weights are also packed once for the native kernels or for oneDNN (which
+would otherwise pack them in every call), and the original weights are dropped. `Native` modules replace a family's
+modules and use the native kernels.
 """
 
 from __future__ import annotations
@@ -42,19 +43,20 @@ FUSED_PROJECTIONS = (
     ("kv_a_proj_with_mqa_decode_swiftkv", "q_proj_swiftkv"),
     ("kv_a_proj_with_mqa_decode_swiftkv", "q_a_proj_swiftkv"),
 )
-"""Names of linear modules of one parent that read the same input, in the order they are called in."""
+"""Names of linear modules of one parent that read the same input, in the order of their calls."""
 SILU_CLASSES = (nn.SiLU, SiLUActivation)
 ALIGNMENT = 64
-"""Bytes to a multiple of which PyTorch allocates tensors on a CPU."""
+"""Alignment in bytes of tensors that PyTorch allocates on a CPU."""
 ARENA_MARGIN = 1 << 14
-"""Bytes by which a packed weight may be larger than the parameter: outputs up to a whole block, scales, alignment."""
+"""Max bytes by which a packed weight exceeds its parameter: padding to a whole block, scales, alignment."""
 ONEDNN_BATCH_HINT = 16
-"""Tokens of a decode step, roughly: what oneDNN chooses a layout for."""
+"""Approximate number of tokens of a decode step, for which oneDNN chooses a layout."""
 
 
 def fuse_weights(model: Any, *, native: bool = False) -> None:
-    """Fuse and, where it pays, reorder the weights of a causal language model of ours, in place; and drop what only its
-    teacher runs. `native`: in the order of the engine's kernels."""
+    """Fuse and pack the weights of one of this project's causal language models, in place. Projections that only the
+    teacher uses are dropped. `native`: pack for the native kernels."""
+    # 1. drop unused weights, and pack MLPs and heads for the kernels
     decoder = model.model
     _drop_teacher_projections(decoder)
     arena = Arena(sum(parameter.nbytes + ARENA_MARGIN for parameter in model.parameters())) if native else None
@@ -62,6 +64,7 @@ def fuse_weights(model: Any, *, native: bool = False) -> None:
     if arena is not None:
         _replace_modules(model, _is_gated_mlp, lambda mlp: NativeMLP(mlp, arena))
         _pack_heads(model, arena)
+    # 2. fuse K and V projections of all groups, then the projections of each module
     leaders = [decoder.layers[i].self_attn for i in decoder.layer_map.leaders]
     shared = [projection for leader in leaders for projection in leader.input_projections]
     if shared:
@@ -69,6 +72,7 @@ def fuse_weights(model: Any, *, native: bool = False) -> None:
     for module in list(decoder.modules()):
         for siblings in _find_fusable(module):
             _fuse_projections(module, siblings, make_linear)
+    # 3. replace norms, and pack the other projections
     _replace_norms(model)
     if make_linear is not _FloatLinear:
         embedding = decoder.embed_tokens.weight
@@ -80,8 +84,8 @@ def fuse_weights(model: Any, *, native: bool = False) -> None:
 
 
 def align_weights(model: nn.Module) -> None:
-    """Move the weights of products that lie unaligned, as in a file that is mapped into memory, in place. Products of a
-    row on a CPU are rounded otherwise there, so answers would depend on how tensors are spread over files."""
+    """Copy unaligned weights of linear modules, as in a memory-mapped file, to aligned memory. On a CPU, products with
+    unaligned weights are rounded differently, so outputs would depend on the layout of the weight files."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False) if isinstance(module, nn.Linear) else ():
             if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:
@@ -89,7 +93,7 @@ def align_weights(model: nn.Module) -> None:
 
 
 def _pack_heads(model: Any, arena: Arena) -> None:
-    """Put heads on the kernels; a tied one in floats has the embeddings read out of its packed weight."""
+    """Pack the heads for the kernels. The embeddings of a tied head in floats are read from its packed weight."""
     embedding = model.model.embed_tokens
     for name in ("lm_head", "exit_head"):
         head = getattr(model, name, None)
@@ -112,13 +116,13 @@ def _choose_linear_class(model: Any, arena: Arena | None) -> MakeLinear:
 
 
 def has_onednn_bfloat16() -> bool:
-    """Return whether oneDNN multiplies in bfloat16 on this processor; below AVX-512 it refuses to."""
+    """Whether oneDNN multiplies bfloat16 matrices on this processor; it needs AVX-512."""
     supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return supported
 
 
 def _replace_modules(root: nn.Module, wanted: Callable[[Any], bool], make: Callable[[Any], nn.Module]) -> None:
-    """Put what `make` makes of them in the place of all modules below `root` that are wanted."""
+    """Replace all modules below `root` for which `wanted` is True by `make` of them."""
     for parent in list(root.modules()):
         for name, child in list(parent.named_children()):
             if wanted(child):
@@ -131,8 +135,7 @@ def _replace_norms(model: Any) -> None:
 
 
 def use_kernels(model: Any) -> None:
-    """Put the engine's kernels where PyTorch takes many operators, in place: norms and RoPE. For a model that
-    `kernels.serve`."""
+    """Use the native kernels for norms, RoPE and whole layers of a model that `kernels.supports_model`, in place."""
     if type(model.model.norm) is not _RMSNorm:
         _replace_norms(model)
     _replace_modules(model, lambda child: type(child) is _RMSNorm, NativeRMSNorm)
@@ -173,11 +176,11 @@ def _find_fusable(module: nn.Module) -> Iterator[list[nn.Linear]]:
 
 
 def _fuse_projections(root: nn.Module, projections: Sequence[nn.Linear], make_linear: MakeLinear) -> None:
-    """Replace `projections`, modules below `root` that read one input, by parts of one."""
+    """Replace `projections`, modules below `root` with the same input, by parts of one fused projection."""
     weights: list[Any] = get_common_weights(projections)
     weight = IntegerWeight.cat(weights) if isinstance(weights[0], IntegerWeight) else torch.cat(weights)
     biases = [projection.bias.detach() for projection in projections if projection.bias is not None]
-    assert len(biases) in (0, len(projections)), "some of the projections have a bias, others do not"
+    assert len(biases) in (0, len(projections)), "some projections have a bias, others do not"
     fused = _FusedLinear(
         make_linear(weight, torch.cat(biases) if biases else None), [p.out_features for p in projections]
     )
@@ -197,7 +200,7 @@ class _FloatLinear(nn.Module):
 
 
 class _OneDNNLinear(_FloatLinear):
-    """The same with a weight in oneDNN's order."""
+    """A linear module with a weight in oneDNN's packed layout."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(weight, bias)
@@ -209,7 +212,7 @@ class _OneDNNLinear(_FloatLinear):
 
 
 class _RMSNorm(nn.Module):
-    """The families' RMSNorm in one operator, with the `offset` that a family's norms add to their weights."""
+    """The families' RMSNorm in one operator. `offset`: number that a family's norms add to their weights."""
 
     def __init__(self, norm: Any, offset: int) -> None:
         super().__init__()
@@ -221,7 +224,7 @@ class _RMSNorm(nn.Module):
 
 
 class _FusedLinear:
-    """One projection whose output several modules share."""
+    """A projection whose outputs several modules share."""
 
     def __init__(self, linear: nn.Module, sizes: list[int]) -> None:
         self.linear = linear
@@ -230,7 +233,7 @@ class _FusedLinear:
         self._parts: tuple[torch.Tensor, ...] = ()
 
     def compute_part(self, x: torch.Tensor, at: int) -> torch.Tensor:
-        """The output of one of them; the last to ask lets go of input and outputs."""
+        """Return the output of part `at`. The first part's call computes all; the last part's call drops them."""
         if self._input is not x:
             self._input, self._parts = x, self.linear(x).split(self.sizes, dim=-1)
         part = self._parts[at]
@@ -240,7 +243,7 @@ class _FusedLinear:
 
 
 class _FusedLinearPart(nn.Module):
-    """Stands where one of the fused projections was."""
+    """Replaces one of the projections that were fused."""
 
     def __init__(self, fused: _FusedLinear, at: int) -> None:
         super().__init__()

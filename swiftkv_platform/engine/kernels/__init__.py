@@ -1,10 +1,10 @@
 """C++ operators for what the engine computes on a CPU in bfloat16 (`cpu.cpp`).
 
-Between matrix products PyTorch runs many small operators, each a pass over memory and a call; together they cost as
-much as the products. And a decode step's products wait for weights that were not prefetched in time.
+Between matrix products, PyTorch runs many small operators. Each is a call and a pass over memory, and together they
+cost as much as the products. The kernels fuse them, and prefetch weights for the products of decode steps.
 
-The source is compiled on first use, in seconds, for the processor it runs on, and kept in a cache directory. Where it
-cannot be (no compiler, no bfloat16 products in the processor) the engine runs on PyTorch's operators.
+The source is compiled for this processor on first use, within seconds, and cached in a directory. Without a compiler or
+bfloat16 instructions, the engine uses PyTorch's operators.
 """
 
 from __future__ import annotations
@@ -35,27 +35,26 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("cpu.cpp")
 HEADERS = sorted(SOURCE.parent.glob("*.h"))
 CACHE_DIRECTORY_VARIABLE = "SWIFTKV_KERNEL_CACHE"
-"""Directory that compiled kernels are kept in; `~/.cache/swiftkv/kernels` where it is not set."""
+"""Environment variable: cache directory of compiled kernels. Default: `~/.cache/swiftkv/kernels`."""
 VECTOR_FLAGS = {"AVX512": ("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512")}
-"""Compiler flags for torch's vector headers, by what torch finds in the processor. bfloat16 products come with AVX-512.
-"""
+"""Compiler flags for torch's vector headers, by the CPU capability that torch reports. bfloat16 needs AVX-512."""
 COMPILER_FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-w")
 BUILD_TIMEOUT_S = 600
 HEAD_DIM_MULTIPLE = 32
-"""Number that the size of a head must be a multiple of for `attend`."""
+"""`attend` needs a head size that is a multiple of this."""
 _CACHE_FORMATS = {None: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
-"""`Format` in the source, by the payload of a quantized cache."""
+"""Value of `Format` in the C++ source, by the quantized dtype of the cache."""
 NO_WINDOW = torch.iinfo(torch.int64).max >> 1
 
 
 def supports_model(model: Any) -> bool:
-    """Whether they compute what this model computes: on a CPU, in bfloat16, where they are available."""
+    """Whether the kernels can run this model: on a CPU, in bfloat16, if they are available."""
     return bool(model.device.type == "cpu" and model.dtype == torch.bfloat16) and is_available()
 
 
 @functools.cache
 def is_available() -> bool:
-    """Compile and load the kernels, once a process. False, and a line in the log that says why, where that fails."""
+    """Compile and load the kernels, once per process. If that fails, log the reason and return False."""
     try:
         torch.ops.load_library(str(_find_or_build_library()))
         _verify_kernels()
@@ -67,12 +66,15 @@ def is_available() -> bool:
 
 
 class _UnavailableError(Exception):
-    """Reason that there are no kernels."""
+    """The kernels are unavailable, for the reason in the message."""
 
 
 def _find_or_build_library() -> Path:
-    """The shared library, named by all it depends on, from a directory that no other user can write to. Processes that
-    build it at the same time do not meet."""
+    """Return the shared library from the cache directory, and build it first if needed.
+
+    Its name has a digest of sources, compiler, flags and PyTorch's version. No other user can write to the directory.
+    Several processes may build it at the same time.
+    """
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in VECTOR_FLAGS:
         raise _UnavailableError(f"the processor has {capability}; the kernels need {' or '.join(VECTOR_FLAGS)}")
@@ -86,7 +88,7 @@ def _find_or_build_library() -> Path:
     sources = b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
     digest = hashlib.sha256(sources + target + repr([compiler, flags, torch.__version__]).encode())
     library = ensure_private_directory(directory) / f"cpu-{digest.hexdigest()[:16]}.so"
-    if not is_private(library):  # it runs as this user
+    if not is_private(library):  # another user could replace it
         _build_library(compiler, flags, library)
     return library
 
@@ -108,7 +110,8 @@ def _build_library(compiler: str, flags: list[str], library: Path) -> None:
 
 
 def _verify_kernels() -> None:
-    """Raises where a product or a sum is not PyTorch's: a processor may lack what the products are made of."""
+    """Raise `_UnavailableError` if the kernels' results differ from PyTorch's, e.g. on a processor without some
+    instructions."""
     query = torch.linspace(-1, 1, 2 * 20 * 32).sin().bfloat16().view(1, 2, 20, 32)
     keys, values = query[0].flip(1), query[0].flip(2)
     tables = torch.tensor([[0, 20, 0, 1]]), torch.arange(20), torch.tensor([[0, 20]])
@@ -129,18 +132,18 @@ def _verify_kernels() -> None:
 
 @functools.cache
 def _get_num_threads() -> int:
-    """Threads that PyTorch has when this is called first."""
+    """Return PyTorch's number of threads at the first call."""
     return torch.get_num_threads()
 
 
 @contextmanager
 def use_all_threads() -> Iterator[None]:
-    """Let the kernels that this thread calls have all threads, and PyTorch's operators one.
+    """Let kernels called by this thread use all threads, and PyTorch's operators one.
 
-    Those have threads of their own, which look for more work for milliseconds after each operator, on the cores that
-    the kernels' threads need. A thread that begins meanwhile, as that of an engine which is swapped in, is told one by
-    PyTorch, and has as many as there were when the kernels were loaded.
+    PyTorch's threads spin for milliseconds after each operator, on cores that the kernels' threads need.
     """
+    # In a thread that starts meanwhile (an engine that is swapped in), PyTorch reports 1. Then use the number at
+    # loading.
     count = torch.get_num_threads()
     if count == 1:
         count = _get_num_threads()
@@ -154,16 +157,16 @@ def use_all_threads() -> Iterator[None]:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """[..., size] -> [..., size]; `weight` is what `pad_to_block` made of a norm's."""
+    """RMSNorm: [..., size] -> [..., size]. `weight`: from `pad_to_block`."""
     y: torch.Tensor = torch.ops.swiftkv_cpu.rms_norm(x, weight, epsilon)
     return y
 
 
 def linear(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, size_out: int) -> torch.Tensor:
-    """x [..., size_in] times a packed weight, plus a bias as `pad_to_block` makes it -> [..., size_out].
+    """y = x W^T + b: x [..., size_in] -> [..., size_out]. `bias`: from `pad_to_block`.
 
-    Integers are multiplied by x in 16 bits, the largest number of each row being 32767. Their sums are exact, so that a
-    row's result does not depend on other rows.
+    For integer weights, each row of x is scaled to 16-bit integers, with 32767 as its largest number. Integer sums are
+    exact, so a row's result does not depend on other rows.
     """
     return torch.unflatten(linear_rows(x.flatten(0, -2), packed, bias, size_out), 0, x.shape[:-1])
 
@@ -176,26 +179,26 @@ def linear_rows(
     *,
     norm: NativeRMSNorm | None = None,
 ) -> torch.Tensor:
-    """`linear` of x [num_tokens, size_in], which `norm` normalizes."""
+    """`linear` of norm(x), for x [num_tokens, size_in]."""
     weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
     y: torch.Tensor = torch.ops.swiftkv_cpu.linear.default(x, *packed, bias, size_out, weight, epsilon)
     return y
 
 
 def compute_logits(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, size_out: int) -> torch.Tensor:
-    """`linear` in float32, as it is summed."""
+    """`linear` with results in float32."""
     y = torch.ops.swiftkv_cpu.logits(x.flatten(0, -2), *packed, bias, size_out)
     return torch.unflatten(y, 0, x.shape[:-1])
 
 
 def gated_linear(x: torch.Tensor, packed: PackedWeight, size_out: int) -> torch.Tensor:
-    """silu(x gate^T) * x up^T, x [..., size_in] -> [..., size_out]."""
+    """silu(x G^T) * x U^T: x [..., size_in] -> [..., size_out]."""
     y = torch.ops.swiftkv_cpu.gated_linear.default(x.flatten(0, -2), *packed, size_out)
     return torch.unflatten(y, 0, x.shape[:-1])
 
 
 def rotate(x: torch.Tensor, rotation: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """`model.attention.rotate` for one row: x [1, num_heads, num_tokens, head_dim]."""
+    """RoPE as `model.attention.rotate`, for x [1, num_heads, num_tokens, head_dim]."""
     cos, sin = rotation
     y: torch.Tensor = torch.ops.swiftkv_cpu.rotate(x, cos, sin)
     return y
@@ -204,8 +207,8 @@ def rotate(x: torch.Tensor, rotation: torch.Tensor | tuple[torch.Tensor, ...]) -
 def write_slots(
     rows: torch.Tensor, slots: torch.Tensor, x: torch.Tensor, quantized_dtype: torch.dtype | None = None
 ) -> None:
-    """Put x [num_heads, num_tokens, dim] into `slots` [num_tokens] of `rows` [num_heads, num_slots, dim]; or, with a
-    payload, what `model.cache.pack_weight` makes of it into [num_heads, num_slots, dim + 2]."""
+    """Write x [num_heads, num_tokens, dim] to `slots` [num_tokens] of `rows` [num_heads, num_slots, dim]. With a
+    quantized dtype, write the result of `model.cache.pack` to [num_heads, num_slots, dim + 2]."""
     torch.ops.swiftkv_cpu.write(rows, slots, x, _CACHE_FORMATS[quantized_dtype])
 
 
@@ -218,14 +221,15 @@ def write_projected(
     rotation: Sequence[torch.Tensor] | None,
     quantized_dtype: torch.dtype | None,
 ) -> None:
-    """Put keys and values of several cache layers into the slots of a step's tokens: norms, RoPE and `write` for all.
+    """Write keys and values of several cache layers to the slots of a step's tokens: norms, RoPE and `write_slots` in
+    one.
 
     Args:
-        projected: keys and values of all heads, layer after layer, [num_tokens, size].
+        projected: keys and values of all heads, layer by layer, [num_tokens, size].
         slots: int64 [num_tokens].
-        layers: `rows` of `write` for keys and for values of each.
-        norms: of each layer's heads of keys; none: heads stay.
-        rotation: cosines and sines [1, num_tokens, size] for a head's first dimensions; None: heads stay.
+        layers: `rows` of keys and of values, per layer.
+        norms: norm of the key heads, per layer; empty: no norms.
+        rotation: cosines and sines [1, num_tokens, size] for a head's first dimensions; None: no RoPE.
     """
     torch.ops.swiftkv_cpu.write_projected.default(
         projected,
@@ -255,12 +259,13 @@ def attend(
 
     Args:
         query: [1, num_heads, num_tokens, head_dim].
-        keys: of all slots, [num_kv_heads, num_slots, head_dim]; with a payload, as `write` stores them.
+        keys: of all slots, [num_kv_heads, num_slots, head_dim]; with a quantized dtype, as `write_slots` stores
+            them.
         values: likewise.
-        sequences: first query, number of queries, first run and number of runs of each, int64 [num_sequences, 4].
-        positions: of each query in its sequence, ascending there, int64 [num_tokens].
-        runs: first slot of neighbouring ones and the one behind the last, int64 [num_runs, 2].
-        window: tokens that a query sees, itself included; None: all before it.
+        sequences: first query, number of queries, first run and number of runs per sequence, int64 [num_sequences, 4].
+        positions: position of each query in its sequence, ascending, int64 [num_tokens].
+        runs: adjacent slots [first, end), int64 [num_runs, 2].
+        window: number of tokens that a query attends to, including itself; None: all tokens up to itself.
 
     Returns:
         [1, num_tokens, num_heads, head_dim].
@@ -280,16 +285,16 @@ def attend(
 
 
 class LayerOperands(NamedTuple):
-    """Operands of `layers`, those of one layer after those of another."""
+    """Operands of `run_layers`, concatenated over layers."""
 
     weights: list[torch.Tensor | None]
-    """Each layer's `PackedWeight` and bias of its four products (queries, keys and values; output; gate and up; down),
-    norms before attention and MLP, and of the heads of queries and keys."""
+    """Per layer: `PackedWeight` and bias of its four products (queries, keys and values; output; gate and up; down),
+    and norms before attention, before the MLP, of query heads and of key heads."""
     sizes: list[int]
-    """Each layer's outputs of the products, number of heads of queries, where in the first product's outputs they begin
-    and where those of keys do, which values follow (-1: another layer's are read), and the window of `attend`."""
+    """Per layer: number of outputs of each product, number of query heads, offsets of queries and of keys in the first
+    product's outputs (values follow keys; -1: the layer reads another layer's), and the window of `attend`."""
     factors: list[float]
-    """Each layer's epsilons of the norms before attention and MLP and of heads, and the scaling of `attend`."""
+    """Per layer: epsilons of the norms before attention, before the MLP and of heads, and the scaling of `attend`."""
 
 
 def run_layers(
@@ -302,12 +307,12 @@ def run_layers(
     tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     quantized_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    """Decoder layers over x [num_tokens, hidden_size]: each adds attention(norm(x)), then MLP(norm(x)).
+    """Run decoder layers over x [num_tokens, hidden_size]: x += attention(norm(x)), then x += MLP(norm(x)), per layer.
 
     Args:
-        rotations: of each layer, cosines and sines as in `write_projected`, or None twice.
-        slots: of each, where the tokens' keys and values go, int64 [num_tokens]; None: they are there.
-        keys: of each, as in `attend`; values likewise.
+        rotations: per layer, cosines and sines as in `write_projected`, or None twice.
+        slots: per layer, slots of the tokens' keys and values, int64 [num_tokens]; None: they are already written.
+        keys: per layer, as in `attend`; values likewise.
         tables: sequences, positions and runs of `attend`.
     """
     y: torch.Tensor = torch.ops.swiftkv_cpu.layers.default(

@@ -1,4 +1,4 @@
-// Blocks of packed weights and rows that are multiplied by them; weights in bfloat16.
+// Products of rows with blocks of packed bfloat16 weights.
 
 #pragma once
 
@@ -11,14 +11,14 @@
 
 namespace {
 
-constexpr int64_t kColumns = 32;            // outputs of a block of packed weights
-constexpr int64_t kTogether = 2;            // blocks that the fewest rows are multiplied by at once, two streams of memory
-constexpr int64_t kFewRows = 32;            // products of this many rows, or fewer, are multiplied as the weights come
-constexpr int64_t kFewRowsBesideTiles = 4;  // the same where the processor has units for tiles of matrices (AMX)
-constexpr int64_t kFewRowsByGroups = 8;     // in int4; for more rows a block is widened to int8 once, for tiles too
-constexpr int64_t kSmallRowStep = 4;        // rows that kRowStep leaves are a multiple of this, beside tiles
-constexpr int64_t kCachedBytes = 1 << 19;   // inputs that stay in the second-level cache beside a block of weights
-constexpr int64_t kMinCachedRows = 64;      // rows that share a block of weights even if they do not
+constexpr int64_t kColumns = 32;            // outputs per block of packed weights
+constexpr int64_t kTogether = 2;            // blocks multiplied at once with few rows: two streams of memory
+constexpr int64_t kFewRows = 32;            // up to this many rows, products use the weights as they are loaded
+constexpr int64_t kFewRowsBesideTiles = 4;  // the same on processors with AMX tiles
+constexpr int64_t kFewRowsByGroups = 8;     // the same for int4; with more rows, a block is first widened to int8
+constexpr int64_t kSmallRowStep = 4;        // with tiles, rows after the last multiple of kRowStep
+constexpr int64_t kCachedBytes = 1 << 19;   // bytes of inputs that stay in the L2 cache together with a block of weights
+constexpr int64_t kMinCachedRows = 64;      // min rows that are multiplied by a block, even if they exceed that
 
 bool has_tiles() {
   static const bool has = __builtin_cpu_supports("amx-tile");
@@ -33,8 +33,9 @@ void with_count(int64_t count, const Use& use) {
   }(std::make_integer_sequence<int, kMost>());
 }
 
-// Divides rows: product(first row, number of rows) takes them as brgemm has kernels for, few.operator()<rows>(first row) at
-// most kMost at a time, as the weights come. `few_beside_tiles`: up to which number all are few, where there are tiles.
+// Divides rows between two functions: product(first row, number of rows) uses brgemm's kernels; few.operator()<rows>(first
+// row), for at most kMost rows, uses the weights as they are loaded. `few_beside_tiles`: max rows for which only `few` is used
+// on processors with tiles.
 template <int kMost, typename Product, typename Few>
 void divide_rows(int64_t num_rows, int64_t few_beside_tiles, const Product& product, const Few& few) {
   int64_t row = 0;
@@ -54,7 +55,7 @@ class Weights16 {
   using Sum = float;
   static constexpr int64_t kPlanes = 1;
   static constexpr int64_t kCachedInputs = kCachedBytes / sizeof(BFloat16);
-  static constexpr int64_t kRowsTogether = 4;  // as many as there are registers for
+  static constexpr int64_t kRowsTogether = 4;  // limited by the number of registers
   struct Scratch {};
 
   Weights16(const Tensor& x, const Tensor& packed)
@@ -63,7 +64,7 @@ class Weights16 {
         stride_(x.stride(0)),
         size_in_(x.size(1)) {}
 
-  // Rows times a block, as float32 [num_rows, kColumns].
+  // Multiplies rows by a block: float32 [num_rows, kColumns].
   void multiply(int64_t first, int64_t num_rows, int64_t block, float* sums, int64_t sums_stride, int64_t,
                 Scratch&) const {
     const BFloat16 *rows = x_ + first * stride_, *of_block = weights_ + block * size_in_ * kColumns;
@@ -76,7 +77,7 @@ class Weights16 {
     });
   }
 
-  // At most kRowsTogether rows times kTogether blocks, as float32 [num_rows, kTogether, kColumns].
+  // Multiplies at most kRowsTogether rows by kTogether blocks: float32 [num_rows, kTogether, kColumns].
   void multiply_together(int64_t first, int64_t num_rows, int64_t block, float* sums, int64_t) const {
     with_count<kRowsTogether>(num_rows, [&]<int kRows>() {
       few<kRows, kTogether>(x_ + first * stride_, weights_ + block * size_in_ * kColumns, sums, kTogether * kColumns);
@@ -86,7 +87,7 @@ class Weights16 {
   Floats result(const float* sums, int64_t, int64_t, int64_t, int64_t i) const { return Floats::loadu(sums + i); }
 
  private:
-  // Blocks are fetched from memory ahead of their use: what a decode step waits for.
+  // Prefetches the weights, which a decode step waits for.
   template <int kRows, int kBlocks>
   void few(const BFloat16* rows, const BFloat16* block, float* sums, int64_t sums_stride) const {
     constexpr int kVectors = 2 * kBlocks;

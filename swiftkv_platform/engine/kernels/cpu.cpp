@@ -1,8 +1,8 @@
-// The engine's operators on a CPU in bfloat16; sums are float32. `__init__.py` builds and checks them, PyTorch's operators
-// are what they are tested against (tests/unit/engine/test_kernels.py, test_attention.py).
+// The engine's operators on a CPU in bfloat16, with sums in float32. `__init__.py` builds and verifies them. Tests compare them
+// with PyTorch's operators (tests/unit/engine/test_kernels.py, test_attention.py).
 //
-// `attend` takes heads of a multiple of 32 numbers, products an even number of inputs, the others any size. The numbers of
-// a token, or of its head, lie together.
+// `attend` needs a head size that is a multiple of 32, products an even number of inputs. A token's numbers, and a head's, are
+// contiguous.
 
 #include <ATen/native/CPUBlas.h>
 #include <ATen/ops/empty.h>
@@ -26,13 +26,13 @@ namespace {
 
 constexpr double kLog2OfE = 1.4426950408889634;
 
-constexpr int64_t kMinProductQueries = 16;   // fewer queries of a sequence read the keys one by one
-constexpr int64_t kQueryBlock = 64;          // queries of a tile of scores
-constexpr int64_t kKeyBlock = 256;           // keys of a tile of scores; float32, it stays in the second-level cache
-constexpr int64_t kKeyStep = 64;             // the last tile of a block is cut to a multiple of this
-constexpr int64_t kMinPart = 256;            // queries of a chunk that are worth a task, which lays out keys of its own
+constexpr int64_t kMinProductQueries = 16;   // with fewer queries, keys are read one by one
+constexpr int64_t kQueryBlock = 64;          // queries per tile of scores
+constexpr int64_t kKeyBlock = 256;           // keys per tile of scores; the float32 tile fits into the L2 cache
+constexpr int64_t kKeyStep = 64;             // the last tile has a multiple of this many keys
+constexpr int64_t kMinPart = 256;            // min queries of a chunk per task, since each task packs the keys again
 
-// The keys, or the values, of all slots.
+// Keys or values of all slots.
 struct Rows {
   const uint8_t* data;
   int64_t head_bytes, row_bytes, dim;
@@ -45,10 +45,10 @@ struct Rows {
         dim(dim),
         format(format) {}
 
-  // The row of a head in a slot; the next slot's is row_bytes behind it.
+  // Row of a head and slot. The next slot's row follows after row_bytes.
   const uint8_t* at(int64_t head, int64_t slot) const { return data + head * head_bytes + slot * row_bytes; }
 
-  // A head's numbers of neighbouring slots, [count, dim]; in `buffer` where they are stored otherwise.
+  // A head's numbers of adjacent slots, [count, dim]. Other formats than bfloat16 are converted to `buffer`.
   const BFloat16* read(int64_t head, int64_t slot, int64_t count, Numbers<BFloat16>& buffer) const {
     const uint8_t* first = at(head, slot);
     if (format == Format::kBFloat16) return reinterpret_cast<const BFloat16*>(first);
@@ -58,7 +58,7 @@ struct Rows {
   }
 };
 
-// One sequence's queries and context; see `attend`.
+// Queries and context of a sequence, as in `attend`.
 struct Sequence {
   int64_t first_query, num_queries, first_run, num_runs;
 };
@@ -87,7 +87,7 @@ struct Attention {
     return std::max<int64_t>(0, positions[row] + 1 - window);
   }
 
-  // Calls visit(position, slot, count) for the stretches of neighbouring slots that hold positions begin to end - 1.
+  // Calls visit(position, slot, count) for each run of adjacent slots with positions begin to end - 1.
   template <typename Visit>
   void each_run(const Sequence& sequence, int64_t begin, int64_t end, const Visit& visit) const {
     int64_t position = 0;
@@ -107,7 +107,7 @@ struct Attention {
   }
 };
 
-// A running softmax: the largest score so far, the sum of exponentials relative to it.
+// Online softmax (arXiv 1805.02867): the largest score so far, and the sum of exponentials relative to it.
 struct Softmax {
   float largest = kMinusInfinity;
   float total = 0.0f;
@@ -118,7 +118,7 @@ void store(float* to, Floats low, Floats high) {
   high.store(to + kFloats);
 }
 
-// 2^x within 8e-8 of it for x up to 0, by a polynomial on [-1/2, 1/2]; 0 for minus infinity, NaN for NaN.
+// 2^x for x <= 0, by a polynomial on [-1/2, 1/2], with an error of 8e-8; 0 for minus infinity, NaN for NaN.
 Floats power_of_two(Floats x) {
   const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);
   const __m512 whole = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -130,7 +130,7 @@ Floats power_of_two(Floats x) {
   return _mm512_scalef_ps(power, whole);
 }
 
-// Weights of count scores (a multiple of kHalves) relative to 2^shift: their sum, and the largest score.
+// Weights 2^(score - shift) of count scores (a multiple of kHalves). Returns their sum and the largest score.
 template <typename Weight>
 std::tuple<float, float> weigh(const float* scores, Weight* weights, int64_t count, float scaling, float shift) {
   const Floats scale(scaling), less(-shift);
@@ -158,10 +158,9 @@ float largest_of(const float* scores, int64_t count) {
   return _mm512_reduce_max_ps(_mm512_max_ps(top, other_top));
 }
 
-// The exponentials of count scores (a multiple of kHalves; what is masked is minus infinity, not all of it), and as result
-// the factor for what was summed before them. The state is in powers of two: `scaling` has the factor log2(e). Exponentials
-// are relative to the largest score of before as long as those of now are at most 2^kSlack times that, which floats hold as
-// exactly; so most scores are read once.
+// Exponentials of count scores (a multiple of kHalves; masked scores are minus infinity, but not all are masked). Returns the
+// factor for earlier sums. Powers of 2 are used: `scaling` includes log2(e). The reference stays the earlier largest score
+// unless a new score exceeds it by more than kSlack, because floats are as exact then. So most scores are read only once.
 template <typename Weight>
 float exponentiate(Softmax& state, const float* scores, Weight* weights, int64_t count, float scaling) {
   constexpr float kSlack = 16.0f;
@@ -185,8 +184,8 @@ void multiply(float* x, int64_t size, float factor) {
   for (int64_t i = 0; i < size; i += kFloats) (Floats::loadu(x + i) * Floats(factor)).store(x + i);
 }
 
-// Keys and values of one head, laid out for products in tiles of kKeyBlock positions: pairs of what is summed over lie
-// together, [dim / 2, kKeyBlock, 2] of keys and [kKeyBlock / 2, dim, 2] of values. Behind the last position are zeros.
+// Keys and values of one head, packed for products in tiles of kKeyBlock positions: keys [dim / 2, kKeyBlock, 2] and values
+// [kKeyBlock / 2, dim, 2], so that pairs of summands are adjacent. After the last position there are zeros.
 class Tiles {
  public:
   void pack(const Attention& a, const Sequence& sequence, int64_t key_head, int64_t begin, int64_t end) {
@@ -230,7 +229,7 @@ struct Workspace {
   Numbers<BFloat16> queries, weights;
 };
 
-// The sums of 16 vectors, one a lane.
+// Sums of 16 vectors, one per lane.
 __m512 sum_each(const __m512* x) {
   __m512 quarters[8], sums[4];
   for (int i = 0; i < 8; ++i) {
@@ -247,8 +246,8 @@ __m512 sum_each(const __m512* x) {
   return halve(halve(sums[0], sums[1]), halve(sums[2], sums[3]));
 }
 
-// scores[r][j] = queries[r] * keys[j] for kRows rows r; up to the next multiple of kFloats behind the last key zeros. Memory
-// is asked for the keys to come and for these keys' values, which are needed next.
+// scores[r][j] = queries[r] * keys[j] for kRows rows r, padded with zeros to a multiple of kFloats. Prefetches the next keys,
+// and the values of these keys.
 template <Format kFormat, int kRows>
 void score(const BFloat16* const* queries, int64_t dim, const uint8_t* keys, const uint8_t* values, int64_t row_bytes,
            int64_t count, float* scores) {
@@ -280,11 +279,11 @@ void score(const BFloat16* const* queries, int64_t dim, const uint8_t* keys, con
   }
 }
 
-// outputs[r] += sum over j of weights[r][j] * values[j], for kRows rows r. A weight behind an odd number is zero.
+// outputs[r] += sum over j of weights[r][j] * values[j], for kRows rows r. With an odd count, the weight after the last is 0.
 template <Format kFormat, int kRows>
 void add_values(float* outputs, int64_t dim, const BFloat16* weights, const uint8_t* values, int64_t row_bytes,
                 int64_t count) {
-  int16_t places[kHalves];  // 0, 32, 1, 33 ...: a number of the first row and one of the second in turn
+  int16_t places[kHalves];  // 0, 32, 1, 33 ...: numbers of the first and second row alternate
   for (int16_t i = 0; i < kHalves; ++i) places[i] = i / 2 + i % 2 * kHalves;
   const __m512i ascending = _mm512_loadu_si512(places);
   const __m512i behind = _mm512_add_epi16(ascending, _mm512_set1_epi16(kHalves / 2));
@@ -314,8 +313,8 @@ void add_values(float* outputs, int64_t dim, const BFloat16* weights, const uint
   }
 }
 
-// A few queries of one sequence, with the query heads that share one key head: keys and values are read where they lie,
-// for up to four rows at a time.
+// Attention for a few queries of one sequence and the query heads of one key head. Keys and values are read in place, for up to
+// four rows at a time.
 template <Format kFormat>
 void attend_few(const Attention& a, const Sequence& sequence, int64_t key_head, Workspace& space) {
   static constexpr decltype(&score<kFormat, 1>) score_rows[] = {score<kFormat, 1>, score<kFormat, 2>, score<kFormat, 3>,
@@ -376,8 +375,8 @@ void attend_few(const Attention& a, const Sequence& sequence, int64_t key_head, 
   }
 }
 
-// Some or all queries of a prompt's chunk, with the query heads that share one key head: tiles of scores by matrix
-// products, softmax as the tiles come. The first tile starts at position `begin`.
+// Attention for queries of a prompt's chunk and the query heads of one key head: tiles of scores by matrix products, with
+// online softmax (FlashAttention). The first tile starts at position `begin`.
 void attend_chunk(const Attention& a, const Sequence& sequence, int64_t key_head, int64_t begin, Workspace& space) {
   using at::native::cpublas::brgemm;
   const int64_t dim = a.dim, last_query = sequence.first_query + sequence.num_queries;
@@ -387,7 +386,7 @@ void attend_chunk(const Attention& a, const Sequence& sequence, int64_t key_head
   space.weights.resize(kQueryBlock * kKeyBlock);
   float* scores = space.scratch.data();                // [kQueryBlock, kKeyBlock]
   float* outputs = scores + kQueryBlock * kKeyBlock;   // [kQueryBlock, dim]
-  BFloat16* queries = space.queries.data();            // [kQueryBlock, dim], as many rows as products have kernels for
+  BFloat16* queries = space.queries.data();            // [kQueryBlock, dim]
   BFloat16* weights = space.weights.data();            // [kQueryBlock, kKeyBlock]
   for (int64_t first = sequence.first_query; first < last_query; first += kQueryBlock) {
     const int64_t num_queries = std::min(kQueryBlock, last_query - first);
@@ -431,8 +430,8 @@ struct Task {
   bool products;
 };
 
-// A task for each sequence and key head; where those are few, a chunk's queries are divided as well, so that no thread
-// waits long for the last task. Queries and tiles stay in the same blocks, so that any number of threads computes the same.
+// Makes a task per sequence and key head. If there are few, the queries of chunks are divided too, so that threads finish at
+// about the same time. Blocks of queries and tiles do not depend on the number of threads, so neither do the results.
 std::vector<Task> divide(const Attention& a, const Tensor& sequences, int64_t num_kv_heads) {
   const auto* all = reinterpret_cast<const Sequence*>(sequences.const_data_ptr<int64_t>());
   const int64_t whole = sequences.size(0) * num_kv_heads, threads = num_threads();
@@ -443,7 +442,7 @@ std::vector<Task> divide(const Attention& a, const Tensor& sequences, int64_t nu
     const int64_t begin = a.first_seen(sequence.first_query);
     const bool products = sequence.num_queries >= kMinProductQueries;
     const int64_t size = std::max(kMinPart, (sequence.num_queries / parts + kQueryBlock - 1) / kQueryBlock * kQueryBlock);
-    // The last queries see most.
+    // The last queries first: they attend to the most keys.
     for (int64_t part = (sequence.num_queries - 1) / size; part >= 0; --part) {
       Sequence some = sequence;
       some.first_query += part * size;
@@ -457,11 +456,11 @@ std::vector<Task> divide(const Attention& a, const Tensor& sequences, int64_t nu
 
 // Attention of a flat batch to paged contexts.
 //   query      [1, num_heads, num_tokens, head_dim]
-//   keys       [num_kv_heads, num_slots, head_dim, or its bytes in that format], values likewise
+//   keys       [num_kv_heads, num_slots, head_dim or bytes of the format], values likewise
 //   sequences  int64 [num_sequences, 4]: first query, number of queries, first run, number of runs
 //   positions  int64 [num_tokens], of each query in its sequence, ascending
-//   runs       int64 [num_runs, 2]: first slot of neighbouring ones and the one behind the last, in the contexts' order
-//   window     tokens that a query sees, itself included
+//   runs       int64 [num_runs, 2]: adjacent slots [first, end), in the order of the contexts
+//   window     number of tokens that a query attends to, including itself
 // -> [1, num_tokens, num_heads, head_dim]
 Tensor attend(const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& sequences,
               const Tensor& positions, const Tensor& runs, double scaling, int64_t window, int64_t format) {
@@ -477,7 +476,7 @@ Tensor attend(const Tensor& query, const Tensor& keys, const Tensor& values, con
                    : attention.keys.format == Format::kFloat8 ? attend_few<Format::kFloat8>
                                                               : attend_few<Format::kInt8>;
   Threads::shared().run(tasks.size(), [&](int64_t i) {
-    static thread_local Workspace space;  // of a thread: its buffers are large
+    static thread_local Workspace space;  // per thread, because its buffers are large
     const auto& [sequence, key_head, begin, products] = tasks[i];
     if (products) {
       attend_chunk(attention, sequence, key_head, begin, space);
@@ -489,10 +488,10 @@ Tensor attend(const Tensor& query, const Tensor& keys, const Tensor& values, con
   return output;
 }
 
-// Attention of tokens by what their projections put out, [num_tokens, heads of queries, keys and values]: heads are normalized
-// and rotated, keys and values go into the cache, then `attend`.
-//   query_at, key_at  where the heads of queries begin, and those of keys, which the values' follow
-//   slots             int64 [num_tokens], where keys and values go; without them they are there
+// Attention from projections [num_tokens, query heads, key heads, value heads]: normalizes and rotates heads, writes keys and
+// values to the cache, and attends.
+//   query_at, key_at  offsets of the query heads and the key heads; value heads follow the key heads
+//   slots             int64 [num_tokens]: slots of keys and values; none: they are already written
 // -> [num_tokens, num_heads * head_dim]
 Tensor attend_projected(const Tensor& projected, int64_t num_heads, int64_t query_at, int64_t key_at,
                         const std::optional<Tensor>& query_norm, const std::optional<Tensor>& key_norm, double epsilon,
@@ -526,14 +525,14 @@ Tensor attend_projected(const Tensor& projected, int64_t num_heads, int64_t quer
 
 using Optionals = c10::List<std::optional<Tensor>>;
 
-// Consecutive layers, each y = x + attention(norm(x)), then y + MLP(norm(y)). Products fill the caches that Python is in; so
-// a decode step runs none between them.
-//   weights    of each layer: packed weight, scales, offsets, multipliers and bias of its products (queries, keys and values;
-//              output; gate and up; down); norms before attention and MLP, and of the heads of queries and keys
-//   sizes      of each: outputs of the products, heads of queries, `query_at`, `key_at` and `window`
-//   factors    of each: epsilons of the norms before attention and MLP and of heads, `scaling`
-//   rotations  of each: cosines and sines, or neither
-//   slots, keys, values  of each, as in `attend_projected`
+// Runs consecutive layers, each y = x + attention(norm(x)), then y + MLP(norm(y)). Products evict Python's data from the caches,
+// so a decode step runs no Python between them.
+//   weights    per layer: packed weight, scales, offsets, multipliers and bias of its products (queries, keys and values;
+//              output; gate and up; down); norms before attention, before the MLP, of query heads and of key heads
+//   sizes      per layer: outputs of the products, number of query heads, `query_at`, `key_at` and `window`
+//   factors    per layer: epsilons of the norms before attention, before the MLP and of heads; `scaling`
+//   rotations  per layer: cosines and sines, or neither
+//   slots, keys, values  per layer, as in `attend_projected`
 // -> [num_tokens, hidden_size]
 Tensor layers(const Tensor& x, const Optionals& weights, at::IntArrayRef sizes, at::ArrayRef<double> factors,
               const Optionals& rotations, const Optionals& slots, at::TensorList keys, at::TensorList values,

@@ -1,4 +1,4 @@
-// What becomes of a token's heads between products and attention: norms, RoPE, and rows of the cache.
+// Processing of heads between products and attention: norms, RoPE, and writes to the cache.
 
 #pragma once
 
@@ -16,7 +16,7 @@
 
 namespace {
 
-// A row of `size` numbers; `scale` is float32, rounded up to whole vectors.
+// RMSNorm of a row of `size` numbers. `scale`: float32, padded to whole vectors.
 void normalize(const BFloat16* from, const float* scale, float epsilon, int64_t size, BFloat16* to) {
   Floats squares(0.0f);
   for (int64_t i = 0; i < size; i += kHalves) {
@@ -48,7 +48,7 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
   return output;
 }
 
-// Cosines and sines [1, num_tokens, size] of RoPE for a head's first `size` dimensions, of which j pairs with j + size / 2.
+// RoPE of a head's first `size` dimensions, where dimension j pairs with j + size / 2. Cosines, sines: [1, num_tokens, size].
 struct Rotation {
   const BFloat16 *cosines, *sines;
   int64_t cosines_stride, sines_stride, size;
@@ -60,7 +60,7 @@ struct Rotation {
         sines_stride(sin.stride(1)),
         size(cos.size(2)) {}
 
-  // A head of a token; `to` may be `from`.
+  // Rotates a head of a token; `to` may be `from`: (a, b) -> (a cos - b sin, b cos + a sin).
   void apply(const BFloat16* from, int64_t token, BFloat16* to) const {
     const BFloat16 *c = cosines + token * cosines_stride, *s = sines + token * sines_stride;
     const int64_t half = size / 2;
@@ -96,15 +96,15 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   return output.transpose(1, 2);
 }
 
-// How a row of the cache stores the numbers that one head has of one token (model/cache.py).
+// Format of a row of the cache: the numbers of one head and token (model/cache.py).
 enum class Format : int64_t {
   kBFloat16,
   kFloat8,  // e4m3, then a bfloat16 scale
   kInt8,    // likewise
 };
 
-constexpr float kFloat8Shift = 0x1p120f;  // what e4m3 gains when its bits are read as bfloat16's
-constexpr float kLargest = 0x1.fep127f * (1.0f - 1.0f / 16.0f);  // larger numbers saturate: a scale is rounded up
+constexpr float kFloat8Shift = 0x1p120f;  // factor between e4m3 and its bits read as bfloat16
+constexpr float kLargest = 0x1.fep127f * (1.0f - 1.0f / 16.0f);  // larger numbers saturate, since scales are rounded up
 
 void quantize(const BFloat16* from, int64_t dim, Format format, uint8_t* row) {
   float largest = 0.0f;
@@ -127,7 +127,7 @@ void quantize(const BFloat16* from, int64_t dim, Format format, uint8_t* row) {
   std::memcpy(row + dim, &stored, sizeof stored);
 }
 
-// kHalves numbers of a row that is stored in 8 bits, without its scale.
+// Widens kHalves numbers of a row in 8 bits, without its scale.
 std::tuple<Floats, Floats> widen(const uint8_t* from, Format format) {
   const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   if (format == Format::kFloat8) {
@@ -154,7 +154,7 @@ void dequantize(const uint8_t* row, int64_t dim, Format format, BFloat16* to) {
   }
 }
 
-// kHalves numbers of a row, in any format, without its scale; 8 bits fit into bfloat16.
+// kHalves numbers of a row in any format, as bfloat16, without its scale. 8-bit numbers are exact in bfloat16.
 template <Format kFormat>
 __m512bh numbers(const uint8_t* row, int64_t d) {
   if constexpr (kFormat == Format::kBFloat16) {
@@ -165,7 +165,7 @@ __m512bh numbers(const uint8_t* row, int64_t d) {
   }
 }
 
-// Slots of the cache that tokens' keys, or values, go to: rows [num_heads, num_slots, dim, or its bytes].
+// Slots of the cache to which tokens' keys or values are written: rows [num_heads, num_slots, dim or bytes].
 struct Slots {
   uint8_t* rows;
   const int64_t* slots;
@@ -189,7 +189,7 @@ struct Slots {
   }
 };
 
-// Puts x [num_heads, num_tokens, dim] into the slots [num_tokens] of rows [num_heads, num_slots, dim, or its bytes].
+// Writes x [num_heads, num_tokens, dim] to the slots [num_tokens] of rows [num_heads, num_slots, dim or bytes].
 void write(Tensor& rows, const Tensor& slots, const Tensor& x, int64_t format) {
   const int64_t num_heads = x.size(0), num_tokens = x.size(1), dim = x.size(2);
   const auto* in = x.const_data_ptr<BFloat16>();
@@ -203,8 +203,7 @@ void write(Tensor& rows, const Tensor& slots, const Tensor& x, int64_t format) {
   });
 }
 
-// Some of the heads that lie together in the projections of tokens: normalized where there is a norm (`norm` as in rms_norm,
-// one for all) and rotated where there is a rotation.
+// Adjacent heads in the projections of tokens, with an optional norm (one for all heads, as in rms_norm) and rotation.
 struct Heads {
   const BFloat16* projected;
   int64_t stride, dim;
@@ -223,7 +222,7 @@ struct Heads {
   }
 };
 
-// What a layer's cache takes from the projections of tokens: heads of keys, and those of values, which follow them.
+// Heads of keys, and the heads of values after them, in the projections of tokens, with a layer's slots for them.
 struct KeyValueHeads {
   Heads keys;
   int64_t count;
@@ -241,10 +240,10 @@ struct KeyValueHeads {
   }
 };
 
-constexpr int64_t kTokensAtATime = 16;  // whose projections for all layers stay in a core's cache
+constexpr int64_t kTokensAtATime = 16;  // tokens whose projections for all layers fit into a core's cache
 
-// Puts the keys and values of several layers, projected [num_tokens, layers x (heads of keys, heads of values)], into slots
-// [num_tokens] of each layer's rows. `norms` as in rms_norm, one a layer, or none.
+// Writes keys and values of several layers, projected [num_tokens, layers * (key heads, value heads)], to slots [num_tokens]
+// of each layer's rows. `norms`: as in rms_norm, one per layer, or empty.
 void write_projected(const Tensor& projected, at::TensorList norms, double epsilon, const std::optional<Tensor>& cos,
                      const std::optional<Tensor>& sin, const Tensor& slots, at::TensorList keys, at::TensorList values,
                      int64_t format) {

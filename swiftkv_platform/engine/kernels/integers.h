@@ -1,4 +1,4 @@
-// Weights in integers of 8 or 4 bits, and inputs of 16 that are multiplied by them.
+// Products of 16-bit inputs with 8-bit and 4-bit integer weights.
 
 #pragma once
 
@@ -13,11 +13,11 @@
 
 namespace {
 
-// Rows of x in 16 bits, the largest number of each being 32767, as two bytes that are multiplied apart: 8 bits alone lose too
-// much where a few inputs are far larger than the others, as in most language models.
+// Rows of x as 16-bit integers, scaled so that the largest number of each row is 32767. The high and low bytes are multiplied
+// separately. 8 bits would not be enough, because a few inputs of most language models are far larger than the others.
 class Inputs16 {
  public:
-  // `group`: inputs whose sums are wanted; 0: none.
+  // `group`: number of inputs per group whose sums are needed; 0: no sums.
   explicit Inputs16(const Tensor& x, int64_t group = 0)
       : size_in(x.size(1)),
         low_(x.numel()),
@@ -39,18 +39,18 @@ class Inputs16 {
   }
 
   const uint8_t* low(int64_t row) const { return low_.data() + row * size_in; }
-  // High bytes, 128 added.
+  // High bytes + 128.
   const uint8_t* high(int64_t row) const { return high_.data() + row * size_in; }
   float scale(int64_t row) const { return scales_[row]; }
-  // Sum of the low bytes of each group's inputs, and of the high ones, in turn.
+  // Per group of inputs: sum of the low bytes, sum of the high bytes.
   const int32_t* sums(int64_t row) const { return sums_.data() + 2 * row * num_groups_; }
 
   const int64_t size_in;
 
  private:
-  // A row that is not finite gets the scale NaN, so that all that is made of it is.
+  // A row that is not finite gets the scale NaN, so that all its results are NaN.
   void quantize(const BFloat16* from, int64_t row) {
-    __m512i most = _mm512_setzero_si512();  // bits of bfloat16 without their sign ascend as their numbers
+    __m512i most = _mm512_setzero_si512();  // bfloat16 bits without the sign have the order of the absolute values
     for (int64_t i = 0; i < size_in; i += kHalves) {
       const __m512i bits = _mm512_maskz_loadu_epi16(mask(size_in - i), from + i);
       most = _mm512_max_epu16(most, _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff)));
@@ -70,7 +70,7 @@ class Inputs16 {
     }
   }
 
-  // Of a multiple of 32 bytes.
+  // Sum of a multiple of 32 bytes.
   static int32_t sum_of(const uint8_t* bytes, int64_t count) {
     __m256i sums = _mm256_setzero_si256();
     for (int64_t i = 0; i < count; i += 32) {
@@ -91,19 +91,19 @@ class Inputs16 {
   std::vector<int32_t> sums_;
 };
 
-// Weights in integers; products are sums of int32, so that a row's are exact and do not depend on how many rows there are.
+// Integer weights. Products are summed in int32, so that they are exact and do not depend on the number of rows.
 //   int8  [num_blocks, size_in / 4, kColumns, 4]
-//   int4  [num_blocks, size_in / 8, kColumns, 4], 8 added: of eight inputs the first four in the low bits. An output's
-//         weights are these times `multipliers` [num_blocks, size_in / group, kColumns], which are 1 to 15, so that they
-//         fit into int8 too. A group is a multiple of 32 inputs.
-// `scales` of the outputs and `offsets`, 128 times the sum of an output's weights, are [num_blocks, kColumns].
+//   int4  [num_blocks, size_in / 8, kColumns, 4], weight + 8, with the first four of eight inputs in the low bits. An output's
+//         weights are multiplied by `multipliers` [num_blocks, size_in / group, kColumns] of 1 to 15, so that the products
+//         fit into int8. A group is a multiple of 32 inputs.
+// `scales` of the outputs, and `offsets` (128 times the sum of an output's weights), are [num_blocks, kColumns].
 template <bool kFourBits>
 class WeightsInteger {
  public:
   using Sum = int32_t;
-  static constexpr int64_t kPlanes = 2;  // sums of products by low bytes, and by high ones
+  static constexpr int64_t kPlanes = 2;  // sums of low-byte products, and of high-byte products
   static constexpr int64_t kCachedInputs = kCachedBytes / kPlanes;
-  static constexpr int64_t kRowsTogether = 2;  // as many as there are registers for
+  static constexpr int64_t kRowsTogether = 2;  // limited by the number of registers
   using Scratch = Numbers<int8_t>;
 
   WeightsInteger(const Tensor& x, const Tensor& packed, const Tensor& scales, const Tensor& offsets,
@@ -115,7 +115,7 @@ class WeightsInteger {
         scales_(scales.const_data_ptr<float>()),
         offsets_(offsets.const_data_ptr<int32_t>()) {}
 
-  // Bytes of rows times a block, as int32 [num_rows, kColumns]; those by high bytes lie `plane` behind.
+  // Multiplies the bytes of rows by a block: int32 [num_rows, kColumns]. High-byte products are at an offset of `plane`.
   void multiply(int64_t first, int64_t num_rows, int64_t block, int32_t* sums, int64_t sums_stride, int64_t plane,
                 Scratch& scratch) const {
     const int8_t* widened = nullptr;
@@ -135,7 +135,7 @@ class WeightsInteger {
     });
   }
 
-  // At most kRowsTogether rows times kTogether blocks, as int32 [num_rows, kTogether, kColumns].
+  // Multiplies at most kRowsTogether rows by kTogether blocks: int32 [num_rows, kTogether, kColumns].
   void multiply_together(int64_t first, int64_t num_rows, int64_t block, int32_t* sums, int64_t plane) const {
     with_count<kRowsTogether>(num_rows, [&]<int kRows>() {
       if constexpr (kFourBits) {
@@ -147,7 +147,7 @@ class WeightsInteger {
     });
   }
 
-  // kFloats of a row's results from its sums.
+  // Converts a row's sums to kFloats results.
   Floats result(const int32_t* sums, int64_t plane, int64_t row, int64_t block, int64_t i) const {
     const int64_t at = block * kColumns + i;
     const __m512i high = _mm512_sub_epi32(_mm512_loadu_si512(sums + plane + i), _mm512_loadu_si512(offsets_ + at));
@@ -194,8 +194,8 @@ class WeightsInteger {
     }
   }
 
-  // In int4: sums of a group are multiplied, not each of its weights; 8 times the inputs goes from them, which the weights
-  // have too much.
+  // int4: multiplies the sum of a group instead of each weight, and subtracts 8 * the sum of inputs, because weights are stored
+  // with 8 added.
   template <int kRows, int kBlocks>
   void few_by_groups(int64_t first, int64_t block, int32_t* sums, int64_t sums_stride, int64_t plane) const {
     constexpr int kVectors = 2 * kBlocks;
@@ -245,14 +245,14 @@ class WeightsInteger {
     }
   }
 
-  // Weights of a block in int8; of int4 in `scratch`.
+  // Returns a block's weights in int8; int4 is widened to `scratch`.
   const int8_t* in_int8(int64_t block, Scratch& scratch) const {
     const uint8_t* weights = weights_ + block * size_in() * kColumns / (kFourBits ? 2 : 1);
     if constexpr (!kFourBits) return reinterpret_cast<const int8_t*>(weights);
     scratch.resize(size_in() * kColumns);
     const uint8_t* multipliers = multipliers_ + block * size_in() / group_ * kColumns;
     const __m512i four_bits = _mm512_set1_epi8(0x0f);
-    // Two bytes of at most 15 times 15 are multiplied at once: neither carries into the other.
+    // Multiplies two bytes at once. The products are at most 15 * 15, so there is no carry between them.
     const auto times = [&](__m512i bits, const auto& by) {
       return _mm512_sub_epi8(_mm512_mullo_epi16(_mm512_and_si512(bits, four_bits), by.once), by.eight_times);
     };

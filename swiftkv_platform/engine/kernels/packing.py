@@ -1,8 +1,7 @@
-"""Weights in the order that the kernels' products read them in, and memory for them in huge pages.
+"""Packs weights in the order in which the kernels' products read them, into memory with huge pages.
 
-A decode step reads all weights once, and with small pages also page tables. Linux backs memory with huge pages on
-request (`madvise`), unless they are switched off; elsewhere weights stay where PyTorch puts them.
-"""
+A decode step reads all weights once. With small pages it also reads many page table entries. Linux provides huge pages
+on request (`madvise`) unless they are disabled. Elsewhere, weights stay in PyTorch's memory."""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ TENSOR_ALIGNMENT = 64
 
 
 class Arena:
-    """A memory area that tensors are moved into; it is freed with the last of them.
+    """A memory area with huge pages, to which tensors are moved. It is freed with the last tensor.
 
     Args:
-        num_bytes: capacity in bytes. Memory is taken as the area is filled.
+        num_bytes: capacity in bytes. Memory is used only as far as the area is filled.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -32,7 +31,8 @@ class Arena:
             self._buffer = self._buffer[-self._buffer.data_ptr() % HUGE_PAGE_BYTES :]
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor into the arena and return the copy, or `tensor` itself without huge pages or room."""
+        """Copy a tensor to the arena and return the copy, or `tensor` itself if the arena is full or has no huge
+        pages."""
         end = self._next + tensor.nbytes
         if self._buffer is None or end > len(self._buffer) or not tensor.numel():
             return tensor
@@ -47,26 +47,26 @@ def _allocate_huge_pages(num_bytes: int) -> torch.Tensor | None:
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # no huge pages, or no overcommit for whole and packed weights together
+    except OSError:  # huge pages are disabled, or memory cannot be overcommitted
         return None
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 BLOCK_COLUMNS = 32
-"""Outputs of a block of packed weights."""
+"""Number of outputs in a block of packed weights."""
 MAX_INPUTS = 1 << 16
-"""Inputs whose products, of 8 bits each, fit into int32 together."""
+"""Max number of inputs whose sum of 8-bit products fits into int32."""
 INT4_GROUP_SIZE = 32
-"""Number that groups of inputs in int4 are a multiple of."""
+"""The size of int4 groups of inputs is a multiple of this."""
 
 
 def pad_to_block(vector: torch.Tensor) -> torch.Tensor:
-    """A norm's weight or a bias [size] as the kernels read it: in float32, up to a whole block."""
+    """Convert a norm's weight or a bias [size] for the kernels: float32, padded with zeros to a whole block."""
     return F.pad(vector.detach().float(), (0, -vector.numel() % BLOCK_COLUMNS))
 
 
 class PackedWeight(NamedTuple):
-    """A weight as the products read it; all but the numbers are for integers."""
+    """A weight in the order in which the products read it. Only integers have scales, offsets and multipliers."""
 
     values: torch.Tensor
     """[num_blocks, size_in / n, COLUMNS, n] in bfloat16 (n = 2) or int8 (4); in int4 uint8 [num_blocks, size_in / 8,
@@ -79,13 +79,13 @@ class PackedWeight(NamedTuple):
     """Multipliers of the groups of an output's inputs in int4, uint8 [num_blocks, size_in / group, COLUMNS]."""
 
     def move_into(self, arena: Arena) -> PackedWeight:
-        """The same in an arena."""
+        """Return the weight with its tensors in an arena."""
         return PackedWeight(arena.move(self.values), *(part if part is None else arena.move(part) for part in self[1:]))
 
 
 def can_pack(weight: IntegerWeight) -> bool:
-    """Whether the products can take a weight: as many inputs as they multiply together, sums that int32 holds, and
-    multipliers for int4."""
+    """Whether the kernels support a weight: a multiple of the inputs per instruction, at most `MAX_INPUTS`, and for
+    int4 multipliers."""
     if weight.integers.shape[1] > MAX_INPUTS:
         return False
     if weight.form == "int8":
@@ -94,7 +94,7 @@ def can_pack(weight: IntegerWeight) -> bool:
 
 
 def pack_weight(weight: torch.Tensor | IntegerWeight) -> PackedWeight:
-    """A weight [size_out, size_in] that `can_pack` as `linear` reads it."""
+    """Pack a weight [size_out, size_in] for `linear`. Integers must pass `can_pack`."""
     if isinstance(weight, torch.Tensor):
         return PackedWeight(_interleave_blocks(weight.detach(), 2))
     integers = weight.integers
@@ -104,7 +104,7 @@ def pack_weight(weight: torch.Tensor | IntegerWeight) -> PackedWeight:
             _interleave_blocks(integers, 4), _split_blocks(scales).squeeze(-1), _compute_offsets(integers)
         )
     multipliers = weight.find_multipliers()
-    assert multipliers is not None, "scales of int4 that are no multiples of one"
+    assert multipliers is not None, "the int4 scales of an output are not multiples of one number"
     scales = weight.scale[:, :1].float() / multipliers[:, :1]
     first, second = (integers + 8).view(torch.uint8).unflatten(1, (-1, 2, 4)).unbind(2)
     wide = integers.unflatten(1, (-1, weight.group_size)) * multipliers.to(torch.int8).unsqueeze(-1)
@@ -131,7 +131,7 @@ def _interleave_blocks(weight: torch.Tensor, together: int) -> torch.Tensor:
 
 
 def pack_gated(gate: torch.Tensor | IntegerWeight, up: torch.Tensor | IntegerWeight) -> PackedWeight:
-    """Two weights [size_out, size_in] of one type as `gated_linear` reads them: their blocks in turn."""
+    """Pack two weights [size_out, size_in] of the same type for `gated_linear`: blocks of gate and up alternate."""
 
     def interleave(one: Any, other: Any) -> Any:
         return None if one is None else torch.stack([one, other], dim=1).flatten(0, 1)

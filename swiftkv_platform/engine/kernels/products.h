@@ -18,13 +18,13 @@ Floats silu(Floats x) {
   return x / (Floats(1.0f) + x.neg().exp_u20());
 }
 
-// Rows of x [num_tokens, size_in] times all blocks of weights, `kJoined` blocks at a time: finish(row, joined block, result),
-// where result(i) is kFloats of its results from the i-th on, of [kJoined, kColumns].
+// Multiplies rows of x [num_tokens, size_in] by all blocks of weights, and joins `kJoined` blocks: calls finish(row, joined
+// block, result), where result(i) returns kFloats results from index i on of [kJoined, kColumns].
 template <int kJoined, typename Weights, typename Finish>
 void multiply_blocks(const Weights& weights, int64_t num_tokens, int64_t size_in, int64_t num_blocks,
                      const Finish& finish) {
   const int64_t most = std::max(kMinCachedRows, Weights::kCachedInputs / size_in / kRowStep * kRowStep);
-  // Threads share the rows, or where there are few of them the blocks.
+  // Divide the rows among threads or, if there are few rows, the blocks.
   const int64_t row_parts = (num_tokens + most - 1) / most, parts = kPartsOfThread * num_threads();
   const int64_t block_parts = row_parts >= parts ? 1 : std::min(num_blocks, parts);
   Threads::shared().run(row_parts * block_parts, [&](int64_t task) {
@@ -33,7 +33,7 @@ void multiply_blocks(const Weights& weights, int64_t num_tokens, int64_t size_in
     typename Weights::Scratch scratch;
     const int64_t first = task % row_parts * most, num_rows = std::min(most, num_tokens - first);
     const int64_t part = task / row_parts, last_block = (part + 1) * num_blocks / block_parts;
-    // kTogether blocks at a time where that is faster, else as many as are joined.
+    // Multiply kTogether blocks at a time if that is faster, else the joined blocks one by one.
     constexpr int64_t kMostBlocks = std::max<int64_t>(kTogether / kJoined, 1);
     for (int64_t block = part * num_blocks / block_parts, count; block < last_block; block += count) {
       const bool together = num_rows <= Weights::kRowsTogether && block + kMostBlocks <= last_block;
@@ -58,7 +58,7 @@ void multiply_blocks(const Weights& weights, int64_t num_tokens, int64_t size_in
   });
 }
 
-// The same for weights of any type; in bfloat16 without scales and offsets, in int8 without multipliers.
+// `multiply_blocks` for weights of any type: bfloat16 has no scales and offsets, int8 has no multipliers.
 template <int kJoined, typename Finish>
 void multiply_any(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
                   const std::optional<Tensor>& offsets, const std::optional<Tensor>& multipliers, const Finish& finish) {
@@ -74,8 +74,8 @@ void multiply_any(const Tensor& x, const Tensor& packed, const std::optional<Ten
   }
 }
 
-// x [num_tokens, size_in] times packed weights, plus float32 bias [size_out rounded up to blocks]: write(row, first output,
-// two vectors of results from it on).
+// y = x W^T + b for x [num_tokens, size_in], packed weights and float32 bias [size_out rounded up to blocks]. Calls write(row,
+// first output, low vector, high vector) for each two vectors of results.
 template <typename Write>
 void linear_to(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
                const std::optional<Tensor>& offsets, const std::optional<Tensor>& multipliers,
@@ -94,8 +94,7 @@ void linear_to(const Tensor& x, const Tensor& packed, const std::optional<Tensor
   });
 }
 
-// The same of x that is normalized before where there is a norm, in bfloat16 [num_tokens, size_out]; then `residual`, of that
-// shape, is added.
+// y = norm(x) W^T + b + residual in bfloat16 [num_tokens, size_out]; norm and residual are optional.
 Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
               const std::optional<Tensor>& offsets, const std::optional<Tensor>& multipliers,
               const std::optional<Tensor>& bias, int64_t size_out, const std::optional<Tensor>& norm, double epsilon,
@@ -107,7 +106,7 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
   const Tensor input = norm ? rms_norm(x, *norm, epsilon) : x;
   linear_to(input, packed, scales, offsets, multipliers, bias, size_out, [&](int64_t row, int64_t i, Floats low, Floats high) {
     const int64_t count = rest(size_out, i);
-    if (more) {  // to the product as it is without
+    if (more) {  // round the product to bfloat16 before the sum, as without a residual
       const Halves product(reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
       const auto [product_low, product_high] = at::vec::convert_bfloat16_float(product);
       const auto [more_low, more_high] = load(more + row * stride + i, count);
@@ -119,7 +118,7 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
   return output;
 }
 
-// The same in float32, as it is summed.
+// y = x W^T + b in float32.
 Tensor logits(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
               const std::optional<Tensor>& offsets, const std::optional<Tensor>& multipliers,
               const std::optional<Tensor>& bias, int64_t size_out) {
@@ -133,7 +132,7 @@ Tensor logits(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
   return output;
 }
 
-// silu(gate) * up of x [num_tokens, size_in]; blocks of packed weights are gate and up in turn -> [num_tokens, size_out].
+// silu(x G^T) * x U^T for x [num_tokens, size_in] -> [num_tokens, size_out]. Packed blocks of gate and up alternate.
 Tensor gated_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
                     const std::optional<Tensor>& offsets, const std::optional<Tensor>& multipliers, int64_t size_out) {
   Tensor output = at::empty({x.size(0), size_out}, x.options());

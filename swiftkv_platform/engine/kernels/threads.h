@@ -1,7 +1,7 @@
-// Threads that share the parts of an operator.
+// Thread pool that divides an operator into parts.
 //
-// OpenMP waits at the end of a region for every thread, so that on a machine with other work each of a step's hundred regions
-// costs what it takes until the scheduler has run all of them. Here a thread that comes late finds nothing to do.
+// At the end of each region, OpenMP waits for all threads. On a busy machine, each of a step's hundred regions would wait until
+// the operating system has run all of them. Here threads take parts from a counter, so a late thread finds no parts left.
 
 #pragma once
 
@@ -16,11 +16,11 @@
 
 namespace {
 
-constexpr int64_t kPartsOfThread = 4;  // parts for each thread, of which one that is ahead takes more
-constexpr int kSpins = 20000;          // looks for new work, for about a millisecond, before a thread sleeps
-constexpr int kSpinsOfOwner = 200;     // looks for the end of the others' parts between which others may run
+constexpr int64_t kPartsOfThread = 4;  // parts per thread; fast threads take more parts
+constexpr int kSpins = 20000;          // polls for new work, about a millisecond, before a thread sleeps
+constexpr int kSpinsOfOwner = 200;     // polls for the end of the job between yields
 
-// Threads that kernels may use when this thread calls them; 0: as many as PyTorch's operators.
+// Number of threads for kernels that this thread calls; 0: as many as PyTorch's operators.
 thread_local int64_t threads_of_kernels = 0;
 
 int64_t num_threads() {
@@ -29,14 +29,14 @@ int64_t num_threads() {
 
 class Threads {
  public:
-  // Those of the process. They are never joined: one may sleep when the process ends.
+  // The process's threads. They are never joined, because one may sleep when the process ends.
   static Threads& shared() {
     static Threads* const threads = new Threads;
     return *threads;
   }
 
-  // Calls work(part) once for each part, 0 to count - 1, in this thread and others that have time, of which there are
-  // num_threads() - 1. Where they work for somebody else, this thread does it alone.
+  // Calls work(part) once for each part, 0 to count - 1, in this thread and up to num_threads() - 1 others. If those work for
+  // another caller, this thread runs all parts.
   template <typename Work>
   void run(int64_t count, const Work& work) {
     const int64_t wanted = std::min<int64_t>(num_threads(), count);
@@ -74,7 +74,7 @@ class Threads {
     }
   }
 
-  // A part that is taken keeps its job from ending, so that what the job is may be read then, and not before.
+  // A job cannot end while a thread runs one of its parts. So a thread may read the job only after it has taken a part.
   void take_parts() {
     for (uint64_t left = left_.load(std::memory_order_acquire); left & kCount;) {
       if (!left_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel)) continue;
@@ -86,19 +86,19 @@ class Threads {
 
   static constexpr uint64_t kCount = 0xffffffff;
 
-  std::mutex owner_;  // of the job
+  std::mutex owner_;  // held by the caller of the current job
   int64_t started_ = 0;
   uint64_t job_ = 0;
   const void* work_ = nullptr;
   void (*call_)(const void*, int64_t) = nullptr;
   int64_t count_ = 0;
   std::atomic<int64_t> helpers_{0};
-  alignas(64) std::atomic<uint64_t> left_{0};  // the job's number, and how many of its parts nobody has taken
+  alignas(64) std::atomic<uint64_t> left_{0};  // job number (high), number of parts not taken (low)
   alignas(64) std::atomic<int64_t> done_{0};
   alignas(64) std::atomic<uint32_t> wakes_{0};
 };
 
-// Calls work(begin, end) for parts of 0 to size - 1 that have `grain` or more, but for the last.
+// Calls work(begin, end) for consecutive parts of 0 to size - 1, each of `grain` or more elements except the last.
 template <typename Work>
 void share(int64_t size, int64_t grain, const Work& work) {
   const int64_t most = kPartsOfThread * num_threads();

@@ -1,4 +1,4 @@
-// What all operators are made of: vectors of numbers, and memory that is asked for ahead.
+// Helpers of all operators: vectors of numbers, aligned memory, and prefetching.
 
 #pragma once
 
@@ -22,13 +22,13 @@ using Halves = at::vec::Vectorized<BFloat16>;
 
 constexpr int64_t kFloats = Floats::size();
 constexpr int64_t kHalves = Halves::size();
-constexpr int64_t kGrain = 16384;  // elements that are worth a thread
+constexpr int64_t kGrain = 16384;  // min elements per thread
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-constexpr int64_t kRowStep = 16;         // rows of a product are a multiple of this: each shape is a kernel of its own
-constexpr int64_t kFetchedAhead = 4096;  // bytes between the numbers in use and those that memory is asked for
-constexpr int64_t kFetchedAheadInTurn = 1024;  // the same where several places are read in turn
+constexpr int64_t kRowStep = 16;         // products have a multiple of this many rows: one kernel each
+constexpr int64_t kFetchedAhead = 4096;  // prefetch distance in bytes
+constexpr int64_t kFetchedAheadInTurn = 1024;  // prefetch distance if several streams alternate
 
-// Memory that begins where a cache line does: tiles of numbers that cross lines take up to twice as long.
+// Memory aligned to cache lines. Tiles that cross cache lines take up to twice as long.
 template <typename Number>
 struct Aligned {
   using value_type = Number;
@@ -50,7 +50,7 @@ void store(BFloat16* to, Floats low, Floats high, int64_t count = kHalves) {
   Halves(reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low))).store(to, count);
 }
 
-// How many of the numbers from i on fit into one vector.
+// Number of elements from i on that are in one vector.
 int64_t rest(int64_t size, int64_t i) {
   return std::min(kHalves, size - i);
 }
@@ -63,14 +63,14 @@ int64_t rows_at_a_time(int64_t row_size) {
   return std::max<int64_t>(1, kGrain / row_size);
 }
 
-using Word [[gnu::may_alias]] = int32_t;  // two neighbouring inputs in bfloat16, or four in 8 bits
+using Word [[gnu::may_alias]] = int32_t;  // two adjacent inputs in bfloat16, or four in 8 bits
 
 template <typename Number>
 __m512i broadcast(const Number* from) {
   return _mm512_set1_epi32(*reinterpret_cast<const Word*>(from));
 }
 
-// `kPlaces`: places that are read in turn.
+// Prefetches memory. `kPlaces`: number of streams that alternate.
 template <int kPlaces = 1>
 void fetch(const void* before) {
   _mm_prefetch(static_cast<const char*>(before) + (kPlaces > 1 ? kFetchedAheadInTurn : kFetchedAhead), _MM_HINT_T0);

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from swiftkv_platform.control_plane.jobs.responses import JobAnswer
+from swiftkv_platform.control_plane.jobs.responses import JobResponse
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.replica_state import ReplicaState
@@ -167,13 +167,13 @@ def test_a_change_whose_answer_cannot_be_written_is_not_made(server: Server, mon
 
     key = {"Idempotency-Key": "k"}
     with monkeypatch.context() as patch:
-        patch.setattr(JobAnswer, "of", broken)
+        patch.setattr(JobResponse, "of", broken)
         assert server.client.post("/jobs", json=SPEC, headers=key).status_code == 500
     check_untouched(server)
     made = server.client.post("/jobs", json=SPEC, headers=key)
     assert made.status_code == 201
     with monkeypatch.context() as patch:
-        patch.setattr(JobAnswer, "of", broken)
+        patch.setattr(JobResponse, "of", broken)
         for action in ("cancel", "pause"):
             assert server.client.post(f"/jobs/{made.json()['id']}/{action}").status_code == 500
     assert server.get(f"/jobs/{made.json()['id']}")["status"] == "queued"

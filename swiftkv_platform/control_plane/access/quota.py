@@ -23,14 +23,14 @@ from swiftkv_platform.control_plane.ray.placement import Node
 router = APIRouter(tags=["operations"])
 
 
-class HeldAnswer(ResponseModel):
+class ResourceUseResponse(ResponseModel):
     """GPUs and CPUs of the cluster that jobs or deployments hold."""
 
     gpus: float
     cpus: float
 
 
-class ClusterAnswer(ResponseModel):
+class ClusterResponse(ResponseModel):
     """GPUs and CPUs of the jobs' cluster, as Ray reported them seconds ago, and those in use by all tenants together.
 
     Nodes that the operator's node groups may still add count as well.
@@ -43,13 +43,13 @@ class ClusterAnswer(ResponseModel):
     total_cpus: float
 
     @classmethod
-    def of(cls, nodes: Sequence[Node]) -> ClusterAnswer:
+    def of(cls, nodes: Sequence[Node]) -> ClusterResponse:
         total = {name: sum(node.total.get(name, 0.0) for node in nodes) for name in ("GPU", "CPU")}
         held = {name: round(total[name] - sum(node.free.get(name, 0.0) for node in nodes), 4) for name in total}
         return cls(gpus=held["GPU"], total_gpus=total["GPU"], cpus=held["CPU"], total_cpus=total["CPU"])
 
 
-class QuotaAnswer(ResponseModel):
+class QuotaResponse(ResponseModel):
     """Limits of a tenant, null if there is none, and what its jobs and deployments hold.
 
     Both count at the most they may grow to, and a deployment until its replicas are gone.
@@ -95,9 +95,9 @@ class QuotaAnswer(ResponseModel):
     pending_deliveries: int
     """Webhook deliveries that wait to be sent."""
     max_pending_deliveries: int | None
-    sum_job_demand: HeldAnswer
-    sum_deployment_demand: HeldAnswer
-    cluster: ClusterAnswer | None
+    sum_job_demand: ResourceUseResponse
+    sum_deployment_demand: ResourceUseResponse
+    cluster: ClusterResponse | None
     """Null if Ray does not answer, or does not report its nodes."""
 
 
@@ -114,7 +114,7 @@ _COUNTS = {
 
 
 @router.get("/quota")
-def get_quota(parts: ComponentsDep, caller: Reader, nodes: NodesDep) -> QuotaAnswer:
+def get_quota(parts: ComponentsDep, caller: Reader, nodes: NodesDep) -> QuotaResponse:
     """Quota of the caller's tenant, its use, and the use of the whole cluster."""
     tenant, told = caller.tenant, nodes.get(RAY_TIMEOUT_S, None)
     with parts.database.reading() as session:
@@ -122,7 +122,7 @@ def get_quota(parts: ComponentsDep, caller: Reader, nodes: NodesDep) -> QuotaAns
         deployments = sum_deployment_demand(session, tenants=[tenant]).get(tenant, Demand())
         counts = {name: count_objects(session, limit, tenant) for name, limit in _COUNTS.items()}
         stored_bytes = sum_stored_bytes(session, tenant)
-    return QuotaAnswer.model_validate(
+    return QuotaResponse.model_validate(
         {
             **dict(parts.policies.get(tenant)),
             **vars(jobs + deployments),
@@ -132,6 +132,6 @@ def get_quota(parts: ComponentsDep, caller: Reader, nodes: NodesDep) -> QuotaAns
             "stored_bytes": stored_bytes,
             "held_by_jobs": jobs,
             "held_by_deployments": deployments,
-            "cluster": None if told is None else ClusterAnswer.of(told),
+            "cluster": None if told is None else ClusterResponse.of(told),
         }
     )

@@ -14,7 +14,7 @@ from swiftkv_platform.control_plane.access.audit import AuditEntry, AuditFilter,
 from swiftkv_platform.control_plane.access.callers import SESSION_COOKIE, SIGN_IN_PATH, get_session, require_caller
 from swiftkv_platform.control_plane.access.sessions import Session, Sessions
 from swiftkv_platform.control_plane.base import Caller
-from swiftkv_platform.control_plane.http.responses import ListAnswer, NewestFirst, ResponseModel, make_list_response
+from swiftkv_platform.control_plane.http.responses import ListResponse, NewestFirst, ResponseModel, make_list_response
 from swiftkv_platform.errors import ForbiddenError, UnauthenticatedError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.security.principals import Principal, Scope
@@ -96,7 +96,7 @@ def _delete_cookie_session(request: Request, sessions: Sessions) -> None:
         sessions.delete(cookie)
 
 
-class AuditAnswer(ResponseModel):
+class AuditResponse(ResponseModel):
     """A request that changed something, tried to, or was refused access."""
 
     id: str
@@ -142,7 +142,7 @@ def list_audit(
     seen: Annotated[str | None, Depends(get_visible_tenant)],
     wanted: Annotated[AuditFilter, Depends()],
     page: NewestFirst,
-) -> ListAnswer[AuditAnswer]:
+) -> ListResponse[AuditResponse]:
     """List the audit trail, newest first: an operator's key sees all tenants, another key with `admin` its own."""
     asked = wanted.tenant
     if seen is not None and asked not in (None, seen):
@@ -150,4 +150,4 @@ def list_audit(
         raise ForbiddenError(message, field="tenant")
     trail: AuditTrail = request.app.state.audit
     found = trail.list_entries(page, replace(wanted, tenant=seen or asked))
-    return make_list_response(found, AuditAnswer.of, order=page.order)
+    return make_list_response(found, AuditResponse.of, order=page.order)

@@ -27,7 +27,7 @@ from swiftkv_platform.control_plane.deployments.deployment import Deployment, De
 from swiftkv_platform.control_plane.deployments.service import DeploymentService
 from swiftkv_platform.control_plane.http.concurrency import TenantConcurrencyLimiter
 from swiftkv_platform.control_plane.http.merge_patch import IfMatch, MergePatch, derive_merge_patch, set_etag
-from swiftkv_platform.control_plane.http.responses import ListAnswer, NewestFirst, ResponseModel, make_list_response
+from swiftkv_platform.control_plane.http.responses import ListResponse, NewestFirst, ResponseModel, make_list_response
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 from swiftkv_platform.web.bodies import BodyRoute
@@ -38,7 +38,7 @@ class DeploymentChange(MergePatch):
     """Changes of a deployment, as a JSON merge patch (RFC 7396); fields that are left out keep their value."""
 
 
-class ReplicaMetricsAnswer(ResponseModel):
+class ReplicaMetricsResponse(ResponseModel):
     """Measurements of one replica since it was started."""
 
     replica: str
@@ -48,13 +48,13 @@ class ReplicaMetricsAnswer(ResponseModel):
     `_count`. Totals only grow; rates are differences between two answers."""
 
 
-class DeploymentMetricsAnswer(ResponseModel):
+class DeploymentMetricsResponse(ResponseModel):
     """The metrics of the replicas that answered."""
 
     object: Literal["deployment.metrics"] = "deployment.metrics"
     time: float
     """Unix seconds at which they were read."""
-    replicas: list[ReplicaMetricsAnswer]
+    replicas: list[ReplicaMetricsResponse]
 
 
 class _DeploymentHead(ResponseModel):
@@ -67,7 +67,7 @@ class _DeploymentHead(ResponseModel):
     """Increases with every change; also in `ETag`, for `If-Match`."""
 
 
-class DeploymentAnswer(ResolvedDeployment, _DeploymentHead):
+class DeploymentResponse(ResolvedDeployment, _DeploymentHead):
     """A served model."""
 
     model_config = ConfigDict(json_schema_serialization_defaults_required=True)
@@ -102,14 +102,14 @@ _METRICS_TIMEOUT = httpx.Timeout(5.0)
 
 async def read_replica_metrics(
     url: str, num_replicas: int, *, authorization: str | None = None
-) -> list[ReplicaMetricsAnswer]:
+) -> list[ReplicaMetricsResponse]:
     """Return the metrics of the replicas that answered, ordered by replica name.
 
     The proxy at `url` is asked until `num_replicas` have answered, or a limited number of times. `authorization`: the
     caller's header; replicas with keys show their metrics to their tenant. Raises `ClusterUnavailableError` if a
     request gets no answer.
     """
-    found: dict[str, ReplicaMetricsAnswer] = {}
+    found: dict[str, ReplicaMetricsResponse] = {}
     headers = {} if authorization is None else {"Authorization": authorization}
     async with httpx.AsyncClient(timeout=_METRICS_TIMEOUT, trust_env=False, headers=headers) as client:
         for _ in range(max(1, min(4 * num_replicas, _MAX_REQUESTS))):
@@ -127,7 +127,7 @@ async def read_replica_metrics(
     return [found[name] for name in sorted(found)]
 
 
-def _parse_metrics(page: str) -> ReplicaMetricsAnswer:
+def _parse_metrics(page: str) -> ReplicaMetricsResponse:
     """Parse a page in Prometheus' text format. Counters and histograms (`_count`, `_sum`) are summed over their labels,
     buckets left out."""
     replica = ""
@@ -139,7 +139,7 @@ def _parse_metrics(page: str) -> ReplicaMetricsAnswer:
             elif sample.name.startswith(_PREFIX) and not sample.name.endswith(("_bucket", "_created")):
                 name = sample.name.removeprefix(_PREFIX)
                 values[name] = values.get(name, 0.0) + sample.value
-    return ReplicaMetricsAnswer(replica=replica, values=values)
+    return ReplicaMetricsResponse(replica=replica, values=values)
 
 
 _ANSWER_TIMEOUT = httpx.Timeout(300.0, connect=5.0)
@@ -158,46 +158,46 @@ Service = Annotated[DeploymentService, Depends(get_deployment_service)]
 @router.post("", status_code=status.HTTP_201_CREATED)
 def create_deployment(
     body: DeploymentSpec, service: Service, caller: Deployer, settings: SettingsDep, response: Response
-) -> DeploymentAnswer:
+) -> DeploymentResponse:
     """Serve a model. Answers at once; `status` becomes `running` when it takes requests."""
     deployment = service.create(caller, body)
     response.headers["Location"] = f"/deployments/{deployment.spec.id}"
     set_etag(response, deployment.version)
-    return DeploymentAnswer.of(deployment, settings.serve_url)
+    return DeploymentResponse.of(deployment, settings.serve_url)
 
 
 @router.get("")
 def list_deployments(
     parts: ComponentsDep, caller: Reader, settings: SettingsDep, page: NewestFirst
-) -> ListAnswer[DeploymentAnswer]:
+) -> ListResponse[DeploymentResponse]:
     """Deployments, newest first."""
     found = parts.deployments.list_deployments(page, tenant=caller.tenant)
-    return make_list_response(found, lambda item: DeploymentAnswer.of(item, settings.serve_url), order=page.order)
+    return make_list_response(found, lambda item: DeploymentResponse.of(item, settings.serve_url), order=page.order)
 
 
 @router.get("/{deployment_id}")
 def get_deployment(
     deployment_id: str, parts: ComponentsDep, caller: Reader, settings: SettingsDep, response: Response
-) -> DeploymentAnswer:
+) -> DeploymentResponse:
     """Return a deployment. `ETag` names its version, which `status` and `replicas` do not change."""
     found = parts.deployments.get_deployment(deployment_id, tenant=caller.tenant)
     set_etag(response, found.version)
-    return DeploymentAnswer.of(found, settings.serve_url)
+    return DeploymentResponse.of(found, settings.serve_url)
 
 
 @router.get("/{deployment_id}/metrics")
 async def get_deployment_metrics(
     deployment_id: str, request: Request, parts: ComponentsDep, caller: Fetcher, settings: SettingsDep
-) -> DeploymentMetricsAnswer:
+) -> DeploymentMetricsResponse:
     """Return the present metrics of the deployment's replicas, for pages without a Prometheus server. Empty if none
     runs."""
     found = await run_in_threadpool(parts.deployments.get_deployment, deployment_id, tenant=caller.tenant)
     if not found.state.replicas:
-        return DeploymentMetricsAnswer(time=parts.clock(), replicas=[])
-    url = DeploymentAnswer.of(found, settings.serve_url).url
+        return DeploymentMetricsResponse(time=parts.clock(), replicas=[])
+    url = DeploymentResponse.of(found, settings.serve_url).url
     key = await run_in_threadpool(get_authorization, request)
     replicas = await read_replica_metrics(url, found.state.replicas, authorization=key)
-    return DeploymentMetricsAnswer(time=parts.clock(), replicas=replicas)
+    return DeploymentMetricsResponse(time=parts.clock(), replicas=replicas)
 
 
 @router.patch("/{deployment_id}")
@@ -209,7 +209,7 @@ def change_deployment(
     settings: SettingsDep,
     expected: IfMatch,
     response: Response,
-) -> DeploymentAnswer:
+) -> DeploymentResponse:
     """Serve another model, or change options, without a failed request. Returns at once: the deployment is `swapping`
     until all replicas serve the change, or `refused` if they cannot load it; they then continue to serve the previous
     version.
@@ -219,7 +219,7 @@ def change_deployment(
     """
     changed = service.update(deployment_id, caller, body.dump_set_fields(), expected=expected)
     set_etag(response, changed.version)
-    return DeploymentAnswer.of(changed, settings.serve_url)
+    return DeploymentResponse.of(changed, settings.serve_url)
 
 
 @cache
@@ -272,7 +272,7 @@ class DeploymentProxy:
         async with limiter.acquire(tenant, "asking"):
             deployments = self._parts.deployments
             found = await run_in_threadpool(deployments.get_deployment, self._deployment_id, tenant=tenant)
-            return DeploymentAnswer.of(found, self._settings.serve_url).url
+            return DeploymentResponse.of(found, self._settings.serve_url).url
 
 
 Proxy = Annotated[DeploymentProxy, Depends(DeploymentProxy)]
@@ -293,6 +293,6 @@ async def complete_chat(proxy: Proxy) -> StreamingResponse:
 @router.delete("/{deployment_id}", status_code=status.HTTP_202_ACCEPTED)
 def delete_deployment(
     deployment_id: str, service: Service, caller: Deployer, settings: SettingsDep
-) -> DeploymentAnswer:
+) -> DeploymentResponse:
     """Stop serving. The deployment is `deleting` until its replicas are gone, and then unknown."""
-    return DeploymentAnswer.of(service.delete(deployment_id, caller), settings.serve_url)
+    return DeploymentResponse.of(service.delete(deployment_id, caller), settings.serve_url)

@@ -18,7 +18,12 @@ from swiftkv_platform.control_plane.components import ComponentsDep, SettingsDep
 from swiftkv_platform.control_plane.files.repository import File, Purpose
 from swiftkv_platform.control_plane.files.service import FileService
 from swiftkv_platform.control_plane.http.concurrency import Client, watch_client
-from swiftkv_platform.control_plane.http.responses import ListAnswer, ResponseModel, make_list_response, make_page_query
+from swiftkv_platform.control_plane.http.responses import (
+    ListResponse,
+    ResponseModel,
+    make_list_response,
+    make_page_query,
+)
 from swiftkv_platform.control_plane.parsing import ParserPool
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.limits import UPLOAD_SECONDS
@@ -26,7 +31,7 @@ from swiftkv_platform.web.middleware import get_content_length
 from swiftkv_platform.web.problems import ERROR_RESPONSES
 
 
-class FileAnswer(ResponseModel):
+class UploadedFileResponse(ResponseModel):
     """An uploaded file. Times are Unix seconds."""
 
     id: str
@@ -50,7 +55,7 @@ class FileAnswer(ResponseModel):
         return cls.model_validate({**vars(file), "bytes": file.size})
 
 
-class FileDeletedAnswer(ResponseModel):
+class DeletedFileResponse(ResponseModel):
     """Confirmation that a file is deleted."""
 
     id: str
@@ -109,7 +114,9 @@ _UPLOAD_SCHEMA: dict[str, Any] = {
 
 
 @router.post("", openapi_extra=_UPLOAD_SCHEMA)
-async def upload_file(request: Request, service: Service, parsers: UploadParsersDep, caller: Uploader) -> FileAnswer:
+async def upload_file(
+    request: Request, service: Service, parsers: UploadParsersDep, caller: Uploader
+) -> UploadedFileResponse:
     """Upload rows as JSON Lines. Every row is checked, and a file is stored whole or not at all.
 
     Use the returned id as `data.sources[].name_or_path` of a job, or as `training_file`.
@@ -134,7 +141,7 @@ async def upload_file(request: Request, service: Service, parsers: UploadParsers
 
 def _store_upload(
     form: FormData, service: FileService, caller: Caller, client: Client, parsers: ParserPool
-) -> FileAnswer:
+) -> UploadedFileResponse:
     upload = form.get("file")
     if not isinstance(upload, UploadFile):
         raise InvalidInputError("file is missing; send a file of JSON Lines in the form's field `file`", field="file")
@@ -147,7 +154,7 @@ def _store_upload(
         client=client,
         parsers=parsers,
     )
-    return FileAnswer.from_file(file)
+    return UploadedFileResponse.from_file(file)
 
 
 def _parse_filename(name: str) -> str:
@@ -190,18 +197,18 @@ def list_files(
     caller: Reader,
     page: Annotated[Page, Depends(make_page_query(1000, "desc", max_limit=10_000))],
     purpose: Annotated[str | None, Query(description="only files of this purpose")] = None,
-) -> ListAnswer[FileAnswer]:
+) -> ListResponse[UploadedFileResponse]:
     """Files, newest first."""
     found = parts.files.list(page, tenant=caller.tenant)
     if purpose not in (None, "fine-tune"):
         found = Slice([], has_more=False)
-    return make_list_response(found, FileAnswer.from_file, order=page.order)
+    return make_list_response(found, UploadedFileResponse.from_file, order=page.order)
 
 
 @router.get("/{file_id}")
-def get_file(file_id: str, parts: ComponentsDep, caller: Reader) -> FileAnswer:
+def get_file(file_id: str, parts: ComponentsDep, caller: Reader) -> UploadedFileResponse:
     """Return a file's description."""
-    return FileAnswer.from_file(parts.files.get(file_id, tenant=caller.tenant))
+    return UploadedFileResponse.from_file(parts.files.get(file_id, tenant=caller.tenant))
 
 
 @router.get("/{file_id}/content", response_class=StreamingResponse)
@@ -220,7 +227,7 @@ def get_file_content(file_id: str, service: Service, _stream: StreamSlot, caller
 
 
 @router.delete("/{file_id}")
-def delete_file(file_id: str, service: Service, caller: Writer) -> FileDeletedAnswer:
+def delete_file(file_id: str, service: Service, caller: Writer) -> DeletedFileResponse:
     """Delete a file. Refused with 409 while a job that has not ended uses it."""
     service.delete(file_id, caller)
-    return FileDeletedAnswer(id=file_id)
+    return DeletedFileResponse(id=file_id)

@@ -23,7 +23,7 @@ class ResponseModel(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True, from_attributes=True)
 
 
-class ListAnswer(ResponseModel, Generic[Item]):
+class ListResponse(ResponseModel, Generic[Item]):
     """Page of a list; `after={last_id}` gives the next."""
 
     object: Literal["list"] = "list"
@@ -40,7 +40,7 @@ def make_list_response(
     make: Callable[[T], Item],
     cursor: Callable[[Item], str] = attrgetter("id"),
     order: Literal["asc", "desc"] = "asc",
-) -> ListAnswer[Item]:
+) -> ListResponse[Item]:
     """Return the answer of a list, which ends before its objects exceed `PAGE_BYTES`, after one at least. Its first and
     last id, in `order`, may be those of rows that are left out."""
     data = limit_page_bytes(map(make, found.items))
@@ -50,7 +50,7 @@ def make_list_response(
         if is_cut:  # those after the page's end belong to a later page
             left_out = [each for each in left_out if (each < ids[-1] if order == "asc" else each > ids[-1])]
         ids = sorted([*ids, *left_out], reverse=order == "desc")
-    return ListAnswer(
+    return ListResponse(
         data=data,
         has_more=found.has_more or is_cut,
         first_id=ids[0] if ids else None,

@@ -17,7 +17,7 @@ from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Write
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.components import Components, ComponentsDep
 from swiftkv_platform.control_plane.http.responses import (
-    ListAnswer,
+    ListResponse,
     NewestFirst,
     ResponseModel,
     make_list_response,
@@ -25,7 +25,7 @@ from swiftkv_platform.control_plane.http.responses import (
 )
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus
 from swiftkv_platform.control_plane.jobs.repository import JobFilter
-from swiftkv_platform.control_plane.jobs.responses import JobAnswer, JobError, make_checkpoint_id
+from swiftkv_platform.control_plane.jobs.responses import JobError, JobResponse, make_checkpoint_id
 from swiftkv_platform.control_plane.jobs.routes import (
     Presenter,
     Service,
@@ -211,24 +211,24 @@ _STATUSES: Mapping[JobStatus, Status] = {
 }
 
 
-class MethodAnswer(ResponseModel):
+class MethodResponse(ResponseModel):
     type: Literal["supervised"] = "supervised"
     supervised: SupervisedMethod
 
 
-class WandbAnswer(ResponseModel):
+class WandbResponse(ResponseModel):
     project: str
     entity: str | None
     name: str
     tags: list[str]
 
 
-class IntegrationAnswer(ResponseModel):
+class IntegrationResponse(ResponseModel):
     type: Literal["wandb"] = "wandb"
-    wandb: WandbAnswer
+    wandb: WandbResponse
 
 
-class FineTuningJobAnswer(ResponseModel):
+class FineTuningJobResponse(ResponseModel):
     """A distillation job as a fine-tuning job. Times are Unix seconds."""
 
     id: str
@@ -249,18 +249,18 @@ class FineTuningJobAnswer(ResponseModel):
     validation_file: None = None
     result_files: list[str] = []
     hyperparameters: Hyperparameters
-    method: MethodAnswer
-    integrations: list[IntegrationAnswer]
+    method: MethodResponse
+    integrations: list[IntegrationResponse]
     metadata: dict[str, str]
     seed: int
     trained_tokens: int | None
     """Null until the job has ended."""
     error: JobError | None
-    swiftkv: JobAnswer
+    swiftkv: JobResponse
     """The same job as returned by `GET /jobs/{id}`."""
 
     @classmethod
-    def of(cls, job: JobAnswer) -> Self:
+    def of(cls, job: JobResponse) -> Self:
         spec = job.spec
         hyperparameters = Hyperparameters(
             n_epochs=spec.training.num_epochs,
@@ -277,7 +277,7 @@ class FineTuningJobAnswer(ResponseModel):
             organization_id=job.tenant,
             training_file=spec.data.sources[0].name_or_path,
             hyperparameters=hyperparameters,
-            method=MethodAnswer(supervised=SupervisedMethod(hyperparameters=hyperparameters)),
+            method=MethodResponse(supervised=SupervisedMethod(hyperparameters=hyperparameters)),
             integrations=_list_integrations(job),
             metadata=job.metadata,
             seed=spec.training.seed,
@@ -287,15 +287,15 @@ class FineTuningJobAnswer(ResponseModel):
         )
 
 
-def _list_integrations(job: JobAnswer) -> list[IntegrationAnswer]:
+def _list_integrations(job: JobResponse) -> list[IntegrationResponse]:
     wandb = job.spec.tracking.wandb
     if wandb.mode == "disabled":
         return []
-    answer = WandbAnswer(project=wandb.project, entity=wandb.entity, name=job.name, tags=list(wandb.tags))
-    return [IntegrationAnswer(wandb=answer)]
+    answer = WandbResponse(project=wandb.project, entity=wandb.entity, name=job.name, tags=list(wandb.tags))
+    return [IntegrationResponse(wandb=answer)]
 
 
-class FineTuningEventAnswer(ResponseModel):
+class FineTuningEventResponse(ResponseModel):
     """Something that happened to a job."""
 
     id: str
@@ -318,7 +318,7 @@ class CheckpointMetrics(ResponseModel):
     """Loss of the step at which the checkpoint was made."""
 
 
-class FineTuningCheckpointAnswer(ResponseModel):
+class FineTuningCheckpointResponse(ResponseModel):
     """A complete checkpoint."""
 
     id: str
@@ -351,67 +351,75 @@ router = APIRouter(
 @router.post("")
 def create_fine_tuning_job(
     body: CreateFineTuningJob, submission: Submission, presenter: Presenter
-) -> FineTuningJobAnswer:
+) -> FineTuningJobResponse:
     """Submit a job. `swiftkv` holds settings for which OpenAI has no field: any part of a job spec."""
     job = submission.submit(make_job_spec(body))
-    return FineTuningJobAnswer.of(presenter.present(job))
+    return FineTuningJobResponse.of(presenter.present(job))
 
 
 @router.get("")
 def list_fine_tuning_jobs(
     request: Request, parts: ComponentsDep, caller: Reader, presenter: Presenter, page: NewestFirst
-) -> ListAnswer[FineTuningJobAnswer]:
+) -> ListResponse[FineTuningJobResponse]:
     """List jobs, newest first, also those submitted by other routes. `metadata[{key}]={value}` filters by metadata."""
     where = JobFilter(metadata=parse_metadata_filter(request, "metadata[", "]"))
     found = parts.jobs.list(page, tenant=caller.tenant, where=where)
-    return make_list_response(found, lambda job: FineTuningJobAnswer.of(presenter.present(job)), order=page.order)
+    return make_list_response(found, lambda job: FineTuningJobResponse.of(presenter.present(job)), order=page.order)
 
 
 @router.get("/{job_id}")
-def get_fine_tuning_job(job_id: str, parts: ComponentsDep, caller: Reader, presenter: Presenter) -> FineTuningJobAnswer:
+def get_fine_tuning_job(
+    job_id: str, parts: ComponentsDep, caller: Reader, presenter: Presenter
+) -> FineTuningJobResponse:
     """Return a job."""
-    return FineTuningJobAnswer.of(presenter.present(parts.jobs.get(job_id, tenant=caller.tenant)))
+    return FineTuningJobResponse.of(presenter.present(parts.jobs.get(job_id, tenant=caller.tenant)))
 
 
 @router.post("/{job_id}/cancel")
-def cancel_fine_tuning_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> FineTuningJobAnswer:
+def cancel_fine_tuning_job(
+    job_id: str, service: Service, caller: Writer, presenter: Presenter
+) -> FineTuningJobResponse:
     """Cancel a job; repeating the request is harmless."""
-    return FineTuningJobAnswer.of(presenter.present(service.cancel(job_id, caller)))
+    return FineTuningJobResponse.of(presenter.present(service.cancel(job_id, caller)))
 
 
 @router.post("/{job_id}/pause")
-def pause_fine_tuning_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> FineTuningJobAnswer:
+def pause_fine_tuning_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> FineTuningJobResponse:
     """Ask a job to checkpoint and free the cluster; repeating the request is harmless."""
-    return FineTuningJobAnswer.of(presenter.present(service.pause(job_id, caller)))
+    return FineTuningJobResponse.of(presenter.present(service.pause(job_id, caller)))
 
 
 @router.post("/{job_id}/resume")
-def resume_fine_tuning_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> FineTuningJobAnswer:
+def resume_fine_tuning_job(
+    job_id: str, service: Service, caller: Writer, presenter: Presenter
+) -> FineTuningJobResponse:
     """Queue a paused job again; it continues from its last checkpoint."""
-    return FineTuningJobAnswer.of(presenter.present(service.resume(job_id, caller)))
+    return FineTuningJobResponse.of(presenter.present(service.resume(job_id, caller)))
 
 
 @router.get("/{job_id}/events")
 def list_fine_tuning_events(
     job_id: str, parts: ComponentsDep, caller: Reader, page: NewestFirst
-) -> ListAnswer[FineTuningEventAnswer]:
+) -> ListResponse[FineTuningEventResponse]:
     """A job's events, newest first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
-    return make_list_response(parts.jobs.events(job_id, page), FineTuningEventAnswer.of)
+    return make_list_response(parts.jobs.events(job_id, page), FineTuningEventResponse.of)
 
 
 @router.get("/{job_id}/checkpoints")
 def list_fine_tuning_checkpoints(
     job_id: str, parts: ComponentsDep, caller: Fetcher, page: Annotated[Page, Depends(make_page_query(10, "desc"))]
-) -> ListAnswer[FineTuningCheckpointAnswer]:
+) -> ListResponse[FineTuningCheckpointResponse]:
     """Complete checkpoints of all attempts, the last step first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     found = list_checkpoint_page(parts.attempts, job_id, page)
-    return make_list_response(found, lambda each: _make_checkpoint_answer(parts, job_id, each))
+    return make_list_response(found, lambda each: _make_checkpoint_response(parts, job_id, each))
 
 
-def _make_checkpoint_answer(parts: Components, job_id: str, checkpoint: StoredCheckpoint) -> FineTuningCheckpointAnswer:
+def _make_checkpoint_response(
+    parts: Components, job_id: str, checkpoint: StoredCheckpoint
+) -> FineTuningCheckpointResponse:
     before = str(checkpoint.step - 1) if checkpoint.step else None
     points = parts.jobs.points(job_id, Page(after=before, limit=1, order="asc")).items
     loss = points[0].values.get("loss") if points and points[0].step == checkpoint.step else None
-    return FineTuningCheckpointAnswer.of(checkpoint, job_id, loss)
+    return FineTuningCheckpointResponse.of(checkpoint, job_id, loss)

@@ -37,7 +37,7 @@ class JobError(ResponseModel):
     """Advice on how to fix it: the fields to change, with their values and what to use instead."""
 
 
-class JobAnswer(ResponseModel):
+class JobResponse(ResponseModel):
     """A distillation job. Times are Unix seconds."""
 
     id: str
@@ -116,7 +116,7 @@ class ResumeRequest(FiniteModel):
     """Replaces `limits.cost_cap`."""
 
 
-class EstimateAnswer(JobEstimate):
+class EstimateResponse(JobEstimate):
     """Estimate of the job's cost and of its student; for a sweep, of its first trial. If the teacher's configuration is
     on the hub, only sources and gates are set, and the rest is null."""
 
@@ -125,7 +125,7 @@ class EstimateAnswer(JobEstimate):
     object: Literal["distillation.estimate"] = "distillation.estimate"
 
 
-class EventAnswer(ResponseModel):
+class EventResponse(ResponseModel):
     """Something that happened to a job."""
 
     id: str
@@ -137,7 +137,7 @@ class EventAnswer(ResponseModel):
     data: dict[str, Any]
 
 
-class MetricPointAnswer(ResponseModel):
+class MetricPointResponse(ResponseModel):
     """The measurements of one step: `logits_loss`, `lr`, `tokens_per_second`, ... as the attempt reported them."""
 
     model_config = ConfigDict(extra="allow")
@@ -152,7 +152,7 @@ class MetricPointAnswer(ResponseModel):
         return cls.model_validate({**point.values, "step": point.step, "attempt": point.attempt, "time": point.time})
 
 
-class CheckpointAnswer(ResponseModel):
+class CheckpointResponse(ResponseModel):
     """A complete checkpoint."""
 
     id: str
@@ -180,7 +180,7 @@ def make_checkpoint_id(checkpoint: StoredCheckpoint | CheckpointName) -> str:
     return f"ckpt_{checkpoint.step:08d}_{checkpoint.attempt:04d}"
 
 
-class AncestorAnswer(ResponseModel):
+class AncestorResponse(ResponseModel):
     """A model or checkpoint that another one was trained from."""
 
     name: str
@@ -189,7 +189,7 @@ class AncestorAnswer(ResponseModel):
     """Job that made it; null for an imported model."""
 
 
-class ArtifactFileAnswer(ResponseModel):
+class ArtifactFileResponse(ResponseModel):
     """One file of a distilled model."""
 
     object: Literal["artifact.file"] = "artifact.file"
@@ -202,7 +202,7 @@ class ArtifactFileAnswer(ResponseModel):
     """Download address: for a limited time at S3, else at this server."""
 
 
-class TrackingFileAnswer(ResponseModel):
+class TrackingFileResponse(ResponseModel):
     """One file of a W&B run that has not been uploaded to W&B yet."""
 
     object: Literal["tracking.file"] = "tracking.file"
@@ -224,7 +224,7 @@ def paginate(items: Sequence[T], cursor: Callable[[T], str], page: Page) -> Slic
     return Slice(ordered[: page.limit], has_more=len(ordered) > page.limit)
 
 
-class RecipeAnswer(ResponseModel):
+class RecipeResponse(ResponseModel):
     """A job spec that ships with the platform."""
 
     id: str

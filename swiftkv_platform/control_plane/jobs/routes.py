@@ -39,22 +39,22 @@ from swiftkv_platform.control_plane.components import (
     SpecParsersDep,
 )
 from swiftkv_platform.control_plane.http.concurrency import ConnectedClient
-from swiftkv_platform.control_plane.http.responses import ListAnswer, NewestFirst, OldestFirst, make_list_response
+from swiftkv_platform.control_plane.http.responses import ListResponse, NewestFirst, OldestFirst, make_list_response
 from swiftkv_platform.control_plane.jobs.estimates import prices
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
 from swiftkv_platform.control_plane.jobs.logs import EventFollowers, LogFollowers, WatchedJobsDep, read_logs, read_tail
 from swiftkv_platform.control_plane.jobs.queue import ResourceRequest, driver_bundle, explain_wait
 from swiftkv_platform.control_plane.jobs.repository import JobFilter
 from swiftkv_platform.control_plane.jobs.responses import (
-    ArtifactFileAnswer,
-    CheckpointAnswer,
-    EstimateAnswer,
-    EventAnswer,
-    JobAnswer,
-    MetricPointAnswer,
-    RecipeAnswer,
+    ArtifactFileResponse,
+    CheckpointResponse,
+    EstimateResponse,
+    EventResponse,
+    JobResponse,
+    MetricPointResponse,
+    RecipeResponse,
     ResumeRequest,
-    TrackingFileAnswer,
+    TrackingFileResponse,
     make_checkpoint_id,
     paginate,
 )
@@ -86,12 +86,12 @@ class JobPresenter:
         self._reports_cluster = request.method == "GET"  # requests that change a job do not wait for Ray
         self._find_queue_places, self._find_held = cache(parts.jobs.queue_places), cache(parts.jobs.held)
 
-    def present(self, job: Job) -> JobAnswer:
+    def present(self, job: Job) -> JobResponse:
         """Return a job's response, for a queued job with its place in the queue and the reason why it waits."""
         now = self._parts.clock()
         place = self._find_queue_places(job.tenant).get(job.id) if job.status is JobStatus.QUEUED else None
         reason = None if place is None else self._explain_wait(job, place, now)
-        return JobAnswer.of(job, prices(self._settings), now, place, reason)
+        return JobResponse.of(job, prices(self._settings), now, place, reason)
 
     def _explain_wait(self, job: Job, place: int, now: float) -> Reason:
         demand, policy = Demand.for_job(job.spec), self._parts.policies.get(job.tenant)
@@ -161,14 +161,14 @@ class JobSubmitter:
 Submission = Annotated[JobSubmitter, Depends(JobSubmitter)]
 
 
-def set_location(response: Response, job: JobAnswer) -> JobAnswer:
+def set_location(response: Response, job: JobResponse) -> JobResponse:
     """Add a new job's URL to the response as `Location`."""
     response.headers["Location"] = f"/jobs/{job.id}"
     return job
 
 
 @router.post("/jobs", status_code=status.HTTP_201_CREATED)
-def create_job(spec: JobSpec, submission: Submission, presenter: Presenter, response: Response) -> JobAnswer:
+def create_job(spec: JobSpec, submission: Submission, presenter: Presenter, response: Response) -> JobResponse:
     """Submit a job. The same `Idempotency-Key` with the same body returns the same job."""
     job = submission.submit(spec)
     return set_location(response, presenter.present(job))
@@ -180,9 +180,9 @@ def validate_job(
     service: Service,
     caller: Submitter,  # before the client, as in `JobSubmitter`
     client: ConnectedClient,
-) -> EstimateAnswer:
+) -> EstimateResponse:
     """Check a spec as submitting it would, and return an estimate; nothing is stored."""
-    return EstimateAnswer(**dict(service.validate(spec, caller, client)))
+    return EstimateResponse(**dict(service.validate(spec, caller, client)))
 
 
 @router.get("/jobs")
@@ -194,7 +194,7 @@ def list_jobs(
     page: NewestFirst,
     status: Annotated[JobStatus | None, Query()] = None,
     model: Annotated[str | None, Query(description="the teacher's `name_or_path`")] = None,
-) -> ListAnswer[JobAnswer]:
+) -> ListResponse[JobResponse]:
     """Jobs, newest first. `metadata.{key}={value}` filters by metadata."""
     where = JobFilter(status, model, parse_metadata_filter(request, _METADATA))
     found = parts.jobs.list(page, tenant=caller.tenant, where=where)
@@ -221,7 +221,7 @@ def parse_metadata_filter(request: Request, before: str, after: str = "") -> dic
 @router.get("/jobs/{job_id}")
 def get_job(
     job_id: str, parts: ComponentsDep, caller: Reader, watches: WatchedJobsDep, presenter: Presenter
-) -> JobAnswer:
+) -> JobResponse:
     """Return a job."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
     if not job.status.is_terminal:
@@ -230,13 +230,13 @@ def get_job(
 
 
 @router.post("/jobs/{job_id}/cancel")
-def cancel_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> JobAnswer:
+def cancel_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> JobResponse:
     """Cancel a job; repeating the request is harmless."""
     return presenter.present(service.cancel(job_id, caller))
 
 
 @router.post("/jobs/{job_id}/pause")
-def pause_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> JobAnswer:
+def pause_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> JobResponse:
     """Ask a job to checkpoint and free the cluster; repeating the request is harmless."""
     return presenter.present(service.pause(job_id, caller))
 
@@ -244,7 +244,7 @@ def pause_job(job_id: str, service: Service, caller: Writer, presenter: Presente
 @router.post("/jobs/{job_id}/resume")
 def resume_job(
     job_id: str, service: Service, caller: Writer, presenter: Presenter, body: ResumeRequest | None = None
-) -> JobAnswer:
+) -> JobResponse:
     """Queue a paused job again; it continues from its last checkpoint. `cost_cap` replaces `limits.cost_cap`."""
     return presenter.present(service.resume(job_id, caller, cost_cap=None if body is None else body.cost_cap))
 
@@ -264,7 +264,7 @@ _TEXT = "text/plain; charset=utf-8"
 _MAX_INT64 = (1 << 63) - 1
 
 
-@router.get("/jobs/{job_id}/events", response_model=ListAnswer[EventAnswer])
+@router.get("/jobs/{job_id}/events", response_model=ListResponse[EventResponse])
 def list_events(
     request: Request,
     job_id: str,
@@ -274,12 +274,12 @@ def list_events(
     watches: WatchedJobsDep,
     page: OldestFirst,
     last_event_id: Annotated[str | None, Header()] = None,
-) -> ListAnswer[EventAnswer] | Response:
+) -> ListResponse[EventResponse] | Response:
     """List a job's events. With `Accept: text/event-stream` they are streamed live, starting after `Last-Event-ID`."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     watches.note(job_id)
     if not accepts_event_stream(request):
-        return make_list_response(parts.jobs.events(job_id, page), EventAnswer.model_validate)
+        return make_list_response(parts.jobs.events(job_id, page), EventResponse.model_validate)
     after = last_event_id or page.after
     parts.jobs.events(job_id, Page(after, limit=1, order="asc"))  # refuse an unknown `after` before the stream begins
     stream: Response = EventSourceResponse(_follow_events(parts, request.app.state.followers, caller, job_id, after))
@@ -297,7 +297,11 @@ async def _follow_events(
         following = followers.follow(job_id, caller.tenant, after, has_ended=job.status.is_terminal)
         async with aclosing(following) as events:
             async for event in events:
-                yield {"id": event.id, "event": event.type, "data": EventAnswer.model_validate(event).model_dump_json()}
+                yield {
+                    "id": event.id,
+                    "event": event.type,
+                    "data": EventResponse.model_validate(event).model_dump_json(),
+                }
     except DatabaseUnavailableError as error:
         get_logger().warning("event stream ended early", job_id=job_id, reason=error.message)
 
@@ -305,11 +309,11 @@ async def _follow_events(
 @router.get("/jobs/{job_id}/metrics")
 def list_metrics(
     job_id: str, parts: ComponentsDep, caller: Reader, watches: WatchedJobsDep, page: OldestFirst
-) -> ListAnswer[MetricPointAnswer]:
+) -> ListResponse[MetricPointResponse]:
     """The time series, by ascending step; `after` is a step."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     watches.note(job_id)
-    return make_list_response(parts.jobs.points(job_id, page), MetricPointAnswer.of, lambda point: str(point.step))
+    return make_list_response(parts.jobs.points(job_id, page), MetricPointResponse.of, lambda point: str(point.step))
 
 
 async def _reserve_follower(
@@ -364,15 +368,15 @@ _URL_LIFETIME_S = 3600
 @router.get("/jobs/{job_id}/checkpoints")
 def list_checkpoints(
     job_id: str, parts: ComponentsDep, caller: Fetcher, page: OldestFirst
-) -> ListAnswer[CheckpointAnswer]:
+) -> ListResponse[CheckpointResponse]:
     """List complete checkpoints of all attempts, by step, with held-out KL if it was measured."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
     chosen = _find_model_checkpoint(parts.attempts, job)
 
-    def answer(checkpoint: StoredCheckpoint) -> CheckpointAnswer:
-        return CheckpointAnswer.of(checkpoint, model=job.distilled_model if checkpoint.key == chosen else None)
+    def make_response(checkpoint: StoredCheckpoint) -> CheckpointResponse:
+        return CheckpointResponse.of(checkpoint, model=job.distilled_model if checkpoint.key == chosen else None)
 
-    return make_list_response(list_checkpoint_page(parts.attempts, job_id, page), answer)
+    return make_list_response(list_checkpoint_page(parts.attempts, job_id, page), make_response)
 
 
 def list_checkpoint_page(attempts: AttemptStore, job_id: str, page: Page) -> Slice[StoredCheckpoint]:
@@ -393,18 +397,18 @@ def _find_model_checkpoint(attempts: AttemptStore, job: Job) -> str | None:
 @router.get("/jobs/{job_id}/artifacts")
 def list_artifacts(
     request: Request, job_id: str, parts: ComponentsDep, caller: Fetcher, page: OldestFirst
-) -> ListAnswer[ArtifactFileAnswer]:
+) -> ListResponse[ArtifactFileResponse]:
     """The files of the distilled model, by path; none before the job has succeeded."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
 
-    def answer(item: tuple[str, ManifestFile]) -> ArtifactFileAnswer:
+    def make_response(item: tuple[str, ManifestFile]) -> ArtifactFileResponse:
         path, file = item
         url = parts.objects.presigned_url(f"{job.attempt_id.artifact_prefix}/{path}", _URL_LIFETIME_S)
         url = url or str(request.url_for("download_artifact", job_id=job.id, path=path))
-        return ArtifactFileAnswer(path=path, size=file.size, sha256=file.sha256, url=url)
+        return ArtifactFileResponse(path=path, size=file.size, sha256=file.sha256, url=url)
 
     kept = paginate(list(_list_artifact_files(parts, job).items()), lambda item: item[0], page)
-    return make_list_response(kept, answer, lambda file: file.path)
+    return make_list_response(kept, make_response, lambda file: file.path)
 
 
 @router.get("/jobs/{job_id}/artifacts/{path:path}", response_class=StreamingResponse)
@@ -427,18 +431,18 @@ def download_artifact(
 @router.get("/jobs/{job_id}/tracking")
 def list_tracking_files(
     request: Request, job_id: str, parts: ComponentsDep, caller: Fetcher, page: OldestFirst
-) -> ListAnswer[TrackingFileAnswer]:
+) -> ListResponse[TrackingFileResponse]:
     """List files of W&B runs that are not uploaded to W&B yet, by path; `swiftkv jobs wandb-sync` uploads them."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     kept = paginate(list(parts.attempts.list_tracking_files(job_id).items()), lambda item: item[0], page)
 
-    def answer(item: tuple[str, ObjectInfo]) -> TrackingFileAnswer:
+    def make_response(item: tuple[str, ObjectInfo]) -> TrackingFileResponse:
         path, file = item
         url = parts.objects.presigned_url(file.key, _URL_LIFETIME_S)
         url = url or str(request.url_for("download_tracking_file", job_id=job_id, tracking_path=path))
-        return TrackingFileAnswer(path=path, size=file.size, url=url)
+        return TrackingFileResponse(path=path, size=file.size, url=url)
 
-    return make_list_response(kept, answer, lambda file: file.path)
+    return make_list_response(kept, make_response, lambda file: file.path)
 
 
 @router.get("/jobs/{job_id}/tracking/{tracking_path:path}", response_class=StreamingResponse)
@@ -470,21 +474,21 @@ _EDITOR_LINE = "# yaml-language-server:"
 
 
 @cache
-def load_recipes() -> Sequence[RecipeAnswer]:
+def load_recipes() -> Sequence[RecipeResponse]:
     """Return all recipes by id; they are part of the installation, and read once."""
     return [_parse_recipe(name, path.read_text(encoding="utf-8")) for name, path in shipped_recipes().items()]
 
 
-def _parse_recipe(name: str, text: str) -> RecipeAnswer:
+def _parse_recipe(name: str, text: str) -> RecipeResponse:
     text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(_EDITOR_LINE))
     head = takewhile(lambda line: line.startswith("#"), text.splitlines())
     description = " ".join(line.removeprefix("#").strip() for line in head)
     spec = JobSpec.model_validate(yaml.safe_load(text))
-    return RecipeAnswer(id=name, description=description, text=text, spec=spec)
+    return RecipeResponse(id=name, description=description, text=text, spec=spec)
 
 
 @router.get("/recipes")
-def list_recipes(_caller: Reader, page: OldestFirst) -> ListAnswer[RecipeAnswer]:
+def list_recipes(_caller: Reader, page: OldestFirst) -> ListResponse[RecipeResponse]:
     """List the job specs that ship with the platform, by id."""
     kept = paginate(load_recipes(), lambda recipe: recipe.id, page)
     return make_list_response(kept, lambda recipe: recipe, order=page.order)

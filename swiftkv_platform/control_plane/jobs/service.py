@@ -29,7 +29,7 @@ from swiftkv_platform.control_plane.jobs.estimates import cost_cap as lowest_cos
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, requeue, status_event, transition
 from swiftkv_platform.control_plane.jobs.queue import check_node_groups
 from swiftkv_platform.control_plane.jobs.repository import Idempotency, JobFilter
-from swiftkv_platform.control_plane.jobs.responses import JobAnswer
+from swiftkv_platform.control_plane.jobs.responses import JobResponse
 from swiftkv_platform.control_plane.models.parents import check_parent, check_publish_target
 from swiftkv_platform.control_plane.parsing import ParserPool
 from swiftkv_platform.control_plane.ray.placement import Node
@@ -146,7 +146,7 @@ class JobService:
 
     def _check_response(self, job: Job) -> None:
         """Serialize the job's response, so that no job is stored that cannot be returned."""
-        JobAnswer.of(job, prices(self.settings), self.parts.clock()).model_dump_json()
+        JobResponse.of(job, prices(self.settings), self.parts.clock()).model_dump_json()
 
     def _check_wandb_entity(self, spec: JobSpec, tenant: str) -> None:
         """Check where a job writes with the operator's W&B key. Raises `InvalidInputError`."""

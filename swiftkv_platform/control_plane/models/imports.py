@@ -26,7 +26,7 @@ from swiftkv_platform.control_plane.base import Caller, new_id
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.http.concurrency import Client
 from swiftkv_platform.control_plane.models.model import Model, find_exceeded_document_limit, get_import_prefix
-from swiftkv_platform.control_plane.models.responses import LineageAnswer, make_comparison
+from swiftkv_platform.control_plane.models.responses import LineageResponse, make_comparison
 from swiftkv_platform.control_plane.parsing import ParserPool
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, StorageError
 from swiftkv_platform.families import STUDENT_SUFFIX
@@ -243,7 +243,7 @@ def _check_documents(model: Model, source: str) -> None:
         make_comparison(model, model)
         describe_undecided_gates(model.metrics)
         summarize_quality(model.metrics)
-        LineageAnswer.from_model(model, [], [], [])
+        LineageResponse.from_model(model, [], [], [])
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         plain = False
     if not plain:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from swiftkv_platform.contract.attempts import Parent
 from swiftkv_platform.control_plane.jobs.job import Job
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
-from swiftkv_platform.control_plane.jobs.responses import AncestorAnswer
+from swiftkv_platform.control_plane.jobs.responses import AncestorResponse
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.repository import ModelRepository
 from swiftkv_platform.errors import InvalidInputError, NotFoundError
@@ -64,9 +64,9 @@ class Parents:
         name = ParentName.parse(reference)
         return self._find_model(name.model, tenant) if name.model is not None else self._find_checkpoint(name, tenant)
 
-    def list_ancestors(self, job_id: str | None, tenant: str) -> list[AncestorAnswer]:
+    def list_ancestors(self, job_id: str | None, tenant: str) -> list[AncestorResponse]:
         """List a job's parent, the parent of that parent's job, and so on, as far as jobs are stored."""
-        found: list[AncestorAnswer] = []
+        found: list[AncestorResponse] = []
         while job_id is not None and len(found) < _MAX_ANCESTORS:
             try:
                 name = self.jobs.get(job_id, tenant=tenant).spec.training.from_
@@ -76,7 +76,7 @@ class Parents:
                 job_id = parsed.job or self.models.get_model(name, tenant=tenant).job_id
             except NotFoundError:  # deleted since
                 break
-            found.append(AncestorAnswer(name=name, job_id=job_id))
+            found.append(AncestorResponse(name=name, job_id=job_id))
         return found
 
     def _find_model(self, model_id: str, tenant: str) -> FoundParent:

@@ -10,7 +10,7 @@ from pydantic import Field
 from swiftkv_platform.contract.verdicts import summarize_quality
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
 from swiftkv_platform.control_plane.http.responses import ResponseModel, limit_page_bytes
-from swiftkv_platform.control_plane.jobs.responses import AncestorAnswer
+from swiftkv_platform.control_plane.jobs.responses import AncestorResponse
 from swiftkv_platform.control_plane.models.model import Model, Promotion
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN
 from swiftkv_platform.frozen import FiniteModel, FrozenModel
@@ -50,7 +50,7 @@ class ImportModel(FiniteModel):
     """Name of the model; by default the name in the spec that trained it, or its directory's."""
 
 
-class ModelAnswer(ResponseModel):
+class ModelResponse(ResponseModel):
     """A distilled model and where it came from."""
 
     id: str
@@ -93,7 +93,7 @@ class RollbackRequest(FrozenModel):
     """Reason of the rollback; kept with its author and time."""
 
 
-class PromotionAnswer(ResponseModel):
+class PromotionResponse(ResponseModel):
     """One change of an alias: a promotion or a rollback."""
 
     id: str
@@ -112,7 +112,7 @@ class PromotionAnswer(ResponseModel):
     """Version of the alias from then on; also in `ETag`, for `If-Match`."""
 
 
-class AliasAnswer(ResponseModel):
+class AliasResponse(ResponseModel):
     """An alias, the model that it points to, and its history."""
 
     id: str
@@ -121,13 +121,13 @@ class AliasAnswer(ResponseModel):
     version: int
     """Increases with every promotion and rollback; also in `ETag`, for `If-Match`."""
     model: str
-    history: list[PromotionAnswer]
+    history: list[PromotionResponse]
     """Oldest first. Of a history that is longer than a page of a list, only the newest changes."""
 
     @classmethod
     def from_history(cls, alias: str, history: Sequence[Promotion]) -> Self:
         newest = {"version": history[-1].version, "model": history[-1].model}
-        shown = limit_page_bytes(map(PromotionAnswer.model_validate, reversed(history)))
+        shown = limit_page_bytes(map(PromotionResponse.model_validate, reversed(history)))
         return cls.model_validate({"id": alias, **newest, "history": shown[::-1]})
 
 
@@ -138,7 +138,7 @@ class LineageDeployment(ResponseModel):
     status: DeploymentStatus
 
 
-class LineageAnswer(ResponseModel):
+class LineageResponse(ResponseModel):
     """Lineage from data and teacher to deployments."""
 
     object: Literal["lineage"] = "lineage"
@@ -148,7 +148,7 @@ class LineageAnswer(ResponseModel):
     revision: str | None
     code_version: str | None
     spec: dict[str, Any] | None
-    ancestors: list[AncestorAnswer]
+    ancestors: list[AncestorResponse]
     """Models and checkpoints that it continued from, the nearest first."""
     imported_from: str | None
     """Source of an imported model."""
@@ -159,7 +159,7 @@ class LineageAnswer(ResponseModel):
     manifest_digest: str
     aliases: list[str]
     """Aliases that point to it now."""
-    promotions: list[PromotionAnswer]
+    promotions: list[PromotionResponse]
     """Promotions that concern it, oldest first."""
     deployments: list[LineageDeployment]
 
@@ -169,7 +169,7 @@ class LineageAnswer(ResponseModel):
         model: Model,
         deployments: Sequence[Deployment],
         history: Sequence[Promotion],
-        ancestors: Sequence[AncestorAnswer],
+        ancestors: Sequence[AncestorResponse],
     ) -> Self:
         newest = {item.alias: item.model for item in history}
         origin = ("data_fingerprint", "teacher", "revision", "code_version", "spec", "imported_from")
@@ -200,7 +200,7 @@ _COMPARABLE_KEYS = ("teacher", "revision", "data_fingerprint")
 """Keys of the lineage that must agree for quality to be comparable."""
 
 
-class FigureAnswer(ResponseModel):
+class FigureResponse(ResponseModel):
     name: str
     """Path in `evaluation.json`."""
     a: float | None
@@ -208,28 +208,28 @@ class FigureAnswer(ResponseModel):
     better: Literal["a", "b"] | None
 
 
-class DifferenceAnswer(ResponseModel):
+class DifferenceResponse(ResponseModel):
     name: str
     a: Any
     b: Any
 
 
-class ComparisonAnswer(ResponseModel):
+class ComparisonResponse(ResponseModel):
     """Two models side by side."""
 
     object: Literal["comparison"] = "comparison"
     a: str
     b: str
-    figures: list[FigureAnswer]
-    differences: list[DifferenceAnswer]
+    figures: list[FigureResponse]
+    differences: list[DifferenceResponse]
     """Differences of teacher, revision and data; if there are any, quality was not measured on equal terms."""
-    spec_differences: list[DifferenceAnswer]
+    spec_differences: list[DifferenceResponse]
     """Differences by dotted path of the spec."""
 
 
-def make_comparison(a: Model, b: Model) -> ComparisonAnswer:
+def make_comparison(a: Model, b: Model) -> ComparisonResponse:
     """Compare quality, prefill compute and cache size of two models, and the lineage and specs they were made from."""
-    return ComparisonAnswer(
+    return ComparisonResponse(
         a=a.id,
         b=b.id,
         figures=[_compare_figure(name, a, b) for name in [*_BETTER_DIRECTION, *_list_common_scores(a, b)]],
@@ -240,7 +240,7 @@ def make_comparison(a: Model, b: Model) -> ComparisonAnswer:
     )
 
 
-def _compare_figure(name: str, a: Model, b: Model) -> FigureAnswer:
+def _compare_figure(name: str, a: Model, b: Model) -> FigureResponse:
     figures = _flatten(a.metrics)
     first, second = _to_number(figures.get(name)), _to_number(_flatten(b.metrics).get(name))
     less_is_better = (
@@ -250,7 +250,7 @@ def _compare_figure(name: str, a: Model, b: Model) -> FigureAnswer:
     better: Literal["a", "b"] | None = None
     if first is not None and second is not None and first != second:
         better = "a" if (first < second) == less_is_better else "b"
-    return FigureAnswer(name=name, a=first, b=second, better=better)
+    return FigureResponse(name=name, a=first, b=second, better=better)
 
 
 def _list_common_scores(a: Model, b: Model) -> list[str]:
@@ -275,6 +275,6 @@ def _to_number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _list_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[DifferenceAnswer]:
+def _list_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[DifferenceResponse]:
     pairs = ((name, a.get(name), b.get(name)) for name in sorted({*a, *b}))
-    return [DifferenceAnswer(name=name, a=ours, b=theirs) for name, ours, theirs in pairs if ours != theirs]
+    return [DifferenceResponse(name=name, a=ours, b=theirs) for name, ours, theirs in pairs if ours != theirs]

@@ -13,21 +13,21 @@ from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.components import ComponentsDep, DeletionsDep, ImportParsersDep, SettingsDep
 from swiftkv_platform.control_plane.http.concurrency import ConnectedClient
 from swiftkv_platform.control_plane.http.merge_patch import IfMatch, set_etag
-from swiftkv_platform.control_plane.http.responses import ListAnswer, NewestFirst, make_list_response, make_page_query
-from swiftkv_platform.control_plane.jobs.responses import JobAnswer
+from swiftkv_platform.control_plane.http.responses import ListResponse, NewestFirst, make_list_response, make_page_query
+from swiftkv_platform.control_plane.jobs.responses import JobResponse
 from swiftkv_platform.control_plane.jobs.routes import Presenter, Submission, set_location
 from swiftkv_platform.control_plane.models.imports import ModelImporter
 from swiftkv_platform.control_plane.models.parents import make_copy_spec, make_publishing_spec
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, RegistryService
 from swiftkv_platform.control_plane.models.responses import (
-    AliasAnswer,
-    ComparisonAnswer,
+    AliasResponse,
+    ComparisonResponse,
     CreateModel,
     ImportModel,
-    LineageAnswer,
-    ModelAnswer,
-    PromotionAnswer,
+    LineageResponse,
+    ModelResponse,
     PromotionRequest,
+    PromotionResponse,
     RollbackRequest,
     make_comparison,
 )
@@ -51,10 +51,10 @@ _MAX_LISTED_CHANGES = 20
 
 
 @router.get("/models")
-def list_models(parts: ComponentsDep, caller: Reader, page: NewestFirst) -> ListAnswer[ModelAnswer]:
+def list_models(parts: ComponentsDep, caller: Reader, page: NewestFirst) -> ListResponse[ModelResponse]:
     """Models, newest first."""
     found = parts.registry.list_models(page, tenant=caller.tenant)
-    return make_list_response(found, ModelAnswer.from_model)
+    return make_list_response(found, ModelResponse.from_model)
 
 
 @router.post("/models", status_code=status.HTTP_201_CREATED)
@@ -65,7 +65,7 @@ def create_model(
     submission: Submission,
     presenter: Presenter,
     response: Response,
-) -> JobAnswer:
+) -> JobResponse:
     """Submit a job that evaluates a checkpoint and publishes it as a model. Returns the job.
 
     The job trains nothing, takes the rest of its spec from the checkpoint's job, and counts as any other job. Its model
@@ -87,7 +87,7 @@ def import_model(
     parsers: ImportParsersDep,
     caller: Uploader,  # before the client, since watching it reads from its connection
     client: ConnectedClient,
-) -> ModelAnswer:
+) -> ModelResponse:
     """Copy a student that no job of this platform made into the object store, and register it as a model.
 
     A directory with a `manifest.json`, as `swiftkv distill` writes one, is checked against its digests and keeps its
@@ -95,29 +95,29 @@ def import_model(
     """
     imports = ModelImporter(parts, settings, client, parsers)
     with parsers.limiter.hold(caller.tenant, caller.name):
-        return ModelAnswer.from_model(imports.import_model(body.source, body.name, caller))
+        return ModelResponse.from_model(imports.import_model(body.source, body.name, caller))
 
 
 @router.get("/models/{model_id}")
-def get_model(model_id: str, caller: Reader, service: Service) -> ModelAnswer:
+def get_model(model_id: str, caller: Reader, service: Service) -> ModelResponse:
     """Return a model. Wherever a route takes a model, except `DELETE`, its alias, its job's id, or a name that only one
     model has, is accepted instead of its id."""
-    return ModelAnswer.from_model(service.find(model_id, caller.tenant))
+    return ModelResponse.from_model(service.find(model_id, caller.tenant))
 
 
 @router.get("/models/{model_id}/lineage")
-def get_lineage(model_id: str, parts: ComponentsDep, caller: Reader, service: Service) -> LineageAnswer:
+def get_lineage(model_id: str, parts: ComponentsDep, caller: Reader, service: Service) -> LineageResponse:
     """Return a model's lineage, from the data and the teacher to the deployments that serve it."""
     model = service.find(model_id, caller.tenant)
     deployments = parts.deployments.list_deployments_of_model(model.id, tenant=caller.tenant, limit=_MAX_LINEAGE_ITEMS)
     history = parts.registry.list_model_promotions(model.id, tenant=caller.tenant, limit=_MAX_LINEAGE_ITEMS)
-    return LineageAnswer.from_model(
+    return LineageResponse.from_model(
         model, deployments, history, parts.parents.list_ancestors(model.job_id, caller.tenant)
     )
 
 
 @router.get("/models/{model_id}/compare/{other_id}")
-def compare_models(model_id: str, other_id: str, caller: Reader, service: Service) -> ComparisonAnswer:
+def compare_models(model_id: str, other_id: str, caller: Reader, service: Service) -> ComparisonResponse:
     """Compare quality, prefill compute and cache size of two models, and how their jobs differ."""
     a, b = (service.find(each, caller.tenant) for each in (model_id, other_id))
     return make_comparison(a, b)
@@ -133,7 +133,7 @@ def publish_model(
     submission: Submission,
     presenter: Presenter,
     response: Response,
-) -> JobAnswer:
+) -> JobResponse:
     """Submit a job that copies the model to a hub repository, a bucket or a directory. Returns the job. Copying a model
     again changes nothing.
 
@@ -147,7 +147,7 @@ def publish_model(
 @router.post("/models/{model_id}/promote")
 def promote_model(
     model_id: str, body: PromotionRequest, caller: Deployer, service: Service, expected: IfMatch, response: Response
-) -> PromotionAnswer:
+) -> PromotionResponse:
     """Point an alias to the model. Deployments made of the alias swap it in, without a failed request.
 
     If another model is promoted to it at the same time, the later request is answered with 409. So is a model with an
@@ -164,7 +164,7 @@ def promote_model(
         accept_undecided=body.accept_undecided,
     )
     set_etag(response, promotion.version)
-    return PromotionAnswer.model_validate(promotion)
+    return PromotionResponse.model_validate(promotion)
 
 
 @router.delete("/models/{model_id}", status_code=status.HTTP_204_NO_CONTENT)
@@ -179,16 +179,16 @@ def delete_model(model_id: str, deletions: DeletionsDep, parts: ComponentsDep, c
 @router.get("/aliases")
 def list_aliases(
     parts: ComponentsDep, caller: Reader, page: Annotated[Page, Depends(make_page_query(100, "asc"))]
-) -> ListAnswer[AliasAnswer]:
+) -> ListResponse[AliasResponse]:
     """List aliases by name, with their model and newest changes; `GET /aliases/{alias}` returns all changes."""
     found = parts.registry.list_aliases(page, tenant=caller.tenant, newest=_MAX_LISTED_CHANGES)
-    return make_list_response(found, lambda history: AliasAnswer.from_history(history[-1].alias, history))
+    return make_list_response(found, lambda history: AliasResponse.from_history(history[-1].alias, history))
 
 
 @router.get("/aliases/{alias}")
-def get_alias(alias: Alias, caller: Reader, service: Service, response: Response) -> AliasAnswer:
+def get_alias(alias: Alias, caller: Reader, service: Service, response: Response) -> AliasResponse:
     """Return an alias with its history, or the newest part of a very long one."""
-    found = AliasAnswer.from_history(alias, service.get_history(alias, caller.tenant))
+    found = AliasResponse.from_history(alias, service.get_history(alias, caller.tenant))
     set_etag(response, found.version)
     return found
 
@@ -196,11 +196,11 @@ def get_alias(alias: Alias, caller: Reader, service: Service, response: Response
 @router.post("/aliases/{alias}/rollback")
 def roll_back(
     alias: Alias, body: RollbackRequest, caller: Deployer, service: Service, expected: IfMatch, response: Response
-) -> PromotionAnswer:
+) -> PromotionResponse:
     """Point the alias to the model before the present one again, and swap that in.
 
     `If-Match` works as in a promotion.
     """
     promotion = service.roll_back(alias, tenant=caller.tenant, by=caller.name, reason=body.reason, expected=expected)
     set_etag(response, promotion.version)
-    return PromotionAnswer.model_validate(promotion)
+    return PromotionResponse.model_validate(promotion)

@@ -95,8 +95,8 @@ class QuotaResponse(ResponseModel):
     pending_deliveries: int
     """Webhook deliveries that wait to be sent."""
     max_pending_deliveries: int | None
-    sum_job_demand: ResourceUseResponse
-    sum_deployment_demand: ResourceUseResponse
+    held_by_jobs: ResourceUseResponse
+    held_by_deployments: ResourceUseResponse
     cluster: ClusterResponse | None
     """Null if Ray does not answer, or does not report its nodes."""
 

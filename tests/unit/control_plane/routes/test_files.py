@@ -255,7 +255,7 @@ def test_a_job_takes_a_file_as_its_data_and_no_other(server: Server) -> None:
     assert stored["sha256"] == hashlib.sha256(ROWS).hexdigest()
     as_text = {"data": {"sources": [{"name_or_path": file_id, "format": "text"}]}}
     for section, field, told in (
-        (naming(new_file_id()), "data.sources[0].name_or_path", "there is no such file"),
+        (naming(new_file_id()), "data.sources[0].name_or_path", "no file with this id is uploaded"),
         ({"model": {"name_or_path": file_id}}, "model.name_or_path", "an uploaded file of rows"),
         (as_text, "data.sources[0].name_or_path", "has the columns messages"),
     ):

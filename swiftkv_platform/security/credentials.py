@@ -1,4 +1,4 @@
-"""Authentication of callers by an API key of the key file, or by a token of an OIDC issuer. Knows no HTTP route."""
+"""Authentication of callers by an API key, or by a token of an OIDC issuer. Independent of HTTP routes."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Credentials:
-    """Accepted credentials: API keys, tokens, or both."""
+    """Accepted credentials: API keys, OIDC tokens, or both."""
 
     key_ring: KeyRing | None
     tokens: TokenVerifier | None
 
     @property
     def operator_files(self) -> Mapping[str, Callable[[], bool]]:
-        """Return, for each file by name, a function that tells whether its newest version is in use."""
+        """For each file by name, a function that returns whether its newest version is in use."""
         files = {"keys": self.key_ring, "oidc": self.tokens}
         return {name: partial(getattr, file, "is_usable") for name, file in files.items() if file is not None}
 
     def authenticate(self, authorization: str | None) -> Principal:
-        """Return the caller. Checking a token may wait for its issuer. Raises `UnauthenticatedError`."""
+        """Return the caller. May wait for a token's issuer. Raises `UnauthenticatedError`."""
         if self.tokens is not None and has_token(authorization):
             token = bearer_token(authorization)
             if self.key_ring is None or self.key_ring.find(token) is None:
@@ -46,21 +46,21 @@ class Credentials:
 def open_credentials(
     api_keys_file: Path | None, oidc_file: Path | None, *, clock: Callable[[], float] = time.time
 ) -> Credentials | None:
-    """Open the operator's files. Returns None if neither is given: then all callers are let in.
+    """Open the operator's files. Returns None without files: then no authentication is required.
 
-    Raises `InvalidInputError` for a file that cannot be used.
+    Raises `InvalidInputError` for an invalid file.
     """
     if api_keys_file is None and oidc_file is None:
         return None
     tokens = None
     if oidc_file is not None:
-        from swiftkv_platform.security.tokens import TokenVerifier  # its libraries are needed for tokens only
+        from swiftkv_platform.security.tokens import TokenVerifier  # imports libraries that only tokens need
 
         tokens = TokenVerifier(oidc_file)
     return Credentials(None if api_keys_file is None else KeyRing(api_keys_file, clock=clock), tokens)
 
 
 def has_token(authorization: str | None) -> bool:
-    """Whether a header has the form of a token; checking one may need a request to its issuer."""
+    """Whether a header contains a JSON Web Token rather than an API key."""
     token = bearer_token(authorization)
     return token.count(".") == 2 and not token.startswith(KEY_PREFIX)

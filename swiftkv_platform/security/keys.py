@@ -1,8 +1,8 @@
-"""API keys and their scopes, in a file of hashed keys that the operator keeps. Knows no HTTP and no database.
+"""API keys and their scopes, in a file of hashed keys. Independent of HTTP and the database.
 
-A key is 256 random bits, so its SHA-256 needs no salt, and the file reveals only names and tenants. Control plane and
-replicas read the same format. A changed file is read again at the next request; while it is broken, its last good
-version stays in use. An owner has several keys during a rotation.
+A key is 256 random bits, so its SHA-256 needs no salt. The file, which control plane and replicas read, reveals only
+names and tenants. A changed file is read at the next request; while it is invalid, the last valid version stays in use.
+An owner has several keys during a rotation.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class ApiKey(Principal):
     """A key of the key file."""
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
-    """Owner, as recorded with jobs and in the audit trail. An owner has several keys during a rotation."""
+    """Owner, as recorded with jobs and in the audit trail."""
     scopes: Annotated[frozenset[Scope], Field(min_length=1)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     """SHA-256 of the key, in hexadecimal."""
     not_before: Annotated[int, Field(ge=0, le=MAX_TIME)] | None = None
-    """Unix seconds before which the key is refused; None: it is valid at once."""
+    """Unix seconds from which the key is valid; None: at once."""
 
     @property
     def id(self) -> str:
-        """Id of this key among those of its owner: the beginning of its hash, which grants no access."""
+        """Id of the key: the first digits of its hash, which do not grant access."""
         return f"key_{self.sha256[:_ID_DIGITS]}"
 
     @property
@@ -60,16 +60,11 @@ class _KeyFile(BaseModel, extra="forbid"):
 
 
 class KeyRing:
-    """Keys of the last good version of a file.
-
-    Raises `InvalidInputError` if the file cannot be used when it is opened.
-    """
+    """Keys of the last valid version of a file. Raises `InvalidInputError` if its first version is invalid."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._file = OperatorFile(
-            path, _parse, field="api_keys_file", hint="it must hold API keys; `swiftkv keys create` writes it"
-        )
+        self._file = OperatorFile(path, _parse, field="api_keys_file", hint="create it with `swiftkv keys create`")
 
     def authenticate(self, authorization: str | None) -> ApiKey:
         """Return the key of an `Authorization: Bearer` header. Raises `UnauthenticatedError`."""
@@ -78,18 +73,18 @@ class KeyRing:
             raise UnauthenticatedError("send `Authorization: Bearer <key>`", field="Authorization")
         key = self.find(token)
         if key is None:
-            raise UnauthenticatedError("the key is unknown, or was revoked", field="Authorization")
+            raise UnauthenticatedError("the API key is unknown, or was revoked", field="Authorization")
         now = self._clock()
         if key.not_before is not None and not key.has_begun(now):
-            message = f"key {key.name!r} is valid from {_format_utc(key.not_before)}; use the previous one until then"
+            message = f"key {key.name!r} is valid from {_format_utc(key.not_before)}; use the previous key until then"
             raise UnauthenticatedError(message, field="Authorization")
         if key.expires_at is not None and key.has_expired(now):
-            message = f"key {key.name!r} expired at {_format_utc(key.expires_at)}; ask the operator for another"
+            message = f"key {key.name!r} expired at {_format_utc(key.expires_at)}; ask the operator for a new one"
             raise UnauthenticatedError(message, field="Authorization")
         return key
 
     def find(self, token: str) -> ApiKey | None:
-        """Return the key of a token, even if it is not valid now; None for an unknown one."""
+        """Return the key of a token, also if not valid now; None if unknown."""
         return self._file.content.get(_digest(token))
 
     def read(self) -> list[ApiKey]:
@@ -111,17 +106,15 @@ def _parse(content: bytes) -> dict[str, ApiKey]:
 
 
 def create_key(path: Path, *, name: str, tenant: str, scopes: frozenset[Scope], **rights: Any) -> str:
-    """Add a key to the file, creating it if missing, and return the key, which cannot be shown again. `rights`: other
-    fields of `ApiKey`.
+    """Add a key to the file, which is created if missing, and return its token, which cannot be shown again. `rights`:
+    other fields of `ApiKey`.
 
-    Raises `ConflictError` for a name that is taken and `InvalidInputError` for a field that is not valid.
+    Raises `ConflictError` if the name exists, and `InvalidInputError` for an invalid field.
     """
     with _lock_directory(path):
         keys = KeyRing(path).read() if path.exists() else []
         if any(key.name == name for key in keys):
-            raise ConflictError(
-                f"there is a key named {name!r} already; rotate it, or revoke it first", field="name", value=name
-            )
+            raise ConflictError(f"a key named {name!r} exists; rotate it, or revoke it first", field="name", value=name)
         token = _new_token()
         try:
             key = ApiKey(name=name, tenant=tenant, scopes=scopes, sha256=_digest(token), **rights)
@@ -136,15 +129,14 @@ def create_key(path: Path, *, name: str, tenant: str, scopes: frozenset[Scope], 
 def rotate_key(
     path: Path, name: str, *, now: int, overlap_s: int, expires_at: int | None = None, not_before: int | None = None
 ) -> tuple[str, ApiKey]:
-    """Add a key for an owner with the rights of its newest one, and return it with its token, which cannot be shown
-    again.
+    """Add a key with the rights of its owner's newest key, and return its token, which cannot be shown again, and the
+    key.
 
-    The owner's earlier keys expire `overlap_s` seconds after the new one becomes valid, or at their own end if that is
-    sooner; expired ones are removed from the file.
+    The owner's earlier keys expire `overlap_s` seconds after the new one becomes valid, if they do not expire earlier.
+    Expired keys are removed from the file.
 
-    Raises `NotFoundError` for an owner without keys, and `InvalidInputError` if the new key would never be valid or the
-    overlap ends after the year 9999.
-    """
+    Raises `NotFoundError` for an unknown owner, and `InvalidInputError` if the new key would never be valid or the
+    overlap ends after the year 9999."""
     with _lock_directory(path):
         keys = KeyRing(path).read()
         present = [key for key in keys if key.name == name]
@@ -156,16 +148,14 @@ def rotate_key(
         _check_times(new)
         end = max(now, not_before or now) + overlap_s
         if end > MAX_TIME:
-            raise InvalidInputError(
-                f"overlap is {overlap_s} s; use one that ends before the year 10000", field="overlap"
-            )
+            raise InvalidInputError(f"overlap is {overlap_s} s; it must end before the year 10000", field="overlap")
         others = [key for key in keys if key.name != name or not key.has_expired(now)]
         _replace_file(path, [*(_with_end(key, end) if key.name == name else key for key in others), new])
     return token, new
 
 
 def revoke_key(path: Path, name_or_id: str) -> list[ApiKey]:
-    """Remove all keys of an owner, or the one key with this id, and return them. Raises `NotFoundError`."""
+    """Remove all keys of an owner, or the key with this id, and return them. Raises `NotFoundError`."""
     with _lock_directory(path):
         keys = KeyRing(path).read()
         gone = [key for key in keys if name_or_id in (key.name, key.id)]
@@ -185,17 +175,17 @@ def _with_end(key: ApiKey, end: int) -> ApiKey:
 
 def _check_times(key: ApiKey) -> None:
     if key.expires_at is not None and key.not_before is not None and key.expires_at <= key.not_before:
-        why = f", not after not_before ({key.not_before}); use a later end"
+        why = f", not after not_before ({key.not_before}); use a later time"
         raise InvalidInputError.for_field("expires_at", key.expires_at, why)
 
 
 def _make_not_found_error(path: Path, name: str) -> NotFoundError:
-    return NotFoundError(f"there is no key named {name!r} in {str(path)!r}", field="name", value=name)
+    return NotFoundError(f"no key named {name!r} in {str(path)!r}", field="name", value=name)
 
 
 @contextmanager
 def _lock_directory(path: Path) -> Iterator[None]:
-    """Hold the directory's lock, so that two commands do not overwrite each other's edits."""
+    """Hold the directory's lock, so that concurrent commands do not overwrite each other's changes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:

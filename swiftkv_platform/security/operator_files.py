@@ -1,7 +1,7 @@
-"""Files that the operator edits while servers run: keys, issuers, tenants. Knows no format.
+"""Files that the operator edits while servers run: keys, issuers, tenants. Independent of their format.
 
-A broken, half-written, missing or unreadable version is logged once, and the last good one stays in use. No content of
-it reaches a caller; the operator finds path and reason in the log, or at the start in the error.
+An invalid, missing or unreadable version is logged once with path and reason, and the last valid version stays in use.
+Callers never see the file's content.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ Stamp = tuple[int, int, int, int] | None
 
 
 class OperatorFile(Generic[Content]):
-    """The last good version of a file, read again when it changes.
-
-    Raises `InvalidInputError`, naming the file, if its first version cannot be used.
+    """The last valid version of a file, reloaded when it changes. Raises `InvalidInputError` if its first version is
+    invalid.
 
     Args:
-        parse: raises `ValueError` for content that cannot be used.
-        field: name of the setting that names the file.
-        hint: what is accepted, for the error.
+        parse: raises `ValueError` for invalid content.
+        field: setting with the path of the file, for errors.
+        hint: accepted content, for errors.
     """
 
     def __init__(self, path: Path, parse: Callable[[bytes], Content], *, field: str, hint: str) -> None:
@@ -38,7 +37,7 @@ class OperatorFile(Generic[Content]):
         self._hint = hint
         self._lock = threading.Lock()
         self._logged: tuple[Stamp, str] | None = None
-        """Stamp and error of the broken version that was logged last; None while the newest version is in use."""
+        """Stamp and error of the invalid version that was logged last; None while the newest version is in use."""
         self._read_stamp: Stamp = _read_stamp(path)
         self._content = self._load()
 
@@ -58,14 +57,14 @@ class OperatorFile(Generic[Content]):
 
     def _refresh(self, stamp: Stamp) -> None:
         if stamp is not None and stamp == self._read_stamp:
-            return  # another thread was faster
+            return  # reloaded by another thread
         try:
             self._content = self._load()
         except InvalidInputError as error:
-            # The stamp stays the old one, so that the file is tried again: the cause may not be its content.
+            # Keep the old stamp, so that the file is tried again: the cause may be temporary.
             if self._logged != (stamp, error.message):
                 self._logged = stamp, error.message
-                get_logger().warning("file not usable; its last good version holds", reason=error.message)
+                get_logger().warning("file not valid; its last valid version stays in use", reason=error.message)
         else:
             self._read_stamp, self._logged = stamp, None
 
@@ -81,7 +80,7 @@ class OperatorFile(Generic[Content]):
 
 
 def _read_stamp(path: Path) -> Stamp:
-    """Return a value that changes with the file's content and permissions; None if there is no file."""
+    """Return a value that changes with the file's content and permissions; None without a file."""
     try:
         status = path.stat()
     except OSError:
@@ -90,7 +89,7 @@ def _read_stamp(path: Path) -> Stamp:
 
 
 def _describe_error(error: Exception) -> str:
-    """Describe what is wrong without repeating values of the file."""
+    """Describe the error without values of the file."""
     if not isinstance(error, ValidationError):
         return str(error)
     items = error.errors(include_url=False, include_input=False, include_context=False)

@@ -1,4 +1,4 @@
-"""Authenticated callers and their scopes. Knows neither files nor tokens."""
+"""Authenticated callers and their scopes. Independent of files and tokens."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from swiftkv_platform.errors import ForbiddenError
 from swiftkv_platform.frozen import FrozenModel
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
-"""Names of keys, tenants and issuers."""
+"""Pattern of the names of keys, tenants and issuers."""
 MAX_TIME = 253_402_300_799
-"""The last second of the year 9999."""
+"""Last second of the year 9999."""
 
 
 class Scope(StrEnum):
-    """Scope of an API key."""
+    """Permission of a caller."""
 
     JOBS_READ = "jobs:read"
     """Read jobs, models, deployments and their outputs."""
@@ -28,7 +28,7 @@ class Scope(StrEnum):
     GENERATE = "generate"
     """Send requests to a served model."""
     ADMIN = "admin"
-    """All of these."""
+    """All scopes."""
 
 
 class Principal(FrozenModel):
@@ -37,27 +37,27 @@ class Principal(FrozenModel):
     name: str
     """Owner, as recorded with jobs and in the audit trail."""
     tenant: Annotated[str, Field(pattern=NAME_PATTERN)] = "default"
-    """Principals of one tenant see the same jobs, models and deployments, and no other tenant's."""
+    """Callers see only the jobs, models and deployments of their tenant."""
     scopes: frozenset[Scope]
     operator: bool = False
-    """Whether it may read the audit trail of all tenants; the scope `admin` alone gives its own tenant's."""
+    """Whether it can read the audit trail of all tenants; the scope `admin` grants only that of its tenant."""
     expires_at: Annotated[int, Field(ge=0, le=MAX_TIME)] | None = None
-    """Unix seconds from which it is refused; None: never."""
+    """Unix seconds from which it is not valid; None: never."""
     requests_per_minute: Annotated[int, Field(ge=1)] | None = None
-    """Requests that a replica answers in a minute; None: no limit."""
+    """Max requests per minute and replica; None: no limit."""
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
-    """Prompt and completion tokens together that a replica allows in a minute; None: no limit."""
+    """Max prompt and completion tokens together per minute and replica; None: no limit."""
     max_priority: int = 0
-    """Highest priority that its requests may ask a replica for: the lowest number, since lower goes first."""
+    """Best priority of its requests: the min number, since lower numbers go first."""
 
     @property
     def credential(self) -> str:
-        """Id of the key, or name of the token's caller; it grants no access."""
+        """Id of the key, or name in the token. Not secret."""
         raise NotImplementedError
 
     @property
     def can_read_audit(self) -> bool:
-        """Whether it may read the audit trail, at least of its own tenant."""
+        """Whether it can read the audit trail, at least of its tenant."""
         return self.operator or Scope.ADMIN in self.scopes
 
     def require(self, scope: Scope) -> None:
@@ -68,7 +68,7 @@ class Principal(FrozenModel):
 
 
 class Authenticator(Protocol):
-    """Identifies callers by their `Authorization` header."""
+    """Authenticates callers by their `Authorization` header."""
 
     def authenticate(self, authorization: str | None) -> Principal:
         """Return the caller. Raises `UnauthenticatedError`."""

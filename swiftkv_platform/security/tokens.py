@@ -1,10 +1,9 @@
-"""OpenID Connect: issuers that an operator trusts, the rights that claims grant, and verification of bearer tokens
-(signature, claims and the caller they name). Knows no HTTP route.
+"""OpenID Connect: trusted issuers, mapping of claims to tenant and scopes, and verification of bearer tokens.
+Independent of HTTP routes.
 
-The text of a refusal depends only on its cause and the issuer, and repeats nothing of the token. An issuer's public
-keys are cached: one fetch runs at a time, on its own thread, at a bounded rate. A lookup of a known key never waits. An
-unknown key id starts a fetch, at most once per `REFETCH_INTERVAL_S` however many unknown ids arrive, and a bounded
-number of callers wait for it.
+Error messages contain nothing of the token. An issuer's public keys are cached and fetched on a separate thread, one
+fetch at a time. A known key is returned at once. An unknown key id starts a fetch, at most once per
+`REFETCH_INTERVAL_S`, and a bounded number of callers wait for it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from swiftkv_platform.security.principals import MAX_TIME, NAME_PATTERN, Princip
 from swiftkv_platform.specs.documents import load_yaml
 
 Algorithm = Literal["RS256", "ES256", "EdDSA"]
-"""Public-key signature algorithms. `none` and shared secrets (`HS*`) cannot be allowed."""
+"""Signature algorithms with public keys; `none` and shared secrets (`HS*`) are never accepted."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TENANT = re.compile(NAME_PATTERN)
 
@@ -40,7 +39,7 @@ _TENANT = re.compile(NAME_PATTERN)
 def _validate_address(url: str) -> str:
     parts = urlsplit(url)
     if parts.query or parts.fragment or parts.username or not parts.hostname:
-        raise ValueError(f"{url!r} is not a plain URL; use https://host/path")
+        raise ValueError(f"{url!r} is not a valid URL; use https://host/path")
     if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in _LOOPBACK):
         raise ValueError(f"{url!r} is not encrypted; use https://, or http:// on loopback")
     return url
@@ -50,47 +49,47 @@ Address = Annotated[str, AfterValidator(_validate_address)]
 
 
 class Issuer(FiniteModel):
-    """A trusted issuer, and how its claims map to tenant and scopes."""
+    """A trusted issuer, and the mapping of its claims to tenant and scopes."""
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
     """Prefix of its callers' names: `{name}:{subject}`."""
     issuer: Address
     """Value of `iss`, and the base URL of `.well-known/openid-configuration`."""
     audiences: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Accepted values of `aud`; a token needs one of them. List this platform's own, not those of other programs."""
+    """Accepted values of `aud`; a token must have one. List only audiences of this platform."""
     algorithms: Annotated[tuple[Algorithm, ...], Field(min_length=1)] = ("RS256", "ES256", "EdDSA")
     jwks_uri: Address | None = None
-    """URL of its keys; None: taken from its discovery document."""
+    """URL of its keys; None: from its discovery document."""
     leeway_s: Annotated[int, Field(ge=0, le=300)] = 60
-    """Seconds that its clock may differ from ours."""
+    """Max clock difference in seconds."""
     keys_max_age_s: Annotated[int, Field(ge=1, le=86_400)] = 3600
-    """Seconds after which its keys are fetched again; a withdrawn key is accepted until then."""
+    """Seconds after which its keys are fetched again; a removed key is accepted until then."""
     keys_stale_s: Annotated[int, Field(ge=0, le=7 * 86_400)] = 86_400
-    """Seconds beyond `keys_max_age_s` for which keys stay valid while the issuer does not answer."""
+    """Seconds beyond `keys_max_age_s` for which cached keys are used while the issuer is unavailable."""
     subject_claim: str = "sub"
     tenant: Annotated[str, Field(pattern=NAME_PATTERN)] | None = None
     """Tenant of all its callers."""
     tenant_claim: str | None = None
     """Claim with the caller's tenant, instead of `tenant`; `a.b` is `b` in `a`."""
     tenants: Mapping[str, Annotated[str, Field(pattern=NAME_PATTERN)]] | None = None
-    """Tenants by value of `tenant_claim`; other values are refused. None: the value is the tenant's name."""
+    """Tenant by value of `tenant_claim`; other values are refused. None: the value is the tenant."""
     scopes_claim: str = "scope"
     """Claim with roles: a list, or a space-separated string."""
     scopes: Mapping[str, frozenset[Scope]]
-    """Scopes by role; a role that is not listed grants nothing."""
+    """Scopes by role; other roles grant nothing."""
     operators: frozenset[str] = frozenset()
-    """Roles that may read the audit trail of all tenants."""
+    """Roles that can read the audit trail of all tenants."""
     requests_per_minute: Annotated[int, Field(ge=1)] | None = None
-    """Limits of each caller at a replica; see the fields of the same names in `Principal`."""
+    """Limits per caller and replica, as in `Principal`."""
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
     max_priority: int = 0
 
     @model_validator(mode="after")
     def _validate_tenant(self) -> Self:
         if (self.tenant is None) == (self.tenant_claim is None):
-            raise ValueError("give either tenant or tenant_claim, not both")
+            raise ValueError("set either tenant or tenant_claim, not both")
         if self.tenants is not None and self.tenant_claim is None:
-            raise ValueError("tenants maps the values of tenant_claim, which is not given")
+            raise ValueError("tenants needs tenant_claim, whose values it maps")
         return self
 
     def find_tenant(self, claims: Mapping[str, Any]) -> str | None:
@@ -120,12 +119,12 @@ class Issuers(FiniteModel):
         for field in ("name", "issuer"):
             values = [getattr(issuer, field) for issuer in self.issuers]
             if len(set(values)) < len(values):
-                raise ValueError(f"issuers have the same {field}; each needs its own")
+                raise ValueError(f"issuers have the same {field}; it must be unique")
         return self
 
 
 def _find_claim(claims: Mapping[str, Any], name: str) -> Any:
-    """Return a claim by its name, which may contain dots, or else by a dotted path; None if missing."""
+    """Return a claim by name, or else by dotted path; None if missing."""
     if name in claims:
         return claims[name]
     value: Any = claims
@@ -135,12 +134,12 @@ def _find_claim(claims: Mapping[str, Any], name: str) -> Any:
 
 
 REFETCH_INTERVAL_S = 30.0
-"""Least seconds between two fetches of one issuer's keys."""
+"""Min seconds between two fetches of one issuer's keys."""
 _FETCH_TIMEOUT_S = 5.0
-"""Most seconds to fetch one document."""
+"""Max seconds to fetch a document."""
 _WAIT_TIMEOUT_S = 2 * _FETCH_TIMEOUT_S
 _MAX_WAITING_CALLERS = 8
-"""Most callers that wait for a fetch; others are refused at once, so that unknown ids cannot occupy all threads."""
+"""Max callers that wait for a fetch; others are refused at once, so that unknown ids cannot block all threads."""
 _MAX_DOCUMENT_BYTES = 1 << 18
 _MAX_KEYS = 100
 _MIN_RSA_BITS = 2048
@@ -152,7 +151,7 @@ Clock = Callable[[], float]
 
 
 class SigningKeys:
-    """The keys of one issuer. `clock`: monotonic seconds."""
+    """Cache of one issuer's public keys. `clock`: monotonic seconds."""
 
     def __init__(self, issuer: Issuer, *, clock: Clock = time.monotonic) -> None:
         self._issuer = issuer
@@ -165,7 +164,7 @@ class SigningKeys:
         self._waiting = threading.BoundedSemaphore(_MAX_WAITING_CALLERS)
 
     def find(self, key_id: str) -> jwt.PyJWK | None:
-        """Return the key with this id; None if the issuer does not have it or it could not be fetched."""
+        """Return the key with this id; None if the issuer does not have it, or fetching failed."""
         known = self._get_valid_keys().get(key_id)
         if known is None:
             self._wait_for_fetch(self._refresh())
@@ -175,14 +174,15 @@ class SigningKeys:
         return known
 
     def _get_valid_keys(self) -> Keys:
-        """Return the cached keys; empty if they were fetched too long ago."""
+        """Return the cached keys; empty if they are too old."""
         return self._keys if self._compute_age() <= self._issuer.keys_max_age_s + self._issuer.keys_stale_s else {}
 
     def _compute_age(self) -> float:
         return float("inf") if self._fetched_at is None else self._clock() - self._fetched_at
 
     def _refresh(self) -> threading.Event | None:
-        """Start a fetch unless one runs or the last was too recent. Returns the event set when the running one ends."""
+        """Start a fetch unless one runs or the last was too recent. Returns an event that is set when the fetch
+        ends."""
         with self._lock:
             if self._fetching is not None:
                 return self._fetching
@@ -209,7 +209,7 @@ class SigningKeys:
                 self._keys, self._fetched_at = keys, self._clock()
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, RecursionError) as error:
             reason = str(error) or type(error).__name__
-            get_logger().warning("keys of an issuer not fetched", issuer=self._issuer.name, reason=reason)
+            get_logger().warning("fetching keys of an issuer failed", issuer=self._issuer.name, reason=reason)
         finally:
             with self._lock:
                 self._fetching = None
@@ -217,30 +217,32 @@ class SigningKeys:
 
 
 def fetch_keys(issuer: Issuer) -> Keys:
-    """Fetch an issuer's usable keys by id. Raises `ValueError`, `httpx.HTTPError` and `httpx.InvalidURL`."""
+    """Fetch an issuer's supported keys by id. Raises `ValueError`, `httpx.HTTPError` and `httpx.InvalidURL`."""
     uri = issuer.jwks_uri
     if uri is None:
         document = _fetch_document(f"{issuer.issuer.rstrip('/')}/.well-known/openid-configuration")
         if document.get("issuer") != issuer.issuer:
-            raise ValueError("its discovery document names another issuer")
+            raise ValueError("its discovery document has another issuer")
         uri = document.get("jwks_uri")
         if not isinstance(uri, str) or urlsplit(uri).scheme != urlsplit(issuer.issuer).scheme:
-            raise ValueError("its discovery document names no jwks_uri of the issuer's own scheme")
+            raise ValueError("its discovery document has no jwks_uri with the issuer's scheme")
     listed = _fetch_document(uri).get("keys")
     if not isinstance(listed, list):
-        raise ValueError("its key set has no list of keys")  # noqa: TRY004  # what came is wrong, not our types
+        raise ValueError("its key set has no list of keys")  # noqa: TRY004  # the response is invalid
     found: dict[str, jwt.PyJWK] = {}
     for each in listed[:_MAX_KEYS]:
         key = _parse_key(each)
         if key is not None:
             found.setdefault(str(key.key_id), key)
     if not found:
-        raise ValueError("its key set has no usable key; use RSA of at least 2048 bits, P-256 or Ed25519, with a `kid`")
+        raise ValueError(
+            "its key set has no supported key; use RSA of at least 2048 bits, P-256 or Ed25519, with a `kid`"
+        )
     return found
 
 
 def _parse_key(listed: Any) -> jwt.PyJWK | None:
-    """Return a listed key; None for private keys, other uses or algorithms, and keys that cannot be parsed."""
+    """Parse a key of a key set; None for private keys, other uses or algorithms, and invalid keys."""
     if not isinstance(listed, dict) or not isinstance(listed.get("kid"), str) or "d" in listed:
         return None
     kind, curve, named = listed.get("kty"), listed.get("crv"), listed.get("alg")
@@ -252,7 +254,7 @@ def _parse_key(listed: Any) -> jwt.PyJWK | None:
     try:
         key = jwt.PyJWK.from_dict(listed, algorithm=algorithm)
     except (jwt.PyJWTError, ValueError, TypeError, AttributeError) as error:
-        get_logger().warning("key of an issuer not read", reason=type(error).__name__)
+        get_logger().warning("key of an issuer ignored", reason=type(error).__name__)
         return None
     if isinstance(key.key, RSAPublicKey) and key.key.key_size < _MIN_RSA_BITS:
         return None
@@ -260,7 +262,7 @@ def _parse_key(listed: Any) -> jwt.PyJWK | None:
 
 
 def _fetch_document(url: str) -> dict[str, Any]:
-    """Fetch a JSON object, bounded in size and time, without following redirects."""
+    """Fetch a JSON object, limited in size and time, without redirects."""
     began, content = time.monotonic(), b""
     with (
         httpx.Client(
@@ -269,7 +271,7 @@ def _fetch_document(url: str) -> dict[str, Any]:
         client.stream("GET", url, headers={"Accept": "application/json"}) as answer,
     ):
         if answer.status_code != httpx.codes.OK:
-            raise ValueError(f"{url} answered {answer.status_code}")
+            raise ValueError(f"{url} returned status {answer.status_code}")
         for piece in answer.iter_bytes():
             content += piece
             if len(content) > _MAX_DOCUMENT_BYTES or time.monotonic() - began > _FETCH_TIMEOUT_S:
@@ -278,14 +280,14 @@ def _fetch_document(url: str) -> dict[str, Any]:
                 )
     document = json.loads(content)
     if not isinstance(document, dict):
-        raise ValueError(f"{url} sent no JSON object")  # noqa: TRY004
+        raise ValueError(f"{url} did not return a JSON object")  # noqa: TRY004
     return document
 
 
 _MAX_TOKEN_LENGTH = 8192
-"""Most characters of a token."""
+"""Max characters of a token."""
 _MAX_NAME_LENGTH = 200
-"""Most characters of a caller's name, which is `{issuer}:{subject}`."""
+"""Max characters of a caller's name, `{issuer}:{subject}`."""
 _MALFORMED_ERRORS = (jwt.PyJWTError, ValueError, TypeError, OverflowError, RecursionError)
 
 
@@ -298,10 +300,10 @@ class TokenHolder(Principal):
 
 
 class TokenVerifier:
-    """Verifies tokens of the issuers listed in the last good version of a file.
+    """Verifies tokens of the issuers in the last valid version of a file.
 
-    Raises `InvalidInputError` if the file cannot be used when it is opened. No issuer is contacted before its first
-    token.
+    Raises `InvalidInputError` if its first version is invalid. An issuer is contacted only when its first token
+    arrives.
 
     Args:
         clock: monotonic seconds, for the age of keys.
@@ -311,7 +313,7 @@ class TokenVerifier:
         self._clock = clock
         self._keys: dict[tuple[Any, ...], SigningKeys] = {}
         self._file = OperatorFile(
-            path, self._parse, field="oidc_file", hint="it must hold a list `issuers` (docs/operations.md)"
+            path, self._parse, field="oidc_file", hint="it must contain a list `issuers` (docs/operations.md)"
         )
 
     @property
@@ -319,7 +321,7 @@ class TokenVerifier:
         return self._file.is_usable
 
     def authenticate(self, token: str) -> Principal:
-        """Return the caller that a token names. May wait seconds for its issuer. Raises `UnauthenticatedError`."""
+        """Return the caller of a token. May wait seconds for its issuer. Raises `UnauthenticatedError`."""
         if len(token) > _MAX_TOKEN_LENGTH:
             raise _make_error(f"the token has more than {_MAX_TOKEN_LENGTH} characters")
         try:
@@ -336,29 +338,27 @@ class TokenVerifier:
         try:
             issuers = Issuers.model_validate(load_yaml(content)).issuers
         except yaml.YAMLError as error:
-            raise ValueError(f"it cannot be read as YAML: {error}") from error
+            raise ValueError(f"it is not valid YAML: {error}") from error
         return {issuer.issuer: (issuer, self._get_signing_keys(issuer)) for issuer in issuers}
 
     def _get_signing_keys(self, issuer: Issuer) -> SigningKeys:
-        """Return the issuer's key cache, which is kept when other fields of the file change."""
-        place = (issuer.issuer, issuer.jwks_uri, issuer.keys_max_age_s, issuer.keys_stale_s)
-        if place not in self._keys:
-            self._keys[place] = SigningKeys(issuer, clock=self._clock)
-        return self._keys[place]
+        """Return the issuer's key cache, which survives changes of other fields."""
+        cache_key = (issuer.issuer, issuer.jwks_uri, issuer.keys_max_age_s, issuer.keys_stale_s)
+        if cache_key not in self._keys:
+            self._keys[cache_key] = SigningKeys(issuer, clock=self._clock)
+        return self._keys[cache_key]
 
 
 def _verify_token(token: str, header: dict[str, Any], issuer: Issuer, keys: SigningKeys) -> dict[str, Any]:
     """Check signature, times and audience of a token and return its claims. Raises `UnauthenticatedError`."""
     algorithm, key_id = header.get("alg"), header.get("kid")
     if algorithm not in issuer.algorithms:
-        raise _make_error(f"the token's algorithm is not accepted; accepted are {', '.join(issuer.algorithms)}")
+        raise _make_error(f"the token's algorithm is not accepted; use {', '.join(issuer.algorithms)}")
     if "crit" in header or not isinstance(key_id, str) or not key_id:
         raise _make_error("the token's header has no `kid`, or extensions (`crit`)")
     key = keys.find(key_id)
     if key is None or key.algorithm_name != algorithm:
-        raise _make_error(
-            "the token's signing key is not known; try again in a minute if the issuer has just changed it"
-        )
+        raise _make_error("the token's signing key is unknown; retry in a minute if the issuer has just rotated it")
     try:
         claims: dict[str, Any] = jwt.decode(
             token,
@@ -370,11 +370,11 @@ def _verify_token(token: str, header: dict[str, Any], issuer: Issuer, keys: Sign
             options={"require": ["exp", "iss", "aud"]},
         )
     except jwt.ExpiredSignatureError as error:
-        raise _make_error("the token has expired; ask its issuer for another") from error
+        raise _make_error("the token has expired; request a new one from its issuer") from error
     except jwt.InvalidAudienceError as error:
         raise _make_error("the token's audience is not this platform") from error
     except (jwt.ImmatureSignatureError, jwt.InvalidIssuedAtError) as error:
-        raise _make_error("the token is not valid yet by this machine's clock") from error
+        raise _make_error("the token is not valid yet, by this machine's clock") from error
     except _MALFORMED_ERRORS as error:
         raise _make_error("the token's signature or claims are not valid") from error
     return claims
@@ -387,12 +387,12 @@ def _make_principal(claims: dict[str, Any], issuer: Issuer) -> Principal:
         issuer.find_roles(claims),
     )
     if not isinstance(subject, str) or not subject.isprintable() or not subject.strip():
-        raise _make_error(f"the token names no subject (claim {issuer.subject_claim!r})")
+        raise _make_error(f"the token has no subject (claim {issuer.subject_claim!r})")
     name = f"{issuer.name}:{subject}"
     if len(name) > _MAX_NAME_LENGTH:
         raise _make_error(f"the token's subject has more than {_MAX_NAME_LENGTH - len(issuer.name) - 1} characters")
     if tenant is None:
-        raise _make_error(f"the token names no tenant of this platform (claim {issuer.tenant_claim!r})")
+        raise _make_error(f"the token has no tenant of this platform (claim {issuer.tenant_claim!r})")
     return TokenHolder(
         name=name,
         tenant=tenant,

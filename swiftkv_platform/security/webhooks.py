@@ -1,4 +1,4 @@
-"""Signing and verifying of webhooks (standardwebhooks.com, version 1), for both ends. No I/O.
+"""Signatures of webhooks (standardwebhooks.com, version 1), for sender and receiver. No I/O.
 
 A message is `POST`ed with the headers `webhook-id`, `webhook-timestamp` (Unix seconds) and `webhook-signature`: `v1,`
 and the base64 of HMAC-SHA256 over `{id}.{timestamp}.{body}`. The timestamp is signed, so old messages are refused.
@@ -24,16 +24,16 @@ _MIN_SECRET_BYTES = 16
 
 
 class Secret:
-    """Secret bytes, which `repr` hides."""
+    """A signing secret, hidden in `repr`."""
 
     def __init__(self, value: bytes) -> None:
         self._value = value
 
     @classmethod
     def parse(cls, text: str, *, name: str) -> Self:
-        """Parse the content of a secret's file: `whsec_` and base64, or the secret itself as text.
+        """Parse a secret file: `whsec_` and base64, or plain text.
 
-        Raises `InvalidInputError`, which names the secret and hides its value, if it cannot be decoded or is too short.
+        Raises `InvalidInputError`, without the secret's value, if it is invalid or too short.
         """
         text = text.strip()
         try:
@@ -70,11 +70,13 @@ def verify(headers: Mapping[str, str], body: bytes, secret: str, *, now: float, 
     `headers`: of the request, with lower-case names. `body`: raw bytes as received."""
     missing = [name for name in (ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER) if name not in headers]
     if missing:
-        raise UnauthenticatedError(f"the header {missing[0]} is missing", field=missing[0])
+        raise UnauthenticatedError(f"header {missing[0]} is missing", field=missing[0])
     stamp = headers[TIMESTAMP_HEADER]
     if not stamp.isdecimal() or len(stamp) > 15 or abs(now - int(stamp)) > tolerance_s:
         raise UnauthenticatedError(
-            f"its time differs from this machine's by more than {tolerance_s:g} s", field=TIMESTAMP_HEADER, value=stamp
+            f"its timestamp differs from this machine's clock by more than {tolerance_s:g} s",
+            field=TIMESTAMP_HEADER,
+            value=stamp,
         )
     expected = Secret.parse(secret, name="secret").sign(headers[ID_HEADER], int(stamp), body)
     given = headers[SIGNATURE_HEADER].split(" ")

@@ -1,4 +1,4 @@
-"""Addresses of object stores: directories and buckets. Does no I/O."""
+"""URIs of object stores: directories and buckets. No I/O."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
 def open_store(uri: str, *, patient: bool = True) -> ObjectStore:
     """Return the store at `uri`: a directory, `file:///directory`, or `s3://`, `gs://` or `az://` with bucket and
-    prefix. Does no I/O; `ping` tells whether the store answers.
+    prefix. No I/O; `ping` checks whether the store is available.
 
-    A patient store retries for about half a minute while its server does not answer: a worker that saves a checkpoint
-    needs that. Otherwise it gives up within seconds, for a server that must answer its own clients.
+    A patient store retries for about 30 seconds while its server is unavailable, as workers need. Otherwise it fails
+    within seconds, as servers need.
 
     Raises `InvalidInputError` for any other address.
     """
@@ -38,7 +38,7 @@ def open_store(uri: str, *, patient: bool = True) -> ObjectStore:
 def _parse_bucket(uri: str) -> tuple[str, str]:
     parts = urlsplit(uri)
     if parts.query or parts.fragment:
-        raise _make_error(uri, "it has a query; the endpoint comes from AWS_ENDPOINT_URL")
+        raise _make_error(uri, "it has a query; set the endpoint by AWS_ENDPOINT_URL")
     if not BUCKET_NAME.fullmatch(parts.netloc):
         raise _make_error(uri, f"it names no bucket ({BUCKET_NAME_RULE})")
     prefix = parts.path.strip("/")
@@ -51,14 +51,14 @@ def _parse_bucket(uri: str) -> tuple[str, str]:
 def _parse_file(uri: str) -> Path:
     parts = urlsplit(uri)
     if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/"):
-        raise _make_error(uri, "a file address names no host and an absolute path")
+        raise _make_error(uri, "a file URI has no host and an absolute path")
     return Path(unquote(parts.path))
 
 
 def _make_error(uri: str, why: str) -> InvalidInputError:
     shown = re.sub(r"//[^/@]*@", "//", uri)
     return InvalidInputError(
-        f"object store address {shown!r} cannot be used: {why}; give a directory, file:///directory, "
+        f"object store address {shown!r} is not valid: {why}; use a directory, file:///directory, "
         "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix",
         field="storage_uri",
         value=shown,

@@ -1,7 +1,7 @@
-"""Cache of published directories on this machine: verified copies, named by manifest digest, shared by its processes.
+"""Cache of published directories on this machine: verified copies, named by manifest digest, shared by all processes.
 
-A copy appears atomically and is locked against removal while it is read; the least recently used ones are removed when
-space runs out. Knows nothing about what the files mean.
+A copy is created atomically and locked against eviction while in use. Eviction is least recently used. Independent of
+the files' meaning.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest,
 from swiftkv_platform.storage.object_store import ObjectStore
 
 _VERIFIED = ".verified"
-"""Suffix of the file next to a copy with the sizes and modification times that its files had when verified."""
+"""Suffix of the file with sizes and modification times of a copy's files when verified."""
 _LOCK = ".lock"
-"""Suffix of a copy's lock file: users lock it shared, removal locks it exclusively."""
+"""Suffix of a copy's lock file: shared lock for use, exclusive lock for eviction."""
 _FETCHING = ".fetching"
-"""Suffix of the file locked by the one process that checks a copy and fetches it if it is not intact."""
+"""Suffix of the lock file of the process that checks or fetches a copy."""
 _ABANDONED_AFTER_S = 24 * 3600.0
 
 
 class ArtifactCache:
-    """Copies below a directory, together at most `max_bytes`. A larger artifact is fetched for each use."""
+    """Copies below a directory, at most `max_bytes` in total. A larger artifact is fetched for each use."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self._directory = directory
@@ -42,10 +42,11 @@ class ArtifactCache:
 
     @contextmanager
     def open_copy(self, store: ObjectStore, prefix: str) -> Iterator[tuple[Path, Manifest]]:
-        """Yield a copy of the complete directory at `prefix`, fetched if missing, and keep it from removal meanwhile.
+        """Yield a copy of the complete directory at `prefix`, fetched if missing, and lock it against eviction
+        meanwhile.
 
-        One process of the machine fetches it while others wait. Every byte is verified when it is fetched; a copy whose
-        files have changed in size or modification time is verified again, and replaced if it differs.
+        One process per machine fetches it while others wait. Every byte is verified after fetching. A copy whose files
+        changed in size or modification time is verified again, and replaced if it differs.
 
         Raises as `fetch_directory`, and `StorageError` if the cache cannot be written.
         """
@@ -66,18 +67,18 @@ class ArtifactCache:
             yield path, manifest
 
     def _fetch_and_lock(self, store: ObjectStore, prefix: str, path: Path, manifest: Manifest) -> TextIO:
-        """Make sure of the copy, and return the open lock file that keeps it from removal until closed."""
+        """Check or fetch the copy, and return its open lock file, which prevents eviction until closed."""
         ensure_private_directory(self._directory)
         lock = self._get_lock_path(path.name).open("w")
         try:
             with path.with_name(path.name + _FETCHING).open("w") as fetching:
                 fcntl.flock(fetching, fcntl.LOCK_EX)
-                fcntl.flock(lock, fcntl.LOCK_SH)  # shared while it is used: others may use the copy too
+                fcntl.flock(lock, fcntl.LOCK_SH)  # other processes may use the copy too
                 if not self._is_intact(path):
                     self._evict(manifest.size, except_name=path.name)
                     fetch_directory(store, prefix, path)
                     path.with_name(path.name + _VERIFIED).write_text(json.dumps(_describe_files(path)))
-            os.utime(self._get_lock_path(path.name))  # the time of its last use
+            os.utime(self._get_lock_path(path.name))  # time of last use
         except BaseException:
             lock.close()
             raise
@@ -93,9 +94,9 @@ class ArtifactCache:
             return False
 
     def _evict(self, size: int, *, except_name: str) -> None:
-        """Remove unused copies, least recently used first, until `size` more bytes fit into `max_bytes` and on the
+        """Remove unused copies, least recently used first, until `size` more bytes fit into `max_bytes` and the
         disk."""
-        for abandoned in self._directory.glob(".fetch-*"):  # left by a process that was killed
+        for abandoned in self._directory.glob(".fetch-*"):  # of a killed process
             if time.time() - abandoned.stat().st_mtime > _ABANDONED_AFTER_S:
                 shutil.rmtree(abandoned, ignore_errors=True)
         inside = self._directory.iterdir()

@@ -1,7 +1,7 @@
-"""Directories of files in an object store, published atomically and verified when they are fetched.
+"""Directories of files in an object store, published atomically and verified when fetched.
 
-A directory is complete once its `manifest.json` exists; it is written last, with size and SHA-256 of every file. Knows
-nothing about what the files mean.
+A directory is complete once it has a `manifest.json`, which is written last, with size and SHA-256 of every file.
+Independent of the files' meaning.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore, join_
 from swiftkv_platform.web.safe_json import exceeds_limits
 
 _PARALLEL_FILES = 4
-"""Files transferred at the same time."""
+"""Files that are transferred concurrently."""
 _PARALLEL_PARTS = 4
-"""Parts of one file that are fetched at the same time."""
+"""Parts of one file that are fetched concurrently."""
 _PART_SIZE = 64 << 20
-"""Bytes of a part, which is fetched over one connection."""
+"""Bytes per part; each part is fetched over one connection."""
 _MAX_REASON_LENGTH = 300
 
 T = TypeVar("T")
@@ -54,9 +54,8 @@ def publish_directory(
 ) -> Manifest:
     """Upload every file below `directory` to `prefix`, then the manifest, and return the manifest.
 
-    Repeating it after a failure completes the upload; repeating it after success changes nothing. Raises
-    `ConflictError` if `prefix` is complete already with other files. `progress`: called with the bytes uploaded so far
-    and in total.
+    Idempotent: a retry completes a failed upload. Raises `ConflictError` if `prefix` is complete with other files.
+    `progress`: called with uploaded and total bytes.
     """
     if is_complete(store, prefix):
         return _require_same_files(read_manifest(store, prefix), describe_directory(directory), prefix)
@@ -71,7 +70,7 @@ def describe_directory(directory: Path) -> dict[str, ManifestFile]:
     """
     names = {path.relative_to(directory).as_posix(): path for path in sorted(_list_files(directory))}
     if not names:
-        raise InvalidInputError.for_field("directory", str(directory), ", which has no files to upload")
+        raise InvalidInputError.for_field("directory", str(directory), ", which has no files")
     with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
         return dict(zip(names, pool.map(_describe_file, names.values()), strict=True))
 
@@ -107,10 +106,10 @@ def write_manifest(
     lineage: Mapping[str, Any],
     metrics: Mapping[str, Any],
 ) -> Manifest:
-    """Complete `prefix`, where every file must be uploaded already. Returns the stored manifest.
+    """Complete `prefix` after all files are uploaded. Returns the stored manifest.
 
-    Raises `ConflictError` if the prefix is complete already with other files, and `InvalidInputError` for file names,
-    lineage or metrics that do not fit a manifest.
+    Raises `ConflictError` if the prefix is complete with other files, and `InvalidInputError` for invalid file names,
+    lineage or metrics.
     """
     manifest = Manifest(
         kind=kind, files=dict(files), created_at=time.time(), lineage=dict(lineage), metrics=dict(metrics)
@@ -124,13 +123,13 @@ def write_manifest(
 
 
 def is_complete(store: ObjectStore, prefix: str) -> bool:
-    """Whether the directory has a manifest, hence all of its files."""
+    """Whether the directory has a manifest, and so all files."""
     return store.head(join_key(prefix, MANIFEST)) is not None
 
 
 def read_manifest(store: ObjectStore, prefix: str) -> Manifest:
-    """Return the manifest of a complete directory. Raises `ObjectNotFoundError` if the directory is incomplete or
-    missing, and `ArtifactCorruptError` if the manifest is not valid."""
+    """Return the manifest of a complete directory. Raises `ObjectNotFoundError` for an incomplete or missing directory,
+    and `ArtifactCorruptError` for an invalid manifest."""
     key = join_key(prefix, MANIFEST)
     try:
         return parse_manifest(read_small_file(store, key, MANIFEST_BYTES.default))
@@ -139,12 +138,10 @@ def read_manifest(store: ObjectStore, prefix: str) -> Manifest:
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """Return the manifest in `data`. Raises `UnusableFileError` if it is not one, or has too many values."""
+    """Parse a manifest. Raises `UnusableFileError` if it is invalid or has too many values."""
     check_length(data, MANIFEST_BYTES.default)
     if exceeds_limits(data, MANIFEST_VALUES.default, MANIFEST_STRINGS.default):
-        raise UnusableFileError(
-            f"has more than {MANIFEST_VALUES.default} values or {MANIFEST_STRINGS.default} strings, which is the limit"
-        )
+        raise UnusableFileError(f"has more than {MANIFEST_VALUES.default} values or {MANIFEST_STRINGS.default} strings")
     try:
         manifest = Manifest.model_validate_json(data)
         _check_names(manifest)
@@ -158,21 +155,22 @@ def parse_manifest(data: bytes) -> Manifest:
 
 
 def manifest_digest(manifest: Manifest) -> str:
-    """Return the SHA-256 (hex) of the manifest's bytes as stored, which pins the content of every file."""
+    """Return the SHA-256 (hex) of the stored manifest, which identifies the content of all files."""
     return hashlib.sha256(to_canonical_json(manifest)).hexdigest()
 
 
 def delete_directory(store: ObjectStore, prefix: str) -> None:
-    """Delete a directory, the manifest first, so that it never seems complete with files missing."""
+    """Delete a directory, manifest first, so that it is incomplete at once."""
     store.delete(join_key(prefix, MANIFEST))
     store.delete_prefix(prefix)
 
 
 def fetch_directory(store: ObjectStore, prefix: str, destination: Path) -> Manifest:
-    """Download the complete directory at `prefix` to `destination`, which appears atomically or not at all.
+    """Download the complete directory at `prefix` to `destination` atomically, and verify size and SHA-256 of every
+    file.
 
-    Size and SHA-256 of every file are checked on the way. A `destination` that already holds exactly these files (all
-    are read and hashed) is kept; one that holds another or a damaged artifact is replaced.
+    A `destination` with exactly these files (after hashing) is kept; one with another or a damaged artifact is
+    replaced.
 
     Raises `ObjectNotFoundError` if `prefix` is incomplete, `ArtifactCorruptError` if a file differs from the manifest,
     and `ConflictError` if `destination` exists and is not an artifact.
@@ -195,10 +193,10 @@ def _make_write_error(destination: Path, error: OSError) -> StorageError:
 
 
 class StoredDirectory:
-    """A complete directory in an object store, whose files or byte ranges are read on demand.
+    """A complete directory in an object store, with files and byte ranges read on demand.
 
-    The size of every file is checked against the manifest when the directory is opened, and the length of every range
-    when it is read. SHA-256 covers whole files, so only `fetch` checks it; the content of a range is not verified.
+    File sizes are checked when the directory is opened, lengths of ranges when they are read. SHA-256 covers whole
+    files, so only `fetch` verifies it.
 
     Raises `ObjectNotFoundError` if it is incomplete, `ArtifactCorruptError` if a file is missing or has another size.
     """
@@ -238,7 +236,7 @@ class StoredDirectory:
     def _find_file(self, name: str) -> tuple[str, ManifestFile]:
         key = join_key(self._prefix, name)
         if name not in self.manifest.files:
-            raise _make_corrupt_error(self._store, key, "it is not named there")
+            raise _make_corrupt_error(self._store, key, "it is not in the manifest")
         return key, self.manifest.files[name]
 
 
@@ -246,7 +244,7 @@ def _replace(destination: Path, store: ObjectStore, prefix: str, manifest: Manif
     """Download to a temporary directory, then move it to `destination`."""
     is_artifact = (destination / MANIFEST).is_file()
     if destination.exists() and not (destination.is_dir() and (is_artifact or not any(destination.iterdir()))):
-        why = ", which exists and is not an artifact; use an empty or new directory"
+        why = ", which is not empty and is not an artifact; use an empty or new directory"
         raise ConflictError.for_field("destination", str(destination), why)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=destination.parent) as workspace:
         fresh = Path(workspace) / "new"
@@ -261,7 +259,7 @@ def _replace(destination: Path, store: ObjectStore, prefix: str, manifest: Manif
 
 
 def _call_in_parallel(num_threads: int, function: Callable[..., T], calls: Iterable[tuple[Any, ...]]) -> Iterator[T]:
-    """Yield the results of the calls in their order. The first failure cancels the calls not yet begun."""
+    """Yield the results of the calls in order. The first failure cancels calls that have not started."""
     with ThreadPoolExecutor(num_threads) as pool:
         running = [pool.submit(function, *arguments) for arguments in calls]
         try:
@@ -279,12 +277,12 @@ def fetch_file(store: ObjectStore, key: str, path: Path, expected: ManifestFile)
     """
     digest, size = hashlib.sha256(), 0
     starts = range(0, max(expected.size, 1), _PART_SIZE)
-    stops = [*starts[1:], None]  # the last part extends to the object's end, so that a longer object is noticed
+    stops = [*starts[1:], None]  # no stop for the last part, to detect a longer object
     parts = [(store, key, path, start, stop) for start, stop in zip(starts, stops, strict=True)]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"")
-        with path.open("rb", buffering=0) as file:  # a buffer would read ahead of what is written
+        with path.open("rb", buffering=0) as file:  # unbuffered: read only what is written
             for length in _call_in_parallel(_PARALLEL_PARTS, _fetch_part, parts):
                 size += length
                 while (left := size - file.tell()) and (chunk := file.read(min(left, CHUNK_SIZE))):
@@ -301,7 +299,7 @@ def fetch_file(store: ObjectStore, key: str, path: Path, expected: ManifestFile)
 
 
 def _fetch_part(store: ObjectStore, key: str, path: Path, start: int, stop: int | None) -> int:
-    """Write a part of an object to its place in the file. Returns its length in bytes."""
+    """Write a part of an object at its offset of the file. Returns its length in bytes."""
     with path.open("r+b") as file:
         file.seek(start)
         for chunk in store.stream(key, start=start, stop=stop):
@@ -310,7 +308,7 @@ def _fetch_part(store: ObjectStore, key: str, path: Path, start: int, stop: int 
 
 
 def _make_missing_error(store: ObjectStore, key: str, expected: ManifestFile) -> ArtifactCorruptError:
-    return _make_corrupt_error(store, key, f"it is missing, its manifest says {expected.size} bytes")
+    return _make_corrupt_error(store, key, f"it is missing, expected {expected.size} bytes")
 
 
 def _make_corrupt_error(store: ObjectStore, key: str, difference: str) -> ArtifactCorruptError:
@@ -332,7 +330,7 @@ def _has_files(directory: Path, manifest: Manifest) -> bool:
 
 
 def _list_files(directory: Path) -> Iterator[Path]:
-    """Every file below `directory` except a manifest at its top."""
+    """Return the files below `directory`, without a manifest at its top."""
     return (path for path in directory.rglob("*") if path.is_file() and path != directory / MANIFEST)
 
 
@@ -350,7 +348,7 @@ def _require_same_files(existing: Manifest, files: Mapping[str, ManifestFile], p
         name for name in existing.files.keys() | files.keys() if existing.files.get(name) != files.get(name)
     )
     if differing:
-        why = f", which is complete with other files ({', '.join(differing[:3])}); publish under another prefix"
+        why = f", which is complete with other files ({', '.join(differing[:3])}); use another prefix"
         raise ConflictError.for_field("prefix", prefix, why)
     return existing
 
@@ -360,15 +358,15 @@ def _check_names(manifest: Manifest) -> None:
         validate_key(name)
         if name == MANIFEST:
             raise InvalidInputError(
-                f"{MANIFEST!r} is the manifest's own name; a manifest lists only the other files",
+                f"{MANIFEST!r} is reserved for the manifest; rename the file",
                 field="files",
                 value=name,
             )
 
 
 def to_canonical_json(manifest: Manifest) -> bytes:
-    """Return the manifest as canonical JSON: sorted keys, no white space, UTF-8. Raises `InvalidInputError`."""
-    document = manifest.model_dump()  # JSON mode would silently turn NaN into null
+    """Return the manifest as canonical JSON: sorted keys, no whitespace, UTF-8. Raises `InvalidInputError`."""
+    document = manifest.model_dump()  # JSON mode would turn NaN into null
     try:
         text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:

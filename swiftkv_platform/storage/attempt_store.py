@@ -1,4 +1,4 @@
-"""Requests, events, checkpoints and logs of attempts (see `contract.attempts`) in an object store. Decides nothing."""
+"""Requests, events, checkpoints and logs of attempts in an object store; `contract.attempts` has the layout."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(?!\d)")
 _EVENT_NAME = re.compile(r"(\d{8,})\.json")
 _NUM_READERS = 16
-"""Events of one store that are read in parallel."""
+"""Threads that read events of one store."""
 _KEYS_PER_LIST = 1000
 """Keys in one page of S3's list."""
 _MAX_READ_PER_PART = 800
-"""Most events in a part that have been read already; a page of the list also has room for some new ones."""
+"""Max already read events per part, so that a page of the list also has new ones."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ MAX_LOG_BYTES = 16 << 20
 
 @dataclass(frozen=True, order=True)
 class CheckpointName:
-    """Name of a checkpoint; sorts by step, then by attempt."""
+    """A checkpoint's directory; sorts by step, then attempt."""
 
     step: int
     attempt: int
@@ -82,8 +82,8 @@ class CheckpointName:
 
 
 class AttemptStore:
-    """Objects that attempts write, by job and attempt. Every method raises `StorageError` when the store fails. Of an
-    attempt's log, the beginning and the end are kept, together `max_log_bytes`."""
+    """Objects of attempts, by job and attempt. Every method raises `StorageError` if the store fails. `max_log_bytes`:
+    size of a saved log, of which the middle is left out."""
 
     def __init__(self, store: ObjectStore, *, max_log_bytes: int = MAX_LOG_BYTES) -> None:
         self._store = store
@@ -94,8 +94,7 @@ class AttemptStore:
         self._store.put_bytes(request.attempt_id.request_key, request.to_json())
 
     def read_request(self, attempt: AttemptId) -> AttemptRequest:
-        """Return an attempt's request. Raises `ObjectNotFoundError`, or `ProtocolError` for a request of a version that
-        cannot be read."""
+        """Return an attempt's request. Raises `ObjectNotFoundError`, or `ProtocolError` for an incompatible version."""
         data = self._store.get_bytes(attempt.request_key)
         try:
             return AttemptRequest.model_validate_json(data)
@@ -104,15 +103,15 @@ class AttemptStore:
             raise ProtocolError(message, field=field) from error
 
     def request_pause(self, attempt: AttemptId) -> None:
-        """Ask the attempt to checkpoint and end. Idempotent."""
+        """Request a checkpoint and the end of the attempt. Idempotent."""
         self._store.put_bytes(attempt.pause_key, b"{}")
 
     def is_pause_requested(self, attempt: AttemptId) -> bool:
-        """Whether the attempt has been asked to pause."""
+        """Whether `request_pause` was called for the attempt."""
         return self._store.head(attempt.pause_key) is not None
 
     def announce_preemption(self, attempt: AttemptId) -> None:
-        """Ask the attempt's workers to checkpoint and end, because their machines are about to be taken away."""
+        """Request a checkpoint and the end of the attempt's workers before their machines are preempted."""
         self._store.put_bytes(attempt.preempt_key, b"{}")
 
     def is_preemption_announced(self, attempt: AttemptId) -> bool:
@@ -122,14 +121,14 @@ class AttemptStore:
     def read_events(
         self, attempt: AttemptId, cursor: Mapping[str, int], max_events: int | None = None, poll: int | None = None
     ) -> list[StoredEvent]:
-        """Return events after `cursor` (writer -> last sequence seen), merged by time, each writer's order kept.
+        """Return events after `cursor` (writer -> last sequence read), merged by time, in each writer's order.
 
-        A writer's events are returned up to the first missing number; one that cannot be parsed becomes a warning.
+        A writer's events are returned up to the first missing number. An invalid event becomes a warning.
 
         Args:
             max_events: max events to read; writers that sort first come first.
-            poll: number of the poll. A poll lists one page, which covers most attempts. Larger ones are listed in
-                parts by turns, the part with the busiest writer at every other one. None lists everything.
+            poll: number of the poll. A poll lists one page, which is enough for most attempts. For others, polls list
+                different parts, every second poll that of the busiest writer. None: list everything.
         """
         parts, listed = _split_unread(attempt, cursor), None
         if poll is not None:
@@ -164,7 +163,7 @@ class AttemptStore:
         return ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="events")
 
     def discard_inputs(self, job_id: str) -> None:
-        """Delete prepared rows, answers, calibrated starts and partial evaluations of all attempts of an ended job."""
+        """Delete prepared rows, teacher answers, calibrated starts and partial evaluations of an ended job."""
         for attempt in self._list_attempts(job_id):
             delete_directory(self._store, attempt.data_prefix)
             self._store.delete_prefix(attempt.answers_prefix)
@@ -172,12 +171,12 @@ class AttemptStore:
             self._store.delete_prefix(attempt.evaluation_prefix)
 
     def discard_trial_checkpoints(self, job_id: str) -> None:
-        """Delete all checkpoints of a sweep's trials after its model is published. Their reports stay."""
+        """Delete all checkpoints of a sweep's trials, after its model is published; reports stay."""
         for trial, attempt in self._list_trial_attempts(job_id):
             self._store.delete_prefix(f"{trial}/{attempt.checkpoints_prefix}")
 
     def _list_trial_attempts(self, job_id: str) -> Iterator[tuple[str, AttemptId]]:
-        """Yield the prefix of each of a sweep's trials, with each of the attempts that have run it."""
+        """Yield (prefix of a trial, attempt that ran it) of a sweep."""
         for name in self._store.list_directories(trials_prefix(job_id)):
             trial = f"{trials_prefix(job_id)}/{name}"
             for number in self._store.list_directories(f"{trial}/{attempts_prefix(job_id)}"):
@@ -188,14 +187,14 @@ class AttemptStore:
         return self.read_checkpoints(self.list_checkpoint_names(job_id))
 
     def read_checkpoints(self, names: Iterable[CheckpointName], limit: int | None = None) -> list[StoredCheckpoint]:
-        """Return those of the named checkpoints that are complete, the first `limit` of them; no others are read."""
+        """Return the first `limit` complete checkpoints of these."""
         return list(islice(filter(None, map(self._read_checkpoint, names)), limit))
 
     def _read_checkpoint(self, name: CheckpointName) -> StoredCheckpoint | None:
         try:
             manifest = read_manifest(self._store, name.key)
         except ObjectNotFoundError:
-            return None  # incomplete, or rotated away since the listing
+            return None  # incomplete, or deleted meanwhile
         return StoredCheckpoint(
             attempt=name.attempt,
             step=name.step,
@@ -207,12 +206,12 @@ class AttemptStore:
         )
 
     def find_newest_checkpoint(self, job_id: str, before_attempt: int | None = None) -> str | None:
-        """Return the key of the complete checkpoint with the largest step, on a tie of the newest attempt; None if
-        there is none. `before_attempt`: consider only checkpoints of earlier attempts."""
+        """Return the key of the complete checkpoint with the largest step (and attempt), or None. `before_attempt`:
+        only of earlier attempts."""
         return next(self.iterate_complete_checkpoints(job_id, before_attempt), None)
 
     def iterate_complete_checkpoints(self, job_id: str, before_attempt: int | None = None) -> Iterator[str]:
-        """Yield the keys of complete checkpoints, the one to resume from first; see `find_newest_checkpoint`."""
+        """Yield the keys of complete checkpoints, newest first; see `find_newest_checkpoint`."""
         for name in reversed(self.list_checkpoint_names(job_id)):
             if (before_attempt is None or name.attempt < before_attempt) and is_complete(self._store, name.key):
                 yield name.key
@@ -233,7 +232,7 @@ class AttemptStore:
         return sorted(names)
 
     def _list_attempts(self, job_id: str) -> list[AttemptId]:
-        """Return the attempts of the job that have any object in the store."""
+        """Return the job's attempts with objects in the store."""
         names = self._store.list_directories(attempts_prefix(job_id))
         return [AttemptId(job_id, int(name)) for name in names if name.isdecimal()]
 
@@ -260,7 +259,7 @@ class AttemptStore:
         return join_key(self._store.uri, attempt.artifact_prefix)
 
     def save_logs(self, attempt: AttemptId, pieces: Iterable[bytes]) -> None:
-        """Save the entrypoint's log of an ended attempt, without its middle if it exceeds `max_log_bytes`."""
+        """Save the log of an ended attempt, without its middle if it exceeds `max_log_bytes`."""
         save_log(self._store, attempt.logs_key, pieces, max_bytes=self._max_log_bytes)
 
     def open_saved_logs(self, attempt: AttemptId) -> SavedLog | None:
@@ -269,11 +268,11 @@ class AttemptStore:
 
 
 class EventWriter:
-    """Writes the numbered events of one writer of an attempt; only one process at a time may use a writer's name.
+    """Writes the numbered events of one writer of an attempt.
 
-    A process that takes over a name continues after the last number. If two processes use one name after all, the
-    slower one's next `write` raises `ConflictError` (on servers with conditional writes; see `bucket_store`).
-    """
+    Only one process at a time may use a writer's name; its successor continues after the last number. If two processes
+    use one name, `write` raises `ConflictError` in one of them (on servers with conditional writes; see
+    `bucket_store`)."""
 
     def __init__(self, store: ObjectStore, attempt: AttemptId, writer: str) -> None:
         self._store = store
@@ -282,14 +281,17 @@ class EventWriter:
         self._last: int | None = None
 
     def write(self, event: AttemptEvent) -> int:
-        """Store `event` under the next number, this process's credentials redacted, and return the number."""
+        """Store `event` under the next number, with credentials redacted, and return the number."""
         if self._last is None:
             names = (
                 info.key.rpartition("/")[2]
                 for info in self._store.list(f"{self._attempt.events_prefix}/{self._writer}")
             )
             self._last = max((int(match[1]) for match in map(_EVENT_NAME.fullmatch, names) if match), default=0)
-        sequence, self._last = self._last + 1, None  # looked up again after a failure: the write may have succeeded
+        sequence, self._last = (
+            self._last + 1,
+            None,
+        )  # None: list again after a failure, since the write may have succeeded
         key = self._attempt.event_key(self._writer, sequence)
         self._store.put_bytes(key, redact(event.model_dump_json()).encode(), if_absent=True)
         self._last = sequence
@@ -298,18 +300,18 @@ class EventWriter:
 
 @dataclass(frozen=True)
 class _KeyRange:
-    """Range of keys that may hold unread events, and few read ones."""
+    """Range of keys with unread events and few read ones."""
 
     after: str | None = None
-    """Key after which it begins; None for the first part."""
+    """Key before the first one; None: from the start."""
     before: str | None = None
-    """Prefix at which it ends; None for the last part."""
+    """Prefix after the last key; None: to the end."""
     num_read: int = 0
-    """Number of events read so far of its busiest writer."""
+    """Events read so far of its busiest writer."""
 
 
 def _split_unread(attempt: AttemptId, cursor: Mapping[str, int]) -> list[_KeyRange]:
-    """Split the keys into parts that cover every unread event, also of new writers; each takes one page to list."""
+    """Split the keys into ranges of about one page that cover all unread events, also of new writers."""
     parts, known = [_KeyRange()], 0
     for writer in sorted(cursor, key=lambda name: f"{name}/"):
         num_read = cursor[writer]
@@ -324,7 +326,7 @@ def _split_unread(attempt: AttemptId, cursor: Mapping[str, int]) -> list[_KeyRan
 
 
 def _choose_part(parts: Sequence[_KeyRange], poll: int) -> _KeyRange:
-    """Return the part to list at this turn: the busiest at even turns, the others in rotation at odd ones."""
+    """Return the range of this poll: the busiest for even numbers, the others in rotation for odd numbers."""
     busiest = max(parts, key=lambda part: part.num_read)
     others = [part for part in parts if part is not busiest]
     return busiest if poll % 2 == 0 or not others else others[poll // 2 % len(others)]
@@ -333,8 +335,8 @@ def _choose_part(parts: Sequence[_KeyRange], poll: int) -> _KeyRange:
 def _list_unread(
     store: ObjectStore, attempt: AttemptId, part: _KeyRange, cursor: Mapping[str, int], listed: int | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield (writer, key) of the part's events after the cursor, ascending for each writer, up to its first gap. Lists
-    at most `listed` keys; None: all."""
+    """Yield (writer, key) of the range's events after the cursor, per writer in order up to the first gap. `listed`:
+    max keys to list; None: all."""
     seen = dict(cursor)
     start = len(attempt.events_prefix) + 1
     for info in islice(store.list(attempt.events_prefix, start_after=part.after), listed):
@@ -348,7 +350,7 @@ def _list_unread(
 
 
 def _read_held_out_kl(manifest: Manifest, step: int) -> float | None:
-    """Return a checkpoint's held-out KL; earlier versions recorded it only if the checkpoint was the best state."""
+    """Return a checkpoint's held-out KL; earlier versions stored it only for the best checkpoint."""
     lineage = manifest.lineage
     kl = lineage.get(HELD_OUT_KL, lineage.get("best_kl") if lineage.get("best_step") == step else None)
     return float(kl) if isinstance(kl, int | float) and math.isfinite(kl) else None

@@ -1,11 +1,11 @@
-"""An object store in a bucket of S3, Google Cloud Storage or Azure, or of a server that speaks one of their protocols.
+"""An object store in a bucket of S3, Google Cloud Storage or Azure, or of a compatible server.
 
-Endpoint, region and credentials come from the environment (`AWS_*`, `GOOGLE_*`, `AZURE_*`). Profiles and logins of
-`~/.aws` are read by boto3 if it is installed. Error messages reveal no key, secret or signed URL.
+Endpoint, region and credentials come from the environment (`AWS_*`, `GOOGLE_*`, `AZURE_*`), and with boto3 from
+`~/.aws`. Error messages contain no key, secret or signed URL.
 
-Conditional writes (`put_bytes(if_absent=True)`) are atomic if the server honours `If-None-Match` (the three clouds,
-MinIO, Ceph, SeaweedFS). On one that ignores it, such as `rclone serve s3`, an existing object is still noticed, but two
-writers at the same instant may both succeed, and the later one's object stays.
+Conditional writes (`put_bytes(if_absent=True)`) are atomic if the server supports `If-None-Match` (the three clouds,
+MinIO, Ceph, SeaweedFS). Other servers, such as `rclone serve s3`, detect existing objects, but of two concurrent
+writers both may succeed, and the later object stays.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3})")
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|container does not exist")
 _NO_CREDENTIALS = re.compile(r"http://(169\.254\.|metadata)|session\.get_credentials")
-"""Metadata servers, which are asked for credentials if the environment has none, and boto3's message in that case."""
+"""Errors without credentials: requests to metadata servers, and boto3's message."""
 _REFUSED_CODES = {
     "401",
     "403",
@@ -56,7 +56,7 @@ _REFUSED_CODES = {
 
 
 class Service(NamedTuple):
-    """A client class, and the environment variables with its credentials and endpoint, for error messages."""
+    """A client class, and its environment variables for error messages."""
 
     client: Any
     credentials: str
@@ -68,7 +68,7 @@ SERVICES = {
     "gs": Service(GCSStore, "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_BASE_URL"),
     "az": Service(AzureStore, "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ENDPOINT"),
 }
-"""Services by scheme of an address."""
+"""Services by URI scheme."""
 
 
 def make_bucket_client(
@@ -80,8 +80,8 @@ def make_bucket_client(
     timeout_s: int = 60,
     headers: Mapping[str, str] | None = None,
 ) -> Any:
-    """Return a client of the objects below `prefix`. Does no I/O. Raises `InvalidInputError` for an endpoint that is
-    not a URL, and `StorageError` if the environment lacks a setting that the client needs."""
+    """Return a client for the objects below `prefix`. No I/O. Raises `InvalidInputError` for an invalid endpoint, and
+    `StorageError` for missing settings."""
     options = {
         "allow_http": True,  # if the endpoint is http://
         "connect_timeout": timedelta(seconds=min(timeout_s, 10)),
@@ -101,7 +101,7 @@ def make_bucket_client(
 
 
 def _make_s3_options(bucket: str, client_options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that boto3 takes from the environment and obstore does not."""
+    """Return the options that boto3 reads from the environment and obstore does not."""
     options: dict[str, Any] = {}
     if endpoint := _read_s3_endpoint():
         options["aws_endpoint_url_s3"] = endpoint
@@ -119,7 +119,7 @@ def _make_s3_options(bucket: str, client_options: dict[str, Any]) -> dict[str, A
         def credentials() -> S3Credential:
             return Boto3CredentialProvider(session, ttl=timedelta(minutes=10))()
 
-        options["credential_provider"] = credentials  # called when a request is to be signed
+        options["credential_provider"] = credentials  # called to sign requests
     return options
 
 
@@ -140,7 +140,7 @@ def _read_s3_endpoint() -> str | None:
 
 
 def has_response(error: Exception) -> bool:
-    """Whether the failed request got an answer from the server."""
+    """Whether the server responded to the failed request."""
     return _STATUS.search(str(error)) is not None
 
 
@@ -150,12 +150,12 @@ def was_retried(error: Exception) -> bool:
 
 
 def is_missing(error: Exception) -> bool:
-    """Whether the object is missing, rather than the bucket. (A HEAD request cannot tell them apart.)"""
+    """Whether the object is missing, rather than the bucket (which HEAD requests cannot distinguish)."""
     return isinstance(error, FileNotFoundError) and error.errno is None and not _NO_BUCKET.search(str(error))
 
 
 def is_refused(error: Exception) -> bool:
-    """The server has answered that the bucket is not there, or not for these credentials."""
+    """Whether the bucket is missing, or access is denied."""
     text = str(error)
     found = _CODE.search(text)
     return bool(_NO_BUCKET.search(text) or (found and found[1] in _REFUSED_CODES) or "status code: 403" in text)
@@ -175,24 +175,24 @@ def describe_error(error: Exception, scheme: str, bucket: str) -> str:
     if code in _REFUSED_CODES or "status code: 403" in text:
         return f"the server refuses the credentials ({code}); check {service.credentials}"
     if code:
-        return f"the server answered {code}"
+        return f"the server returned {code}"
     if "configured region" in text:
         return f"bucket {bucket!r} is in another region; set AWS_REGION"
     if "HTTP error" in text:
-        return f"the endpoint does not answer; check {service.endpoint} and the network"
+        return f"the endpoint is unavailable; check {service.endpoint} and the network"
     return text.partition("\n")[0]
 
 
 _PATIENT_RETRIES, _IMPATIENT_RETRIES = 10, 2
-"""On average half a minute and a second of retries."""
+"""About 30 seconds, and 1 second, of retries."""
 _PART_SIZE, _MAX_PARTS = 8 << 20, 10_000
-"""Bytes of a part of a large file, and most parts that S3 accepts; four are uploaded at a time."""
+"""Min bytes per part of a multipart upload, and S3's max parts; four are uploaded concurrently."""
 _PAGE = 1000
 """Keys in one page of S3's list."""
 
 
 class BucketStore:
-    """Objects below `prefix` of a bucket. Thread-safe; not to be used in a forked process."""
+    """Objects below `prefix` of a bucket. Thread-safe, but not usable after a fork."""
 
     def __init__(self, scheme: str, bucket: str, prefix: str = "", *, patient: bool = True) -> None:
         self._location = scheme, bucket, validate_prefix(prefix)
@@ -214,7 +214,7 @@ class BucketStore:
                 self._client.put(key, data)
 
     def _create(self, key: str, data: bytes) -> None:
-        """Write an object unless it exists. A request that failed may have succeeded; an equal object is then ours."""
+        """Write an object unless it exists. After a failed request, an equal object counts as written by it."""
         if self.head(key) is not None:
             raise self._make_exists_error(key)
         for again in (False, True):
@@ -226,7 +226,7 @@ class BucketStore:
                     return
                 raise self._make_exists_error(key) from error
             except BaseError as error:
-                # The client does not retry a conditional write whose connection broke, since it may have succeeded.
+                # The client does not retry conditional writes after connection errors.
                 if again or has_response(error) or was_retried(error):
                     raise
 
@@ -280,7 +280,7 @@ class BucketStore:
             try:
                 self._put(record_failure(), key, size)
             except Exception:
-                if failure:  # which the client reports as its own error
+                if failure:  # the client wraps it
                     raise failure[0] from None
                 raise
 
@@ -300,19 +300,19 @@ class BucketStore:
     def stream(
         self, key: str, chunk_size: int = CHUNK_SIZE, *, start: int = 0, stop: int | None = None
     ) -> Iterator[bytes]:
-        """Stream the object. After a broken connection, continue at the next byte of the same version of the object."""
+        """Stream the object. After a connection error, continue at the next byte of the same version."""
         bounds: tuple[int, int] | None = None
         if start or stop is not None:
             size = self._head(key)["size"]
             bounds = start, size if stop is None else min(stop, size)
             if start >= bounds[1]:
-                return  # servers refuse a range that begins beyond the object
+                return  # servers refuse ranges beyond the end
         with self._translate_errors("read", key):
             for block in self._stream_blocks(key, chunk_size, bounds):
                 yield from (block[at : at + chunk_size] for at in range(0, len(block), chunk_size))
 
     def _stream_blocks(self, key: str, size: int, bounds: tuple[int, int] | None) -> Iterator[bytes]:
-        """Yield blocks of at least `size` bytes. After a broken connection, the client continues at the next byte."""
+        """Yield blocks of at least `size` bytes; the client continues after connection errors."""
         try:
             found = self._client.get(validate_key(key), options={"range": bounds} if bounds else {})
         except BaseError as error:
@@ -325,11 +325,11 @@ class BucketStore:
         except BaseError as error:
             if self._head(key)["e_tag"] == found.meta["e_tag"]:
                 raise
-            raise StorageError(f"object {key!r} in {self.uri} was replaced while it was read; read it again") from error
+            raise StorageError(f"object {key!r} in {self.uri} was replaced while it was read; retry") from error
 
     def _get_range_without_206(self, key: str, start: int, stop: int) -> bytes:
-        """Read a range from a server that answers it with status 200 (rclone, lakeFS), which obstore refuses."""
-        # This client must not resume after a broken connection: it would count from the object's beginning.
+        """Read a range from a server that returns it with status 200 (rclone, lakeFS), which obstore refuses."""
+        # No retries by the client, which would resume at a wrong offset.
         client = make_bucket_client(*self._location, retries=0, headers={"Range": f"bytes={start}-{stop - 1}"})
         for left in reversed(range(self._retries)):
             try:
@@ -350,7 +350,7 @@ class BucketStore:
         with self._translate_errors("delete", ", ".join(keys[:1])):
             try:
                 self._client.delete([validate_key(key) for key in keys])
-            except FileNotFoundError:  # on servers where a missing object is an error, others may not have been deleted
+            except FileNotFoundError:  # a missing object may have stopped the deletion of others
                 for key in keys:
                     self._delete(key)
 
@@ -367,8 +367,8 @@ class BucketStore:
         self.delete_many([info.key for info in self.list(prefix)])
 
     def presigned_url(self, key: str, expires_s: int) -> str | None:
-        """Return a signed URL; None if the credentials may not sign. A pod's identity needs a role of its own to have
-        its cloud sign; after a refusal it is not asked again."""
+        """Return a signed URL; None if the credentials cannot sign, which is remembered. Workload identities need a
+        separate permission."""
         validate_key(key)
         if not self._may_sign:
             return None
@@ -376,7 +376,10 @@ class BucketStore:
             return obstore.sign(self._client, "GET", key, timedelta(seconds=expires_s))
         except BaseError as error:
             self._may_sign = not has_response(error)
-            get_logger().warning("objects pass through this process", reason=describe_error(error, *self._location[:2]))
+            get_logger().warning(
+                "cannot sign URLs; downloads pass through this process",
+                reason=describe_error(error, *self._location[:2]),
+            )
             return None
 
     def ping(self) -> None:
@@ -393,11 +396,11 @@ class BucketStore:
     def _translate_errors(self, action: str, key: str) -> Iterator[None]:
         try:
             yield
-        except InvalidPathError as error:  # of any object below the prefix; the client then lists none
+        except InvalidPathError as error:  # one invalid key fails the whole list
             why = str(error).partition("\n")[0]
             raise InvalidInputError(
-                f"cannot {action} {key!r} in {self.uri}: {why}; keys without empty, '.' and '..' segments are "
-                "accepted: copy it to such a key, or name other objects",
+                f"cannot {action} {key!r} in {self.uri}: {why}; keys must not contain empty, '.' and '..' "
+                "segments: rename the object, or use other objects",
                 field="key",
                 value=key,
             ) from error

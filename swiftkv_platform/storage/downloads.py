@@ -1,8 +1,7 @@
-"""Objects below an `s3://` address, and files of models that come from elsewhere: listed and bounded before a byte is
-read, then read as they were listed.
+"""Downloads from `s3://` addresses, and files of imported models, whose number and sizes are checked before reading.
 
-Whoever owns the source may change it at any time. So an imported file is read from one descriptor, which no link leads
-to, and exactly as long as it was announced: a file that has grown, shrunk or been replaced is refused.
+The owner of a source may change it at any time. So an imported file is read from one descriptor, without following
+links, and a file whose size has changed since it was listed is refused.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectInfo, Object
 
 
 def download_model(uri: str, target: Path, *, access: Access, field: str) -> Path:
-    """Download the model below `uri` to `target`. Raises `ModelError` if there is no object, or, if sources are
-    restricted, the model asks for code or for files other than its own."""
+    """Download the model below `uri` to `target`. Raises `ModelError` if there is none, or, with restricted sources, if
+    the model needs code or other files than its own."""
     download_prefix(uri, target, ModelError, field=field)
     if access.is_restricted:
         check_model_files(target, Boundary.from_directories(target), field)
@@ -50,14 +49,14 @@ def list_prefix(
     listed = store.list(source.key)
     first = next(listed, None)
     if first is None:
-        raise missing.for_field(field, source.name, "; there is no object at that address and none below it")
+        raise missing.for_field(field, source.name, "; no object exists at or below that address")
     yield first
     yield from listed
 
 
 @contextmanager
 def open_source_bucket(source: S3Source, missing: type[InvalidInputError], *, field: str) -> Iterator[ObjectStore]:
-    """The bucket of `source`. Raises `missing` in place of `BucketError`: it is not there, or closed."""
+    """Open the bucket of `source`. Raises `missing` instead of `BucketError` for a missing or inaccessible bucket."""
     try:
         yield open_store(source.store)
     except BucketError as error:
@@ -66,28 +65,28 @@ def open_source_bucket(source: S3Source, missing: type[InvalidInputError], *, fi
 
 _WEIGHTS = ".safetensors"
 _SEARCH_ONLY = getattr(os, "O_PATH", os.O_RDONLY)
-"""Flag to open a directory on the way to a file, which needs not be readable."""
+"""Flag to open a parent directory, which need not be readable."""
 
 
 @dataclass(frozen=True)
 class IncomingFile:
-    """One file of a source."""
+    """One file of a model to import."""
 
     name: str
     """Path relative to the source, with `/`."""
     size: int
-    """Bytes that it had when it was listed; of a sparse file its apparent size."""
+    """Bytes when it was listed; apparent size of a sparse file."""
     stream: Callable[[], Iterator[bytes]]
-    """Reads it to its end, however long it is by then."""
+    """Reads the file to its end, even if it has grown."""
     field: str
 
     @property
     def is_small(self) -> bool:
-        """Whether it is copied to this machine and checked; weights are only copied from store to store."""
+        """Whether it is copied to this machine and validated; weights are copied from store to store only."""
         return not self.name.endswith(_WEIGHTS)
 
     def checked_stream(self) -> Iterator[bytes]:
-        """Yield its bytes, never more than `size`. Raises `ModelError` if it has another size by now."""
+        """Yield its bytes, at most `size`. Raises `ModelError` if its size has changed."""
         left = self.size
         for piece in self.stream():
             if len(piece) > left:
@@ -98,15 +97,15 @@ class IncomingFile:
             raise self._make_changed_error()
 
     def _make_changed_error(self) -> ModelError:
-        why = "was changed while it was copied; import it again when it is complete"
+        why = "has changed during the import; import it again when it is complete"
         return _make_file_error(self.field, self.name, why)
 
 
 def list_directory(directory: Path, boundary: Boundary, *, field: str) -> list[IncomingFile]:
     """List the regular files below a directory, sorted by name. Links to files are followed within `boundary`.
 
-    Raises `ModelError` for anything outside of it, for other kinds of files (pipes, devices, links to directories), and
-    for more files or directories than allowed.
+    Raises `ModelError` for files outside of it, for pipes, devices and links to directories, and for too many files or
+    directories.
     """
     found: list[IncomingFile] = []
     pending = [(boundary.check_path(directory, field, error=ModelError), "")]
@@ -127,8 +126,8 @@ def list_directory(directory: Path, boundary: Boundary, *, field: str) -> list[I
 
 @contextmanager
 def list_bucket(source: S3Source, *, field: str) -> Iterator[list[IncomingFile]]:
-    """List the objects below an address; they can be read within the context. Raises `ModelError` if there is none, or
-    more than allowed."""
+    """List the objects below an address; they can be read within the context. Raises `ModelError` for none or too
+    many."""
     with open_source_bucket(source, ModelError, field=field) as store:
         found: list[IncomingFile] = []
         for num_entries, info in enumerate(list_prefix(store, source, ModelError, field=field), 1):
@@ -140,8 +139,8 @@ def list_bucket(source: S3Source, *, field: str) -> Iterator[list[IncomingFile]]
 
 
 def check_sizes(files: Sequence[IncomingFile], max_bytes: int, *, field: str) -> int:
-    """Return the bytes of all files. Raises `ModelError` for more than `max_bytes`, or for small files that are too
-    large."""
+    """Return the total bytes. Raises `ModelError` for more than `max_bytes`, or for too large files other than
+    weights."""
     small = 0
     for file in files:
         if file.is_small:
@@ -193,12 +192,12 @@ def _inspect_file(path: Path, name: str, boundary: Boundary, field: str) -> Inco
 
 
 def _stream_file(real: Path, name: str, field: str) -> Iterator[bytes]:
-    """Yield the bytes of a regular file. Raises `ModelError` if its path leads over a link by now, which may leave the
-    boundary, or to another kind of file."""
+    """Yield the bytes of a regular file. Raises `ModelError` if its path now contains a link, which may leave the
+    boundary, or is another kind of file."""
     try:
         descriptor = _open_without_links(real)
     except OSError as error:
-        why = f"was changed while it was copied ({error.strerror}); import it again"
+        why = f"has changed during the import ({error.strerror}); import it again"
         raise _make_file_error(field, name, why) from error
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -208,8 +207,8 @@ def _stream_file(real: Path, name: str, field: str) -> Iterator[bytes]:
 
 
 def _open_without_links(real: Path) -> int:
-    """Open a file for reading by its real path, one directory after the other, so that a directory that has become a
-    link is not followed. Never waits for a pipe."""
+    """Open a file by its real path, one directory after another, so that no link is followed. Does not block on
+    pipes."""
     holder = os.open(real.anchor, _SEARCH_ONLY | os.O_DIRECTORY)
     try:
         for part in real.parts[1:-1]:

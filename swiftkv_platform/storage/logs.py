@@ -21,16 +21,16 @@ from swiftkv_platform.storage.object_store import ObjectStore
 
 _BLOCK_BYTES = 1 << 16
 _NOTICE_BYTES = 200
-"""Room for the line that reports the bytes left out."""
+"""Bytes reserved for the line that reports the bytes left out."""
 
 
 class LogLayout(FrozenModel):
-    """Place of the saved bytes in the original log. All sizes in bytes."""
+    """Which bytes of the original log are saved. All sizes in bytes."""
 
     size: int
     """Size of the original log."""
     head: int
-    """Size of the saved beginning."""
+    """Size of the saved head."""
     left_out: int = 0
 
 
@@ -44,21 +44,21 @@ def save_log(store: ObjectStore, key: str, pieces: Iterable[bytes], *, max_bytes
             path, capacity = Path(directory) / "log", max_bytes - _NOTICE_BYTES
             with path.open("wb") as file, (Path(directory) / "tail").open("w+b") as tail:
                 layout = _write_log(file, pieces, capacity // 2, _RingFile(tail, capacity - capacity // 2))
-            # The layout first, so that every stored log has one.
+            # layout first, so that every stored log has one
             store.put_bytes(_layout_key(key), layout.model_dump_json().encode())
             store.upload_file(path, key)
     except OSError as error:
-        raise StorageError(f"cannot keep the log {key}: {error}", field="key", value=key) from error
+        raise StorageError(f"cannot save the log {key}: {error}", field="key", value=key) from error
 
 
 @dataclass(frozen=True)
 class SavedLog:
-    """A log in the store; its bytes are not held in memory."""
+    """A log in the store, streamed on demand."""
 
     store: ObjectStore
     key: str
     size: int
-    """Bytes saved, including the line that reports the bytes left out."""
+    """Saved bytes, including the line that reports the bytes left out."""
     layout: LogLayout
 
     def stream(self, start: int = 0) -> Iterator[bytes]:
@@ -80,7 +80,7 @@ class SavedLog:
         while start > 0:
             begin = max(start - _BLOCK_BYTES, 0)
             block = self._read_block(begin, start - begin)
-            # Skip the newline that ends the last line.
+            # skip the newline of the last line
             ends = len(block) - 1 if start == self.size else len(block)
             while (ends := block.rfind(b"\n", 0, ends)) != -1:
                 lines -= 1
@@ -103,7 +103,7 @@ def open_log(store: ObjectStore, key: str) -> SavedLog | None:
     try:
         layout = LogLayout.model_validate_json(store.get_bytes(_layout_key(key)))
     except (ObjectNotFoundError, ValidationError):
-        layout = whole  # a log saved by a version without layouts
+        layout = whole  # saved by a version without layouts
     return SavedLog(store, key, info.size, layout)
 
 
@@ -129,7 +129,7 @@ class _RingFile:
             piece = piece[len(part) :]
 
     def blocks(self) -> Iterator[bytes]:
-        """Yield the kept bytes in pieces of at most `_BLOCK_BYTES` bytes."""
+        """Yield the bytes in pieces of at most `_BLOCK_BYTES`."""
         begin, end = max(self.num_added - self.capacity, 0), self.num_added
         while begin < end:
             at = begin % self.capacity

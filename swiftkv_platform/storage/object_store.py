@@ -1,5 +1,5 @@
-"""Object stores: their interface, rules for keys, and the store in a directory of this machine (or of a file system
-that all machines mount). Knows keys and bytes, nothing about jobs or models.
+"""Object stores: interface, rules for keys, and a store in a directory (local, or of a file system that all machines
+mount). Independent of jobs and models.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ class ObjectInfo:
 
 
 class ObjectStore(Protocol):
-    """Whole objects under `/`-separated keys; a reader sees an object completely or not at all.
+    """Objects with `/`-separated keys, written atomically.
 
-    A `prefix` is a directory: `a/b` covers `a/b/c` and not `a/bc`; `""` is everything.
-    A key is never also the prefix of other keys. Every method raises `StorageError`
-    when the store fails, and `InvalidInputError` for a key that `validate_key` refuses.
+    A `prefix` is a directory: `a/b` covers `a/b/c` but not `a/bc`; `""` covers all. A key is never the prefix of other
+    keys. Every method raises `StorageError` if the store fails, and `InvalidInputError` for an invalid key.
     """
 
     @property
     def uri(self) -> str:
-        """The address without credentials; `open_store(uri)` opens the same store."""
+        """URI without credentials; `open_store(uri)` opens the same store."""
 
     def put_bytes(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
         """Write an object. With `if_absent`, raise `ConflictError` when the key exists."""
@@ -65,11 +64,11 @@ class ObjectStore(Protocol):
         """Write the file's content as an object."""
 
     def upload_pieces(self, pieces: Iterator[bytes], key: str, size: int) -> None:
-        """Write the joined pieces, of about `size` bytes together, as an object; nothing is written if the iterator
-        raises, and its error is passed on."""
+        """Write the joined pieces, of about `size` bytes in total, as an object. If the iterator raises, nothing is
+        written and its error is raised."""
 
     def free_bytes(self) -> int | None:
-        """Return the bytes that still fit into the store; None if there is no such limit."""
+        """Return the free bytes of the store; None: unlimited."""
 
     def download_file(self, key: str, path: Path) -> None:
         """Write the object to `path`, replacing it atomically. Raises `ObjectNotFoundError`."""
@@ -93,14 +92,14 @@ class ObjectStore(Protocol):
         """Remove every object below `prefix`, which must not be empty."""
 
     def presigned_url(self, key: str, expires_s: int) -> str | None:
-        """Return a URL that reads the object without credentials for `expires_s` seconds; None if there are no such."""
+        """Return a signed URL of the object, valid for `expires_s` seconds; None if the store has no signed URLs."""
 
     def ping(self) -> None:
-        """Write, read and delete one small object, without retrying if the store is down. Raises `StorageError`."""
+        """Write, read and delete a small object, without retries. Raises `StorageError`."""
 
 
 def validate_key(key: str) -> str:
-    """Return `key` if it is a relative path of ordinary segments. Raises `InvalidInputError`."""
+    """Return `key` if it is a relative path without `.` and `..`. Raises `InvalidInputError`."""
     reason = find_key_fault(key)
     if reason is not None:
         raise InvalidInputError(
@@ -133,7 +132,7 @@ def read_small_file(store: ObjectStore, key: str, max_bytes: int) -> bytes:
 
 @contextmanager
 def open_temporary(path: Path) -> Iterator[Path]:
-    """Yield a new file in the directory of `path`, deleted at the end unless it was moved."""
+    """Yield a new temporary file in the directory of `path`, deleted at the end unless moved."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=path.parent)
     os.close(handle)
@@ -146,9 +145,9 @@ def open_temporary(path: Path) -> Iterator[Path]:
 
 
 class LocalObjectStore:
-    """Store with one file per object, written under a temporary name and then moved into place atomically.
+    """Store with one file per object, written as a temporary file and renamed atomically.
 
-    Files whose names start with `TEMPORARY_PREFIX` are objects being written and are not listed.
+    Temporary files start with `TEMPORARY_PREFIX` and are not listed.
     """
 
     def __init__(self, root: Path) -> None:
@@ -261,13 +260,13 @@ class LocalObjectStore:
         return self._root / validate_key(key)
 
     def _walk(self, directory: str, start_after: str | None) -> Iterator[ObjectInfo]:
-        """Yield objects below `directory` (empty, or with a trailing slash) in key order, those after `start_after`."""
+        """Yield objects below `directory` ('', or with a trailing slash) in key order, after `start_after`."""
         for name in self._list_entries(directory, start_after):
             key = directory + name
             if name.endswith("/"):
                 yield from self._walk(key, start_after)
             else:
-                with suppress(FileNotFoundError):  # deleted since the scan saw it
+                with suppress(FileNotFoundError):  # deleted meanwhile
                     yield ObjectInfo(key, (self._root / key).stat().st_size)
 
     def _list_entries(self, directory: str, start_after: str | None = None) -> builtins.list[str]:
@@ -288,7 +287,7 @@ class LocalObjectStore:
 
 
 def _fsync(path: Path) -> None:
-    """Force the content to disk, so that after a power loss a renamed file is never without it."""
+    """Write the content to disk, so that a renamed file has it after a power failure."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 

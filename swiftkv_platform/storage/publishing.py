@@ -1,7 +1,7 @@
-"""Copy published models out of the platform's store: to hub repositories, buckets and directories.
+"""Publish models outside of the platform's store: to hub repositories, buckets and directories.
 
-A model is copied file by file, so that this machine holds one weight file at a time. Copying it again changes nothing.
-Credentials come from this process's environment (`HF_TOKEN`, `AWS_*`).
+A model is copied file by file, so that this machine stores one weight file at a time. Idempotent. Credentials come from
+this process's environment (`HF_TOKEN`, `AWS_*`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 CARD = "README.md"
 _IN_PROGRESS = "publishing.json"
-"""Object at an incomplete target: the manifest of the model being copied there."""
+"""Object that marks an incomplete target: the manifest of the model being copied."""
 _FIELD = "publish.to"
 
 
@@ -42,19 +42,19 @@ def publish(
     targets: Sequence[str] | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> str:
-    """Copy the artifact at `key`, with its card, to `target`, and return the target's address to show to users.
+    """Copy the artifact at `key`, with its card, to `target`, and return the target's URL.
 
     Args:
-        card: makes the card of an artifact that has none.
-        private: visibility of a repository that is created.
-        targets: directories within which a target directory must lie, links resolved; None allows all.
-        progress: called with the bytes copied so far and in total.
+        card: renders the card of an artifact without one.
+        private: visibility of a new repository.
+        targets: directories that a target directory must be within, after resolving links; None allows all.
+        progress: called with copied and total bytes.
 
     Raises:
-        InvalidInputError: the target directory, or one in it, lies outside of `targets`.
+        InvalidInputError: the target directory, or a directory in it, is outside of `targets`.
         ObjectNotFoundError: the artifact is not complete.
         ArtifactCorruptError: a file differs from its manifest.
-        ConflictError: the target holds something other than a model.
+        ConflictError: the target has other files than a model.
         StorageError: the target cannot be written.
     """
     manifest = read_manifest(source, key)
@@ -69,7 +69,7 @@ def publish(
 
 @dataclass(frozen=True)
 class _TargetDirectory:
-    """Directory to write to, and where it must lie; a tenant that may write there may have placed links."""
+    """Target directory, and the boundary that it must be within, since tenants may have placed links."""
 
     directory: Path | None
     """None for a bucket, which has no links."""
@@ -82,13 +82,13 @@ class _TargetDirectory:
         return cls(Path(target), Boundary.from_directories(*(each for each in targets if each.startswith("/"))))
 
     def check_path(self, name: str) -> str:
-        """Return `name`. Raises `InvalidInputError` if, links resolved, the target lies outside of the allowed places,
-        or the name's directory outside of the target."""
+        """Return `name`. Raises `InvalidInputError` if, after resolving links, the target is outside of the allowed
+        directories, or the file outside of the target."""
         if self.directory is not None:
             inside = Boundary.from_directories(self.directory)
             parent = (self.directory / name).parent
             if not (self.boundary.contains(self.directory) and inside.contains(parent)):
-                why = f", where {name!r} leads to a place that is not open to this tenant"
+                why = f", where {name!r} links to a directory that this tenant may not write"
                 raise InvalidInputError.for_field(_FIELD, str(self.directory), f"{why}; use a directory without links")
         return name
 
@@ -100,7 +100,7 @@ def _publish_to_store(
     target: ObjectStore,
     target_directory: _TargetDirectory,
 ) -> None:
-    """Copy a model to a store. The manifest is deleted first and written last, so that no mixture looks complete."""
+    """Copy a model to a store. The manifest is deleted first and written last, so that a partial copy is incomplete."""
     for name in (_IN_PROGRESS, *manifest.files, *extra):
         target_directory.check_path(name)
     before = _read_manifest(target, MANIFEST)
@@ -108,9 +108,7 @@ def _publish_to_store(
         return
     marked = _read_manifest(target, _IN_PROGRESS)
     if before is None and marked is None and next(target.list(""), None) is not None:
-        raise ConflictError.for_field(
-            _FIELD, target.uri, ", which holds something other than a model; use an empty place"
-        )
+        raise ConflictError.for_field(_FIELD, target.uri, ", which has other files than a model; use an empty target")
     target.put_bytes(_IN_PROGRESS, extra[MANIFEST])
     target.delete(MANIFEST)
     for stale in {name for each in (before, marked) if each is not None for name in each.files} - {*manifest.files}:
@@ -128,14 +126,14 @@ def _read_manifest(store: ObjectStore, key: str) -> Manifest | None:
     except ObjectNotFoundError:
         return None
     except ValueError as error:
-        why = f", whose {key} is not a model's manifest; use an empty place"
+        why = f", whose {key} is not a model's manifest; use an empty target"
         raise ConflictError.for_field(_FIELD, store.uri, why) from error
 
 
 def _fetch_files(
     source: ObjectStore, key: str, manifest: Manifest, progress: Callable[[int, int], None]
 ) -> Iterator[tuple[str, Path]]:
-    """Yield name and local copy of each file of an artifact; a copy is deleted when the next one is requested."""
+    """Yield name and local copy of each file of an artifact; the copy is deleted before the next one."""
     done, total = 0, sum(file.size for file in manifest.files.values())
     progress(done, total)
     for name, expected in sorted(manifest.files.items()):
@@ -150,7 +148,7 @@ def _fetch_files(
 def _publish_to_hub(
     files: Iterator[tuple[str, Path]], manifest: Manifest, extra: Mapping[str, bytes], repository: str, *, private: bool
 ) -> str:
-    """Copy a model to a hub repository in one commit; large files are uploaded before it, unless already there."""
+    """Copy a model to a hub repository in one commit; missing large files are uploaded first."""
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -175,15 +173,15 @@ def _publish_to_hub(
 
 
 def _check_repository(api: HfApi, repository: str) -> None:
-    """Raise `ConflictError` if the repository holds files that are not a model of this platform."""
+    """Raise `ConflictError` if the repository has files but no model of this platform."""
     present = set(api.list_repo_files(repository))
     if present - {CARD, ".gitattributes"} and MANIFEST not in present:
-        why = ", which holds something other than a model that was published by this platform; use another name"
+        why = ", which has other files than a model of this platform; use another name"
         raise ConflictError.for_field(_FIELD, f"hf://{repository}", why)
 
 
 def _list_deletions(api: HfApi, repository: str, *, keep: set[str]) -> list[Any]:
-    """Return deletions of weight files left by an earlier model."""
+    """Return deletions of weight files of an earlier model."""
     from huggingface_hub import CommitOperationDelete
 
     present = api.list_repo_files(repository)

@@ -63,6 +63,6 @@ def test_an_object_that_is_replaced_after_it_was_listed_is_refused(s3_store: Obj
     with list_bucket(S3Source(f"{s3_store.uri}/student"), field="source") as [file]:
         s3_store.put_bytes("student/model.safetensors", b"x" * size)
         copied: list[bytes] = []
-        with pytest.raises(ModelError, match="changed while it was copied"):
+        with pytest.raises(ModelError, match="changed during the import"):
             copied.extend(file.checked_stream())
     assert sum(map(len, copied)) <= 4_000_000

@@ -224,7 +224,7 @@ def test_logs_are_kept_without_being_held_in_memory(ray: FakeRayLogs, tmp_path: 
     log = kept(tmp_path, 3)
     assert 120 * MIB < len(log) <= 128 * MIB
     assert (log.startswith(b"line 000000 "), log.endswith(b"line 000299 \n")) == (True, True)
-    assert "cannot keep the log jobs/job_1/attempts/4/logs.txt" in full
+    assert "cannot save the log jobs/job_1/attempts/4/logs.txt" in full
     assert not (tmp_path / "jobs/job_1/attempts/4/logs.txt").exists()
 
 

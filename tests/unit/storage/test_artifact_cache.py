@@ -113,7 +113,7 @@ def test_a_copy_that_was_damaged_is_mended_while_another_holds_it(store: Countin
         with cache.open_copy(store, "a") as (mended, _):
             assert mended == path
             assert (mended / "weights.bin").read_bytes() == intact
-        ArtifactCache(tmp_path / "cache", 0)._evict(1, for_="another")
+        ArtifactCache(tmp_path / "cache", 0)._evict(1, except_name="another")
         assert path.is_dir(), "the first user still holds it"
 
 

@@ -204,7 +204,7 @@ def test_a_file_that_changes_after_it_was_listed_is_not_copied(tmp_path: Path, c
     weights.write_bytes(b"weights")
     [file] = list_directory(inside, Boundary.from_directories(tmp_path / "opened"), field="source")
     change(weights)
-    with pytest.raises(ModelError, match=r"changed while it was copied|not a regular file"):
+    with pytest.raises(ModelError, match=r"changed during the import|not a regular file"):
         b"".join(file.checked_stream())
 
 

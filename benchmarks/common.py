@@ -26,13 +26,11 @@ def make_benchmark_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def write_report(report: Any, output: Path | None) -> None:
-    """Write a report as indented JSON; do nothing without `output`."""
     if output is not None:
         output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def format_markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format a Markdown table."""
     head, *body = [f"| {' | '.join(line)} |" for line in (columns, *rows)]
     return "\n".join([head, "|---" * len(columns) + "|", *body])
 

@@ -69,7 +69,6 @@ def main() -> None:
 
 
 def open_database(name: str, directory: Path, postgres: str | None) -> Database:
-    """Open an empty SQLite database, or an empty schema of PostgreSQL."""
     url = f"sqlite:///{directory / name}.db"
     if postgres is not None:
         admin, name = Database(postgres), f"measured_{name}"
@@ -84,7 +83,6 @@ def open_database(name: str, directory: Path, postgres: str | None) -> Database:
 
 
 def insert_jobs(database: Database, count: int) -> None:
-    """Insert ended and queued jobs with their events."""
     spec = JobSpec.model_validate(SPEC)
     jobs, events = [], []
     for number in range(count):

@@ -211,7 +211,6 @@ class RunsByDecodeKeyValue(dict[str, TrainingRuns]):
 
 
 def make_point_spec(spec: JobSpec, point: str, args: argparse.Namespace, seed: int) -> JobSpec:
-    """Return the job spec of one point."""
     layers, group_size, *options = point.split(":")
     depth = {"num_key_value_layers": int(layers)} if layers.isdecimal() else {"prefill_layers": parse_layers(layers)}
     [start] = [option for option in options if option not in (TEACHER_OUTPUT, *DECODE_KEY_VALUES)] or ["calibrated"]
@@ -255,13 +254,11 @@ def summarize_totals(totals: Totals) -> PointResult:
 
 
 def measure_needles(runs: TrainingRuns, run: TrainedRun, needles: list[Needles], *, swiftkv: bool) -> dict[int, float]:
-    """Return the share of needles that the student, or its teacher, finds, by prompt length."""
     model = runs.load(run.spec, run.end).swiftkv(swiftkv)
     return {one.length: one.share_found(model) for one in needles}
 
 
 def measure_point(runs: TrainingRuns, run: TrainedRun, needles: list[Needles]) -> PointResult:
-    """Measure all figures of a point."""
     start, end = runs.compare_on_held_out(run.spec, run.start), runs.compare_on_held_out(run.spec, run.end)
     exits = exit_bins(end.exit_head)
     return {

@@ -161,7 +161,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def save_models(args: argparse.Namespace, directory: Path) -> dict[str, Path]:
-    """Save a random dense model and its student."""
     dense: Any = make_random_llama(args, compute_max_length(args))
     dense = dense.to(torch.bfloat16)
     dense.save_pretrained(directory / "dense")
@@ -172,7 +171,6 @@ def save_models(args: argparse.Namespace, directory: Path) -> dict[str, Path]:
 
 
 def compute_max_length(args: argparse.Namespace) -> int:
-    """Return the tokens of the longest sequence, prompt and output."""
     return int(max(args.prompt_length + 1, args.context_length + args.output_length))
 
 
@@ -211,7 +209,6 @@ def make_engine_system(engine: LLMEngine) -> System:
 def start_vllm_worker(
     args: argparse.Namespace, model: Path, config: EngineConfig, options: dict[str, Any]
 ) -> EngineWorker:
-    """Start vLLM on a model, with the limits of our engine."""
     arguments = make_vllm_arguments(
         model,
         kv_cache_bytes=count_caches(args) * VLLM_KV_CACHE_BYTES,
@@ -352,7 +349,6 @@ def _count_step_flops(engine: LLMEngine, prompts: torch.Tensor, *, num_steps_bef
 
 
 def count_kv_blocks(loaded: dict[str, LoadedModel]) -> dict[str, dict[str, int]]:
-    """Count the blocks of the KV cache at equal memory, by system and dtype."""
     return {
         name: {
             dtype: make_cache(model, EngineConfig(kv_cache_bytes=KV_CACHE_BYTES, kv_cache_dtype=dtype)).num_blocks

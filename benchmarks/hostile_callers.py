@@ -92,12 +92,12 @@ async def repeat_concurrently(number: int, action: Callable[[], Awaitable[None]]
     await asyncio.gather(*(forever() for _ in range(number)))
 
 
-def make_post_attack(number: int, body: Any) -> Attack:
-    """Return an attack that posts the same JSON in `number` concurrent loops."""
+def make_request_attack(number: int, method: str, body: Any = None) -> Attack:
+    """Return an attack that repeats the same request in `number` concurrent loops."""
 
     async def attack(client: httpx.AsyncClient, path: str, record: RecordResponse) -> None:
         async def send() -> None:
-            record(await client.post(path, json=body))
+            record(await client.request(method, path, json=body))
 
         await repeat_concurrently(number, send)
 
@@ -114,7 +114,6 @@ async def send_nested_bodies(client: httpx.AsyncClient, path: str, record: Recor
 
 
 async def send_large_bodies(client: httpx.AsyncClient, _path: str, record: RecordResponse) -> None:
-    """Post large bodies of each kind in turn."""
     sent = [
         (path, head + part * ((LARGE_BYTES - len(head) - len(tail)) // len(part)) + tail)
         for path, kinds in LARGE.items()
@@ -162,7 +161,6 @@ async def open_silent_connections(client: httpx.AsyncClient, _path: str, record:
 
 
 def store_jobs(client: httpx.Client) -> None:
-    """Store jobs with large specs."""
     for _ in range(NUM_SPECS):
         client.post("/jobs", json=LARGE_JOB).raise_for_status()
 
@@ -176,15 +174,6 @@ async def validate_large_specs(client: httpx.AsyncClient, path: str, record: Rec
         record(await client.get(stored))
 
     await repeat_concurrently(8, send)
-
-
-async def read_long_pages(client: httpx.AsyncClient, path: str, record: RecordResponse) -> None:
-    """Read the longest page of a list, in four concurrent loops."""
-
-    async def read() -> None:
-        record(await client.get(path))
-
-    await repeat_concurrently(4, read)
 
 
 async def read_jobs_and_lists(client: httpx.AsyncClient, path: str, record: RecordResponse) -> None:
@@ -210,8 +199,6 @@ async def send_extreme_deployments(client: httpx.AsyncClient, path: str, record:
 
 @dataclass(frozen=True)
 class AttackCase:
-    """One attack."""
-
     attack: Attack
     path: str = ""
     """Path of the requests; `{job}` is a job's id."""
@@ -226,16 +213,16 @@ CASES = {
     "event streams": AttackCase(open_streams, "/jobs/{job}/events"),
     "followed logs": AttackCase(open_streams, "/jobs/{job}/logs?follow=true"),
     "silent connections": AttackCase(open_silent_connections),
-    "pages": AttackCase(read_long_pages, "/jobs?limit=1000", prepare=store_jobs),
+    "pages": AttackCase(make_request_attack(4, "GET"), "/jobs?limit=1000", prepare=store_jobs),
     "specs": AttackCase(validate_large_specs, "/jobs/validate"),
-    "complaints": AttackCase(make_post_attack(8, MANY_KEYS), "/jobs/validate"),
+    "complaints": AttackCase(make_request_attack(8, "POST", MANY_KEYS), "/jobs/validate"),
     "reads": AttackCase(read_jobs_and_lists, "/jobs"),
-    "refusals": AttackCase(make_post_attack(NUM_CONCURRENT, {}), "/deployments/dep_none/generate"),
+    "refusals": AttackCase(make_request_attack(NUM_CONCURRENT, "POST", {}), "/deployments/dep_none/generate"),
     "deployments": AttackCase(send_extreme_deployments, "/deployments"),
     "bodies, replica": AttackCase(send_nested_bodies, "/generate", is_replica=True),
     "large bodies, replica": AttackCase(send_large_bodies, is_replica=True),
-    "grammar, replica": AttackCase(make_post_attack(8, GRAMMAR), "/generate", is_replica=True),
-    "samples, replica": AttackCase(make_post_attack(6, MANY_SAMPLES), "/generate", is_replica=True),
+    "grammar, replica": AttackCase(make_request_attack(8, "POST", GRAMMAR), "/generate", is_replica=True),
+    "samples, replica": AttackCase(make_request_attack(6, "POST", MANY_SAMPLES), "/generate", is_replica=True),
 }
 
 

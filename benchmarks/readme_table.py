@@ -45,7 +45,6 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def replace_table(page: str, report: dict[str, Any]) -> str:
-    """Replace the table between the markers of a page."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

@@ -187,7 +187,6 @@ class GpuBenchmark:
         return {"machine": machine, "dtype": self._args.dtype, "loads": vars(self._loads)}
 
     def check_agreement(self) -> dict[str, dict[str, Any]]:
-        """Compare the engine with PyTorch, by model."""
         prompts = self._make_prompts([Request(0.0, length, 1) for length in self._loads.agreement_lengths], seed=0)
         found, dtype = {}, getattr(torch, self._args.dtype)
         for name, model in self._models.items():

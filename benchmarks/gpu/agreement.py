@@ -54,7 +54,6 @@ class TokenScores:
 
 
 def generate_greedily(engine: LLMEngine, prompts: Sequence[list[int]], num_tokens: int) -> list[GreedyOutput]:
-    """Generate with our engine."""
     return convert_outputs(engine.generate(prompts, make_greedy_params(num_tokens), progress=False))
 
 
@@ -123,7 +122,6 @@ def _rms(errors: torch.Tensor) -> float:
 
 
 def format_table(found: Mapping[str, dict[str, Any]]) -> str:
-    """Format a table with a row per model."""
     head = ["model", "tokens", "RMS error (nats)", "PyTorch's", "gap to the best", "agrees"]
     cells = (
         [

@@ -43,8 +43,6 @@ else:
 
 @dataclass(frozen=True)
 class Part:
-    """A command of `make gpu`."""
-
     name: str
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)

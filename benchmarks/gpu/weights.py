@@ -135,7 +135,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def prepare_weight_variants(directory: Path, shape: str, args: argparse.Namespace) -> list[ServedModel]:
-    """Prepare the dense model and its students, in each weight dtype."""
     made = prepare_models(shape, directory, dtype=torch.bfloat16, device=args.device, group_sizes=[1])
     release_memory()
     served = []

@@ -111,7 +111,6 @@ def _play_round(
     number: int,
     runs: dict[str, list[Figures]],
 ) -> None:
-    """Play one round and print its figures."""
     prompts = systems.make_prompts(requests, seed=number)
     for name, found in play_round(engines, requests, prompts, number).items():
         runs.setdefault(name, []).append(found)

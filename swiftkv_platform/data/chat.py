@@ -28,7 +28,6 @@ PLAIN_TEMPLATE = (
     "{% else %}{{ message.content }}\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}### Assistant:\n{% endif %}"
 )
-"""Template for tokenizers without a chat template."""
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CONTENT_NONE_TEST = re.compile(r"""\bcontent['"\])]*\s+is\s+(not\s+)?none\b""", re.IGNORECASE)
@@ -152,7 +151,6 @@ class _BoundTemplate:
 
     @property
     def has_generation_tags(self) -> bool:
-        """Whether the template marks the assistant's text by `{% generation %}`."""
         return _GENERATION_TAG.search(self.template) is not None
 
     def adapt_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -316,7 +314,6 @@ class _AssistantTurns:
         return found
 
     def _render_prompt(self, turn: int) -> str:
-        """Return the rendered messages before `turn`, with the generation prompt."""
         if turn not in self._prompts:
             self._prompts[turn] = self._template.render(self._messages[:turn], add_generation_prompt=True)
         return self._prompts[turn]
@@ -358,7 +355,6 @@ class _AssistantTurns:
         return _common_prefix_length(text, self._template.render(self._replace_content(turn, end)))
 
     def _count_following_characters(self, turn: int, text: str, end: int) -> int:
-        """Return the number of characters of `text` after the content of message `turn`."""
         return _common_prefix_length(text[::-1], self._template.render(self._replace_content(turn, end))[::-1])
 
     def _replace_content(self, turn: int, end: int) -> list[Message]:

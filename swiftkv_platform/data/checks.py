@@ -323,7 +323,6 @@ def _is_reader_missing(file: Path) -> bool:
 
 
 def _read_footer_size(file: Path) -> int:
-    """Return the footer length in bytes recorded at the end of a Parquet file."""
     with file.open("rb") as stream:
         stream.seek(-min(8, file.stat().st_size), os.SEEK_END)
         return int.from_bytes(stream.read(4), "little")
@@ -354,13 +353,11 @@ class UploadedRows:
     """Size, digest and format of a checked file."""
 
     size: int
-    """Bytes."""
     sha256: str
     rows: int
     format: str
     """Row format of its first row; `prompts` for rows that the teacher completes."""
     columns: tuple[str, ...]
-    """Columns of its first row."""
 
 
 def check_upload(path: Path, name: str, *, field: str, max_rows: int) -> UploadedRows:
@@ -408,7 +405,6 @@ def _read_rows(path: Path, name: str, field: str) -> Iterator[tuple[int, Row]]:
 
 
 def _check_row(row: Row, name: str, number: int, field: str, non_empty: NonEmptyColumns) -> str:
-    """Return the name of the format that reads a row. Raises `DataError`."""
     if len(row) > _MAX_COLUMNS or any(len(column) > _MAX_COLUMN_NAME_LENGTH for column in row):
         accepted = f"at most {_MAX_COLUMNS}, with names of at most {_MAX_COLUMN_NAME_LENGTH} characters, are accepted"
         raise make_row_error(field, name, number, f" has {len(row)} columns; {accepted}")

@@ -92,10 +92,8 @@ class PromptSource:
     encoder: DocumentEncoder
     teacher: TeacherIdentity
     seed: int
-    """Seed that chooses `sample_count` prompts."""
     remote: RemoteFiles | None
     access: Access = UNRESTRICTED
-    """Sources that may be read."""
 
     @property
     def settings(self) -> CompletionSpec:

@@ -48,7 +48,6 @@ class EncodedDocument:
     samples: list[tuple[TokenIds, BoolArray]]
     """Token ids and loss masks (see `packing.Samples.loss_mask`)."""
     num_tokens: int
-    """Tokens of the whole document."""
     is_too_long: bool
     """Whether it exceeded `max_length`: a text was split into windows, or a conversation was truncated."""
     num_truncated_tokens: int = 0
@@ -160,7 +159,6 @@ class DocumentEncoder:
         )
 
     def encode_completion(self, prompt: Sequence[int], completion: Sequence[int]) -> EncodedDocument:
-        """Encode the token ids of a prompt and of the teacher's completion."""
         ids = np.array([*prompt, *completion], dtype=np.int32)
         is_target = np.ones(len(ids), dtype=np.bool_)
         if self._assistant_only or self._mask_prompts:
@@ -211,7 +209,6 @@ class DocumentEncoder:
 
 
 def _merge_encoded(parts: Sequence[EncodedDocument]) -> EncodedDocument:
-    """Merge the encoded texts of one document."""
     if len(parts) == 1:
         return parts[0]
     return EncodedDocument(

@@ -44,7 +44,6 @@ def open_file(file: Path, field: str) -> Iterator[BinaryIO]:
 
 
 def make_file_error(field: str, file: Path | str, why: str) -> DataError:
-    """Return the error for a file that cannot be read."""
     return DataError(f"{field}: {file} {why}", field=field, value=str(file))
 
 
@@ -191,7 +190,6 @@ def _read_json_array(file: Path, _columns: Sequence[str] | None, field: str) -> 
 
 
 def _parse_elements(file: Path, field: str) -> Iterator[Any]:
-    """Yield the elements of a JSON array, parsing while reading."""
     parser = _JsonParser(file, field)
     parser.expect("[")
     if parser.peek() == "]":

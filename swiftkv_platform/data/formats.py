@@ -151,7 +151,6 @@ def find_row_reader(
 
 
 def describe_mismatch(origin: str, columns: Collection[str], formats: Sequence[RowFormat]) -> str:
-    """Return the error message for rows whose columns match none of `formats`."""
     accepted = "; ".join(f"{f.name}: {' or '.join(' + '.join(group) for group in f.columns)}" for f in formats)
     listed = ", ".join(columns)[:_MAX_LISTED_LENGTH] or "(none)"
     return f"{origin} has the columns {listed}; these are accepted: {accepted}"
@@ -227,7 +226,6 @@ def _parse_alpaca(values: list[Any], row: Row) -> Content:
 
 
 def _parse_history(row: Row) -> list[Message]:
-    """Return the messages of `history`, pairs of instruction and output."""
     history = row.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise RowError(f"history is {history!r:.80}; a list of pairs of instruction and output is accepted")

@@ -124,12 +124,10 @@ class PackedRows:
         return batch, tuple(chain.from_iterable(lengths))
 
     def get_text_ids(self, index: int) -> IntArray:
-        """Return the text id of each sample of a row."""
         members = self.get_members(index)
         return members if self.samples.text_ids is None else self.samples.text_ids[members]
 
     def get_sample_lengths(self, index: int) -> IntArray:
-        """Return the number of tokens of each sample of a row."""
         return self.samples.lengths[self.get_members(index)]
 
     @cached_property
@@ -139,7 +137,6 @@ class PackedRows:
         return tuple(zip(lengths.tolist(), numbers.tolist(), strict=True))
 
     def get_members(self, index: int) -> IntArray:
-        """Return the sample indices of a row."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         return self.members[self.row_starts[index] : self.row_starts[index + 1]]
@@ -152,7 +149,6 @@ class PackedRows:
         }
 
     def _write_sample(self, batch: dict[str, npt.NDArray[Any]], row: int, begin: int, member: int) -> int:
-        """Write a sample at `begin` of a row, and return its end."""
         source = slice(self.samples.starts[member], self.samples.starts[member + 1])
         end = begin + int(source.stop - source.start)
         batch["input_ids"][row, begin:end] = self.samples.tokens[source]

@@ -214,7 +214,6 @@ class SourceCollector:
     _written_tokens: int = 0
 
     def read_rows(self, rows: Iterable[SourceRow]) -> SourceStatistics:
-        """Read the source's rows. Raises `DataError` without rows, or for an unusable one."""
         for batch in _batch_documents(self._render_rows(rows)):
             self._encode_batch(batch)
         return self._summarize()

@@ -129,8 +129,6 @@ def compute_fingerprint(spec: DataSpec, directory: Path, *splits: PackedRows) ->
 
 
 class SourceStatistics(FrozenModel):
-    """Statistics of one source."""
-
     name_or_path: str
     formats: dict[str, int]
     """Number of rows by row format."""
@@ -154,8 +152,6 @@ class SourceStatistics(FrozenModel):
 
 
 class RowStatistics(FrozenModel):
-    """Statistics of the training, held-out or validation rows."""
-
     documents: int
     """Documents, with the repeats of their source's weight."""
     samples: int
@@ -180,8 +176,6 @@ class RowStatistics(FrozenModel):
 
 
 class DataStatistics(FrozenModel):
-    """Statistics of prepared data."""
-
     train: RowStatistics
     held_out: RowStatistics
     """Statistics of the rows whose metrics are reported."""

@@ -103,9 +103,8 @@ def _check_repository_cards(name: str, field: str) -> str | None:
         except EntryNotFoundError:
             continue
         except (HfHubHTTPError, ConnectionError) as error:
-            raise DataError.for_field(
-                field, name, f": no such data set on the hub, or no access to it ({error})"
-            ) from error
+            why = f": no such data set on the hub, or no access to it ({error})"
+            raise DataError.for_field(field, name, why) from error
         revision = file.parent.name
         Boundary.from_directories(file.parents[2]).check_path(file, field)
         check_card(file, field)
@@ -121,12 +120,8 @@ def _load_split(
     *,
     cache: str | None = None,
 ) -> Table:
-    """Load a split with `datasets`.
-
-    Args:
-        is_allowed: whether a file that `datasets` found may be opened; None allows all files.
-        cache: directory for the rows that `datasets` prepares; None: its default one.
-    """
+    """Load a split with `datasets`. `is_allowed`: whether a file may be opened; None allows all files. `cache`:
+    directory for prepared rows; None: the default one of `datasets`."""
     import datasets
 
     with _translate_errors(name, source, source_field):
@@ -141,16 +136,14 @@ def _load_split(
 
 
 def _load_cached_split(source: DataSourceSpec, source_field: str) -> Table:
-    """Load a split from the rows that `datasets` prepared from a hub repository."""
     from datasets.packaged_modules.cache.cache import Cache
 
     name = source.name_or_path
     with _translate_errors(name, source, source_field):
         *_, config, version, commit = _find_cached_directory(source, source_field).parts
         found = {"config_name": config, "version": version, "hash": commit}
-        return _open_split(
-            Cache(repo_id=name, dataset_name=name.rpartition("/")[2], **found), name, source, source_field
-        )
+        builder = Cache(repo_id=name, dataset_name=name.rpartition("/")[2], **found)
+        return _open_split(builder, name, source, source_field)
 
 
 def _find_cached_directory(source: DataSourceSpec, source_field: str) -> Path:
@@ -175,11 +168,8 @@ def _find_cached_directory(source: DataSourceSpec, source_field: str) -> Path:
     # 2. select the subset, and its newest commit
     wanted = [each for each in commits if source.subset in (None, each.parts[-3])]
     if not wanted or (source.subset is None and len(configurations) > 1):
-        raise DataError.for_field(
-            f"{source_field}.subset",
-            source.subset,
-            f"; offline, this machine has {', '.join(configurations)} of {name}",
-        )
+        why = f"; offline, this machine has {', '.join(configurations)} of {name}"
+        raise DataError.for_field(f"{source_field}.subset", source.subset, why)
     return max(wanted, key=lambda each: each.stat().st_mtime)
 
 
@@ -208,9 +198,8 @@ def _translate_errors(name: str, source: DataSourceSpec, source_field: str) -> I
     except SwiftKVError:
         raise
     except datasets.exceptions.DatasetNotFoundError as error:
-        raise DataError.for_field(
-            f"{source_field}.name_or_path", name, f": no such local path, and no such data set on the hub ({error})"
-        ) from error
+        why = f": no such local path, and no such data set on the hub ({error})"
+        raise DataError.for_field(f"{source_field}.name_or_path", name, why) from error
     except ConnectionError as error:
         raise _make_hub_error(name, f"{source_field}.name_or_path", error) from error
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -258,7 +247,6 @@ def _make_hub_error(name: str, field: str, error: Exception | str) -> StorageErr
 
 
 def _make_table(name: str, dataset: Any, source_field: str) -> Table:
-    """Return the table of a `Dataset` or `IterableDataset`."""
     dataset = _drop_media(dataset)
     columns = dataset.column_names or tuple(next(iter(dataset), {}))
     return Table(name, tuple(columns), partial(_read_rows, dataset, name, source_field), lambda: len(dataset))
@@ -294,9 +282,8 @@ def _read_rows(dataset: Any, name: str, source_field: str, columns: Sequence[str
                 yield number, dict(zip(batch, values, strict=True))
                 number += 1
     except ConnectionError as error:
-        raise StorageError(
-            f"{source_field}: the hub became unavailable after row {number - 1} of {name!r} ({error})"
-        ) from error
+        why = f"the hub became unavailable after row {number - 1} of {name!r} ({error})"
+        raise StorageError(f"{source_field}: {why}") from error
     except UnicodeDecodeError as error:
         why = f" or one soon after it, holds text that is not UTF-8 ({error.reason}); UTF-8 text is accepted"
         raise make_row_error(source_field, name, number, why, unit="row") from error

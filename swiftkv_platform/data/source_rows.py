@@ -72,7 +72,6 @@ class RemoteFile:
 
     @property
     def origin(self) -> str:
-        """Name of the object in messages."""
         return f"{self.store}/{self.key}"
 
 

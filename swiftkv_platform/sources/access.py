@@ -48,7 +48,6 @@ class Access:
     code_tasks: bool = False
     """Whether tasks may run code that a model generates."""
     tenant: str | None = None
-    """Name of the tenant in messages."""
     files: Mapping[str, StoredFile] | None = None
     """Uploaded files of the tenant that its spec names, by id."""
 

@@ -256,12 +256,9 @@ def make_recall_prompts(*, held_out: bool) -> list[str]:
 def make_long_recall_prompts(*, held_out: bool) -> list[str]:
     """Return prompts of about 500 to 2,100 tokens that ask for one fact of a text, or for all of its facts."""
     people, seed = _PEOPLE[held_out], "held out" if held_out else "train"
-    prompts = []
-    for number in range(_NUM_LONG_PROMPTS[held_out]):
-        rng = random.Random(f"long recall {seed} {number}")  # noqa: S311 (no secret)
-        _, questions = _make_recall_text(rng, people, _NUM_LONG_REMARKS)
-        prompts.append(rng.choice(questions))
-    return prompts
+    numbers = range(_NUM_LONG_PROMPTS[held_out])
+    rngs = (random.Random(f"long recall {seed} {number}") for number in numbers)  # noqa: S311 (no secret)
+    return [rng.choice(_make_recall_text(rng, people, _NUM_LONG_REMARKS)[1]) for rng in rngs]
 
 
 def _make_recall_text(

@@ -77,8 +77,6 @@ class _UnreadableFileError(Exception):
 
 
 class _HeaderReader:
-    """Reads the header's values (only the length of lists) and tensor names."""
-
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
         self._num_bytes_left = min(os.fstat(stream.fileno()).st_size, MAX_HEADER_BYTES)

@@ -83,16 +83,15 @@ def _is_word_list(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(map(is_word, value)))
 
 
-def _is_flag(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
+def _accept_types(*types: type) -> ValueCheck:
+    return lambda value: value is None or isinstance(value, types)
 
 
-def _is_scalar(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float)
+_is_flag, _is_object = _accept_types(bool), _accept_types(Mapping)
+_is_scalar = _accept_types(bool, int, float)
 
 
 def _is_pattern_list(value: Any) -> bool:
-    """Whether a value is a list of patterns of module names."""
     return value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value))
 
 
@@ -102,7 +101,6 @@ def _is_rope_config(value: Any) -> bool:
 
 
 def _is_word_or_settings(value: Any) -> bool:
-    """Whether a value is a word, or an object of numbers and words."""
     return is_word(value) or _is_rope_config(value)
 
 
@@ -121,10 +119,6 @@ _PATTERN_KEYS = frozenset(
 """Keys of a quantization config whose values are patterns of module names."""
 
 
-def _is_object(value: Any) -> bool:
-    return value is None or isinstance(value, Mapping)
-
-
 def is_token(value: Any) -> bool:
     """Whether a value is a token as tokenizers store it: its text, or an object of its text and flags."""
     if isinstance(value, Mapping):
@@ -135,7 +129,6 @@ def is_token(value: Any) -> bool:
 
 
 def _is_token_collection(value: Any) -> bool:
-    """Whether a value is a list of tokens, or an object of tokens by name."""
     if isinstance(value, Mapping):
         return all(map(is_token, value.values()))
     return value is None or (isinstance(value, list) and all(map(is_token, value)))
@@ -299,7 +292,6 @@ def clean_tokenizer(values: Mapping[str, Any], *, has_file: bool) -> dict[str, A
 
 
 def clean_special_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a cleaned `special_tokens_map.json`. Raises `ModelError`."""
     return _select_custom_tokens(values) | _SPECIAL_TOKEN_RULES.clean(SPECIAL_TOKENS, values)
 
 

@@ -229,7 +229,6 @@ def make_paths_absolute(spec: JobSpec) -> JobSpec:
 
 
 def make_override_absolute(field: str, value: Any) -> Any:
-    """Return the value of a spec field with its paths made absolute."""
     if field == "model.name_or_path" and isinstance(value, str):
         return make_absolute(value, "model", field)
     if field == "data.sources" and isinstance(value, list):

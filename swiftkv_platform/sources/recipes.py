@@ -11,7 +11,6 @@ from swiftkv_platform.planning.machines import has_fast_bfloat16
 
 
 def find_recipes() -> dict[str, Path]:
-    """Return the files of all recipes by name, sorted."""
     directory = Path(str(files("swiftkv_platform.jobs") / "recipes"))
     return {path.stem: path for path in sorted(directory.glob("*.yaml"))}
 

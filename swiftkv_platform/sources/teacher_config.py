@@ -111,5 +111,4 @@ def find_builtin_teacher(name: str, *, field: str = TEACHER_FIELD) -> Path:
 
 
 def make_teacher_error(name: str, why: str, field: str = TEACHER_FIELD) -> ModelError:
-    """Return the error for an unusable teacher."""
     return ModelError.for_field(field, name, f": {why}")

@@ -94,7 +94,6 @@ class Boundary:
         return cls(tuple(os.path.realpath(directory) for directory in directories))
 
     def contains(self, path: str | Path) -> bool:
-        """Whether `path`, with links resolved, is inside."""
         if self.directories is None:
             return True
         real = Path(os.path.realpath(path))

@@ -45,13 +45,13 @@ class SlidingWindows:
 
     default: int | None
     """Window in tokens without `sliding_window`; None: no window."""
-    needs_use_sliding_window: bool = False
-    """Whether windows apply only if `use_sliding_window` is set."""
+    is_switchable: bool = False
+    """Whether windows need `use_sliding_window: true`."""
     has_layer_types: bool = False
-    """Whether `layer_types` says which layers have a window. If it is absent, the layers from `max_window_layers` on
-    have one if `needs_use_sliding_window` is set, else all layers."""
-    full_attention_interval: int | None = None
-    """n: if `layer_types` is absent, every n-th layer has no window; `sliding_window_pattern` overrides it."""
+    """Whether `layer_types` lists the layers with a window. Without it, all layers have one, or those from
+    `max_window_layers` on if windows are switchable."""
+    full_interval: int | None = None
+    """n: without `layer_types`, every n-th layer has no window. `sliding_window_pattern` overrides n."""
 
 
 NEVER, ALWAYS = FixedFlag(False), FixedFlag(True)
@@ -181,7 +181,7 @@ FAMILIES: Mapping[str, Family] = {
             "qwen2",
             "Qwen2",
             input_bias=ALWAYS,
-            windows=SlidingWindows(4096, needs_use_sliding_window=True, has_layer_types=True),
+            windows=SlidingWindows(4096, is_switchable=True, has_layer_types=True),
             gguf_architecture="qwen2",
         ),
         Family(
@@ -190,7 +190,7 @@ FAMILIES: Mapping[str, Family] = {
             **_BIASED,
             query_key_norms="head",
             head_dim=128,
-            windows=SlidingWindows(4096, needs_use_sliding_window=True, has_layer_types=True),
+            windows=SlidingWindows(4096, is_switchable=True, has_layer_types=True),
             gguf_architecture="qwen3",
         ),
         Family("granite", "Granite", **_BIASED, mlp_bias=MLP_BIAS, multipliers="keys", max_position_embeddings=2048),
@@ -209,7 +209,7 @@ FAMILIES: Mapping[str, Family] = {
             **_BIASED,
             has_layers_without_rope=True,
             mlp_bias=MLP_BIAS,
-            windows=SlidingWindows(None, needs_use_sliding_window=True, has_layer_types=True),
+            windows=SlidingWindows(None, is_switchable=True, has_layer_types=True),
             tie_word_embeddings=True,
             vllm_obstacle="the plugin rotates every group's keys; this project's own engine serves SmolLM3 students",
         ),
@@ -221,7 +221,7 @@ FAMILIES: Mapping[str, Family] = {
             norms="behind",
             query_key_norms="all heads",
             has_rope_per_layer_type=True,
-            windows=SlidingWindows(4096, has_layer_types=True, full_attention_interval=4),
+            windows=SlidingWindows(4096, has_layer_types=True, full_interval=4),
             max_position_embeddings=2048,
         ),
         Family("phi3", "Phi3", has_fused_projections=True, windows=SlidingWindows(None), max_position_embeddings=4096),
@@ -238,7 +238,7 @@ FAMILIES: Mapping[str, Family] = {
             has_rope_per_layer_type=True,
             feed_forward="gated_gelu",
             multipliers="sizes",
-            windows=SlidingWindows(4096, has_layer_types=True, full_attention_interval=6),
+            windows=SlidingWindows(4096, has_layer_types=True, full_interval=6),
             max_position_embeddings=131072,
             tie_word_embeddings=True,
             gguf_architecture="gemma3",
@@ -252,7 +252,7 @@ FAMILIES: Mapping[str, Family] = {
             **_BIASED,
             query_key_norms="head",
             feed_forward="qwen3_moe",
-            windows=SlidingWindows(4096, needs_use_sliding_window=True),
+            windows=SlidingWindows(4096, is_switchable=True),
         ),
         Family(
             "deepseek_v2",

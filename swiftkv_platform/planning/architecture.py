@@ -1,5 +1,5 @@
-"""Parts of a decoder, layer by layer: projections, attention windows, cache entries, as its family's `config.json`
-describes them. It counts nothing and imports no torch; other modules compute FLOPs, bytes and memory from it.
+"""A decoder's parts by layer, read from a `config.json`: projections, attention windows, cache entries. Other modules
+compute FLOPs, bytes and memory from them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from swiftkv_platform.student_shape import LayerMap, StudentShape
 
 @dataclass(frozen=True)
 class Linear:
-    """Linear maps of equal size in one place. A mixture of experts has `copies` of them, `active` of which run for a
-    token."""
+    """A linear map, or the equal maps of a mixture of experts: `copies` in total, `active` per token."""
 
     in_features: int
     out_features: int
@@ -37,13 +36,13 @@ class Linear:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions for one token, without adding the bias."""
+        """Multiplications and additions per token, without the bias."""
         return 2 * self.active * self.in_features * self.out_features
 
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """Cache entry of one token in one layer under one name (keys or values): `heads` vectors of `size`."""
+    """Keys or values of one token in one cache layer: `heads` vectors of `size`."""
 
     heads: int
     size: int
@@ -57,7 +56,7 @@ class AttentionShape:
     key_value: tuple[Linear, ...]
     """Projections that make the cache entries."""
     expansion: tuple[Linear, ...]
-    """Projections from cache entries to keys and values at attention time (MLA); empty for others."""
+    """Projections from cache entries to keys and values at attention time (MLA only)."""
     output: tuple[Linear, ...]
     num_heads: int
     """Query heads."""
@@ -66,17 +65,17 @@ class AttentionShape:
     value_size: int
     entries: tuple[CacheEntry, ...]
     shared_query_norms: int = 0
-    """Parameters of norms on queries before RoPE, which a student's layer shares with its teacher's (Qwen3)."""
+    """Parameters of norms on queries before RoPE, which teacher and student share (Qwen3)."""
     shared_key_norms: int = 0
-    """Parameters of norms on keys before RoPE, shared in the same way."""
+    """Parameters of norms on keys before RoPE, which teacher and student share."""
     query_norms: int = 0
-    """Parameters of norms between query projections, which a student's layer has copies of (MLA)."""
+    """Parameters of norms between query projections, which a student copies (MLA)."""
     key_norms: int = 0
-    """Parameters of norms between key and value projections, copied in the same way."""
+    """Parameters of norms between key and value projections, which a student copies (MLA)."""
 
     @property
     def flops_per_pair(self) -> int:
-        """Multiplications and additions of score and weighted sum for one query and one key, over all heads."""
+        """Multiplications and additions of score and weighted sum per pair of query and key, over all heads."""
         return 2 * self.num_heads * (self.query_size + self.value_size)
 
     @property
@@ -89,7 +88,7 @@ class AttentionShape:
 
     @property
     def decode_parameters(self) -> int:
-        """Parameters of the projections with which deep tokens make their own cache entries."""
+        """Parameters of the projections that make deep tokens' own cache entries."""
         return sum(linear.parameters for linear in self.key_value)
 
     @property
@@ -103,14 +102,14 @@ class Layer:
 
     attention: AttentionShape
     mlp: tuple[Linear, ...]
-    """Router (if any), then gate, up and down projections, of routed and of shared experts."""
+    """Router (if any), then gate, up and down projections of routed and shared experts."""
     window: int | None
-    """Tokens a query sees, itself included; None: all before it."""
+    """Sliding window in tokens, including the query itself; None: no window."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A teacher, and its student if one is described."""
+    """A teacher, and the student that its configuration describes, if any."""
 
     model_type: str
     """Model type of the teacher."""
@@ -119,11 +118,11 @@ class Architecture:
     tie_word_embeddings: bool
     layers: tuple[Layer, ...]
     has_input_norm: bool
-    """Whether the hidden states that attention reads are normalized, and x by norm_swiftkv."""
+    """Whether attention has a norm before it, and x has norm_swiftkv."""
     num_norms: int
-    """Norms of hidden states in a layer."""
+    """Norms of hidden states per layer."""
     shared_attention: AttentionShape
-    """Attention of the student's layers that own the KV projections of a group."""
+    """Attention of the student's group leaders, which have the KV projections."""
     max_position_embeddings: int
     dtype: str
     student: StudentShape | None
@@ -131,7 +130,7 @@ class Architecture:
 
 
 _MAX_LAYERS = 10_000
-"""Most layers of a model; each becomes an object here."""
+"""Max layers of a model; each becomes an object here."""
 
 
 def _read_head_attention(family: Family, fields: ConfigFields, num_key_value_heads: int | None) -> AttentionShape:
@@ -162,7 +161,7 @@ def _read_head_attention(family: Family, fields: ConfigFields, num_key_value_hea
 
 
 def _read_latent_attention(family: Family, fields: ConfigFields, _num_key_value_heads: int | None) -> AttentionShape:
-    """Multi-head latent attention (DeepSeek-V2): one latent and one rotated key a token are cached for all heads."""
+    """Multi-head latent attention (DeepSeek-V2): the cache has one latent and one rotated key per token."""
     hidden, heads = fields.get_count("hidden_size"), fields.get_count("num_attention_heads")
     nope, rope = fields.get_count("qk_nope_head_dim", default=128), fields.get_count("qk_rope_head_dim", default=64)
     value, rank = fields.get_count("v_head_dim", default=128), fields.get_count("kv_lora_rank", default=512)
@@ -217,9 +216,8 @@ def _read_experts(
 
 
 def _read_mixtral_mlp(_family: Family, fields: ConfigFields, _layer: int) -> tuple[Linear, ...]:
-    return _read_experts(
-        fields, fields.get_count("intermediate_size"), "num_local_experts", "num_experts", defaults=(8, 2)
-    )
+    intermediate = fields.get_count("intermediate_size")
+    return _read_experts(fields, intermediate, "num_local_experts", "num_experts", defaults=(8, 2))
 
 
 def _read_qwen3_moe_mlp(family: Family, fields: ConfigFields, layer: int) -> tuple[Linear, ...]:
@@ -237,10 +235,8 @@ def _read_deepseek_mlp(family: Family, fields: ConfigFields, layer: int) -> tupl
     shared = intermediate * fields.get_count("n_shared_experts", default=2)
     routed = _read_experts(fields, intermediate, "n_routed_experts", "num_experts", defaults=(64, None))
     _check_expert_groups(fields, routed[0].out_features)
-    return (
-        *routed,
-        *_make_gated_mlp(fields.get_count("hidden_size"), shared, bias=fields.has_property(family.mlp_bias)),
-    )
+    hidden, bias = fields.get_count("hidden_size"), fields.has_property(family.mlp_bias)
+    return (*routed, *_make_gated_mlp(hidden, shared, bias=bias))
 
 
 def _check_expert_groups(fields: ConfigFields, num_experts: int) -> None:
@@ -273,19 +269,15 @@ def _read_rotated_layers(fields: ConfigFields, num_layers: int) -> list[bool]:
 
 
 def _read_windows(family: Family, fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
-    """By layer, the tokens that a query sees; None: all before it."""
+    """Return the sliding window of each layer in tokens; None: no window."""
     windows = family.windows
-    if windows is None or (windows.needs_use_sliding_window and not fields.get_flag("use_sliding_window")):
+    if windows is None or (windows.is_switchable and not fields.get_flag("use_sliding_window")):
         return (None,) * num_layers
     window = fields.get_optional_count("sliding_window") if fields.has_key("sliding_window") else windows.default
     if window == 1:
         raise make_config_error("sliding_window", 1, "2 or more is accepted")
     types = fields.get_sequence("layer_types") if windows.has_layer_types else None
-    if (
-        window is None
-        and windows.full_attention_interval is not None
-        and (types is None or "sliding_attention" in types)
-    ):
+    if window is None and windows.full_interval is not None and (types is None or "sliding_attention" in types):
         raise ModelError(
             "config.json has sliding_window null, but sliding-window layers; a number is accepted",
             field="sliding_window",
@@ -295,11 +287,11 @@ def _read_windows(family: Family, fields: ConfigFields, num_layers: int) -> tupl
         return (window,) * num_layers
     if types is None and family.has_layers_without_rope:
         return tuple(None if rotates else window for rotates in _read_rotated_layers(fields, num_layers))
-    if types is None and windows.full_attention_interval is not None:
-        every = fields.get_count("sliding_window_pattern", default=windows.full_attention_interval)
+    if types is None and windows.full_interval is not None:
+        every = fields.get_count("sliding_window_pattern", default=windows.full_interval)
         return tuple(None if (i + 1) % every == 0 else window for i in range(num_layers))
     if types is None:
-        named = fields.get_optional_count("max_window_layers", minimum=0) if windows.needs_use_sliding_window else 0
+        named = fields.get_optional_count("max_window_layers", minimum=0) if windows.is_switchable else 0
         first = 28 if named is None else named
         return tuple(window if i >= first else None for i in range(num_layers))
     if len(types) != num_layers:
@@ -310,7 +302,7 @@ def _read_windows(family: Family, fields: ConfigFields, num_layers: int) -> tupl
 
 
 def _read_student_shape(fields: ConfigFields, num_layers: int) -> StudentShape | None:
-    """Return the shape in a student's configuration; None in a teacher's. Raises `ModelError`, naming a key."""
+    """Return the shape in a student's configuration; None for a teacher's. Raises `ModelError` with the key."""
     read: dict[Any, Callable[[str], Any]] = {
         bool: fields.get_flag,
         str: fields.get_text,
@@ -343,9 +335,8 @@ _FEED_FORWARD: Mapping[str, Callable[[Family, ConfigFields, int], tuple[Linear, 
 
 
 def read_architecture(source: ConfigSource, shape: StudentShape | None = None) -> Architecture:
-    """Read the decoder that a `config.json` (path, directory or content) describes; a teacher's or a student's.
-    `shape`: of the student, instead of the configuration's. Raises `ModelError` for a missing file, an unknown family,
-    or a key that is missing or invalid."""
+    """Read the decoder of a teacher's or student's `config.json` (path, directory or content). `shape` overrides the
+    configuration's. Raises `ModelError` for a missing file, an unknown family, or a missing or invalid key."""
     config = read_config(source)
     family = find_family(config)
     check_config_values(config)

@@ -1,10 +1,10 @@
-"""Cost of a distillation step: FLOPs, memory of a worker by use, time. Follows the fork at layer l, without torch.
+"""Cost of a distillation step: FLOPs, memory of a worker by use, time. Imports no torch.
 
 layers < l once, no gradient ─┬─ layers >= l as pretrained, no gradient
                               └─ layers >= l of the student: forward, gradients of inputs and of what is trained
 
-Memory follows what the fork keeps for its backward pass and what each sharding strategy holds; allocator overhead and
-kernels' workspaces are not included.
+Memory includes the tensors saved for the backward pass and those of each sharding strategy, but neither allocator
+overhead nor kernels' workspaces.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from swiftkv_platform.planning.prefill import attention_pairs, resolve_layer_map
 from swiftkv_platform.student_shape import LayerMap, StudentShape
 
 SampleCounts = tuple[tuple[int, int], ...]
-"""Number of samples by their length: (length, number)."""
+"""Pairs (length, number of samples)."""
 
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """Fields of a job spec that determine its cost, under the spec's names and meanings."""
+    """Fields of a job spec that determine its cost, by the spec's names."""
 
     sequence_length: int = 8192
-    """`data.max_length`, the number of tokens of every row."""
+    """`data.max_length`, the number of tokens per row."""
     samples: SampleCounts | None = None
-    """Samples that fill the rows; each attends to itself only. None: one sample per row."""
+    """Packed samples of the rows; None: one sample per row."""
     counted_share: float = 1.0
-    """Share of the positions that the loss counts."""
+    """Share of positions that count in the loss."""
     micro_batch_size: int = 1
     batch_size: int = 32
     num_workers: int = 1
@@ -48,7 +48,7 @@ class TrainingSetup:
     objective: Literal["logits", "lm"] = "logits"
     hidden_loss: bool = False
     searches_rate: bool = False
-    """Whether a search for the learning rate comes before the first step."""
+    """Whether the run searches its learning rate before the first step."""
     device: Literal["cuda", "cpu"] = "cuda"
 
     def runs_teacher(self, student: StudentShape) -> bool:
@@ -56,7 +56,7 @@ class TrainingSetup:
 
     @property
     def skips_uncounted(self) -> bool:
-        """Whether tokens that no loss counts stay out of the student's layers >= l."""
+        """Whether tokens without loss skip the student's layers >= l."""
         return self.sequence_parallel_size == 1 and not self.compiled
 
     @property
@@ -75,31 +75,29 @@ class TrainingSetup:
 FLOAT32_BYTES = 4
 """Bytes of float32: masters, gradients, optimizer state, norms."""
 LOGITS_PER_CHUNK = {"cuda": 1 << 25, "cpu": 1 << 19}
-"""Elements of one [chunk, vocab] buffer of the losses: 128 MiB in float32 on a GPU."""
+"""Elements of a [chunk, vocab] buffer of the losses: 128 MiB in float32 on a GPU."""
 LOGITS_PER_PASS = {"cuda": 1 << 25, "cpu": 1 << 17}
-"""Elements of logits that a pass of the losses takes at a time; on a CPU 512 KiB, so that the four buffers of a pass
-fit into a core's cache.
-"""
+"""Elements of logits per pass of the losses. On a CPU 512 KiB, so that a pass' four buffers fit into a core's cache."""
 MIN_CHUNK_ROWS = 160
-"""Fewest rows of a chunk, however large the vocabulary: products with fewer rows are bound by reading the head."""
+"""Min rows of a chunk for any vocabulary: products with fewer rows are bound by reading the head."""
 
 _NUM_HIDDEN_STATES = 5
-"""Hidden states around a layer in a forward pass: its input and output, x, the teacher's result, the residual."""
+"""Hidden states around a layer in a forward pass: input, output, x, the teacher's result, the residual."""
 
 
 class TrainingFlops(FrozenModel):
     """FLOPs per trained token."""
 
     lower: float
-    """Layers below l, once for teacher and student; if prompts bypass some, once more for the student's deep tokens."""
+    """Layers below l, shared by teacher and student; bypassed layers count again for the student's deep tokens."""
     teacher: float
     student: float
     backward: float
     """Gradients of the student's activations and of the trained parameters."""
     recomputation: float
-    """Forward passes of the student's layers again, under gradient checkpointing."""
+    """Recomputed forward passes under gradient checkpointing."""
     heads: float
-    """Logits and their gradients, with the exit head's."""
+    """Logits and their gradients, including the exit head's."""
     total: float
 
 
@@ -127,7 +125,7 @@ def plan_training(
     num_tokens: int | None = None,
     flops_per_second: float | None = None,
 ) -> TrainingPlan:
-    """FLOPs, memory and time of a distillation job from its teacher's `config.json`.
+    """Compute FLOPs, memory and time of a distillation job from its teacher's `config.json`.
 
     Args:
         shape: see `resolve_layer_map`.
@@ -197,13 +195,12 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
     share = setup.counted_share if setup.skips_uncounted else 1.0
     if setup.trainable == "all" or layer_map.bypassed_layers:  # the teacher runs these layers itself
         teacher += needs_teacher * lower
-    # Prompts run through the layers they bypass with the rest; the results after K and V are dropped.
-    deep_lower = sum(
-        _deep_layer_flops(layer, setup, share) for layer in model.layers[layer_map.first_bypassed_layer : first]
-    )
+    # Prompt tokens run through bypassed layers too, but only their K and V are used. Deep tokens run separately.
+    deep_layers = model.layers[layer_map.first_bypassed_layer : first]
+    deep_lower = sum(_deep_layer_flops(layer, setup, share) for layer in deep_layers)
     if setup.trainable == "all":
-        gaps = [model.layers[i] for i in layer_map.bypassed_layers]
-        released = sum(_layer_flops(layer, setup) - sum_linear_flops(layer.attention.key_value) for layer in gaps)
+        bypassed = [model.layers[i] for i in layer_map.bypassed_layers]
+        released = sum(_layer_flops(layer, setup) - sum_linear_flops(layer.attention.key_value) for layer in bypassed)
         backward, recomputed = 2 * (lower - released + deep_lower), lower + deep_lower
     lower += deep_lower
     for i, layer in enumerate(model.layers[first:], start=first):
@@ -244,14 +241,14 @@ def _layer_flops(layer: Layer, setup: TrainingSetup) -> float:
 
 
 def _deep_layer_flops(layer: Layer, setup: TrainingSetup, share: float) -> float:
-    """Return the FLOPs per token of a layer for deep tokens, which come last in their sample."""
+    """Return the FLOPs per token of a layer for deep tokens, the last ones of their sample."""
     attention = layer.attention
     maps = (*attention.query, *attention.key_value, *attention.output, *layer.mlp)
     return share * sum_linear_flops(maps) + _attention_flops(layer, setup, setup.counted_share)
 
 
 def _attention_flops(layer: Layer, setup: TrainingSetup, query_share: float = 1.0) -> float:
-    """`query_share`: share of each sample's tokens, its last ones, that have queries."""
+    """Return the attention FLOPs per token. `query_share`: share of each sample's last tokens that have queries."""
     samples = setup.samples or ((setup.sequence_length, 1),)
     queries = [(number, round(query_share * length), length) for length, number in samples]
     pairs = sum(number * attention_pairs(count, length - count, layer.window) for number, count, length in queries)
@@ -390,23 +387,15 @@ def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingS
         per_token += _layer_bytes(model, layer, setup, dtype_bytes, has_gradient=i > begin)
     if setup.trainable == "all":  # deep tokens run once more through the layers from the first gap on
         for i in range(layer_map.first_bypassed_layer, first):
-            deep = _layer_bytes(model, model.layers[i], setup, dtype_bytes, has_gradient=True)
-            per_token += round(setup.counted_share * (deep + dtype_bytes * cached)) + dtype_bytes * cached
-            per_token -= (i in layer_map.bypassed_layers) * _compute_released_bytes(
-                model, model.layers[i], setup, dtype_bytes
-            )
+            layer_bytes = _layer_bytes(model, model.layers[i], setup, dtype_bytes, has_gradient=True)
+            per_token += round(setup.counted_share * (layer_bytes + dtype_bytes * cached)) + dtype_bytes * cached
+            # of prompts that bypass the layer, only its normalized input remains
+            if i in layer_map.bypassed_layers:
+                per_token -= layer_bytes - (dtype_bytes + FLOAT32_BYTES) * hidden
     recomputed = 0
     if setup.gradient_checkpointing:
         recomputed = _layer_bytes(model, model.layers[-1], setup, dtype_bytes, has_gradient=True)
     return per_token * setup.tokens_per_pass, recomputed * setup.tokens_per_pass
-
-
-def _compute_released_bytes(model: Architecture, layer: Layer, setup: TrainingSetup, dtype_bytes: int) -> int:
-    """Return the bytes per token that a layer does not keep of prompts that bypass it: all but its normalized input."""
-    return (
-        _layer_bytes(model, layer, setup, dtype_bytes, has_gradient=True)
-        - (dtype_bytes + FLOAT32_BYTES) * model.hidden_size
-    )
 
 
 def _gradients_of_activations(model: Architecture, setup: TrainingSetup, dtype_bytes: int) -> int:

@@ -25,12 +25,7 @@ from typing import Any
 
 import torch
 
-from swiftkv_platform.model.calibration.regression import (
-    RIDGE,
-    CalibrationMethod,
-    GroupRegression,
-    share_components,
-)
+from swiftkv_platform.model.calibration.regression import RIDGE, CalibrationMethod, GroupRegression, share_components
 from swiftkv_platform.model.weights.lazy_student import share_heads
 
 
@@ -62,9 +57,8 @@ class _Layer:
         by_head = regression.sums.queries[i].unflatten(0, (num_heads, merged, -1)).unbind(1)
         pairs = _get_pair_order(attention)
         queries = [_order_by_pairs(heads.flatten(0, 1), pairs) for heads in by_head]
-        return cls(
-            attention, num_heads, [_order_by_pairs(key, pairs) for key in keys], values, queries, range(num_heads)
-        )
+        keys = [_order_by_pairs(key, pairs) for key in keys]
+        return cls(attention, num_heads, keys, values, queries, range(num_heads))
 
     @property
     def outputs(self) -> list[torch.Tensor]:
@@ -83,16 +77,14 @@ class _Layer:
         teacher, student = self.attention.get_teacher_module("q_proj"), self.attention.q_proj_swiftkv
         head_dim, pairs = self.attention.head_dim, _get_pair_order(self.attention)
         by_head = factor.conj().repeat_interleave(teacher.out_features // head_dim // len(factor), dim=0)
-        # score = Re(q conj(k)) with k = factor * shared, hence q takes conj(factor).
-        weight = _reorder_heads(teacher.weight.double(), 0, self.order)
-        student.weight.copy_(
-            _undo_pair_order(_to_real(_to_complex(_order_by_pairs(weight.T, pairs), head_dim) * by_head), pairs).T
-        )
+
+        def multiply(x: torch.Tensor) -> torch.Tensor:
+            return _undo_pair_order(_to_real(_to_complex(_order_by_pairs(x, pairs), head_dim) * by_head), pairs)
+
+        # score = Re(q conj(k)) with k = factor * shared, so q is multiplied by conj(factor)
+        student.weight.copy_(multiply(_reorder_heads(teacher.weight.double(), 0, self.order).T).T)
         if teacher.bias is not None:
-            bias = _reorder_heads(teacher.bias.double(), 0, self.order)
-            student.bias.copy_(
-                _undo_pair_order(_to_real(_to_complex(_order_by_pairs(bias, pairs), head_dim) * by_head), pairs)
-            )
+            student.bias.copy_(multiply(_reorder_heads(teacher.bias.double(), 0, self.order)))
 
     def absorb_into_output(self, maps: Sequence[torch.Tensor]) -> None:
         """Set o_proj_swiftkv to the teacher's o_proj composed with `maps`, one per member, see `share_values`."""
@@ -203,10 +195,8 @@ def merge_keys(
     """
     head_dim = queries[0].shape[1]
     predicted = torch.stack([_to_complex(w, head_dim) for w in keys])  # [group, inputs, kv_heads, frequencies]
-    scale = torch.stack(
-        [_compute_query_norms(q, num_key_value_heads) for q in queries]
-    )  # [group, kv_heads, frequencies]
-    scale = scale / scale.mean(0)
+    scale = torch.stack([_compute_query_norms(q, num_key_value_heads) for q in queries])
+    scale = scale / scale.mean(0)  # [group, kv_heads, frequencies]
     weighted = predicted * scale[:, None]
     of_h = weighted[:, : len(gram)]
     images = torch.einsum("nm,gmhf->gnhf", gram.to(weighted.dtype), of_h)
@@ -308,10 +298,8 @@ def _compute_metric(output: torch.Tensor, head_dim: int) -> torch.Tensor:
 def merge_values(values: list[torch.Tensor], outputs: list[torch.Tensor], num_key_value_heads: int) -> torch.Tensor:
     """Merge a group's values into one projection [inputs, num_key_value_heads * head_dim], weighted by o_proj."""
     head_dim = values[0].shape[1] // num_key_value_heads
-    metric = torch.stack(
-        [_compute_metric(output, head_dim) for output in outputs]
-    )  # [group, kv_heads, head_dim, head_dim]
-    total = metric.sum(0)
+    metric = torch.stack([_compute_metric(output, head_dim) for output in outputs])
+    total = metric.sum(0)  # [kv_heads, head_dim, head_dim]
     identity = torch.eye(head_dim, dtype=total.dtype, device=total.device)
     total = total + RIDGE * total.diagonal(dim1=-2, dim2=-1).mean() * identity
     split = torch.stack([w.unflatten(1, (num_key_value_heads, -1)) for w in values])

@@ -31,7 +31,7 @@ MAX_SHARD_BYTES = 2 << 30
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json")
 _MODEL_SPECIFIC_FILES = ("config.json", "README.md", "evaluation.json", "manifest.json")
-"""FilePlacement that describe one model and are wrong for a model made from it."""
+"""Files that describe one model and do not fit a model derived from it."""
 
 
 def check_target_is_empty(target: Path) -> None:

@@ -47,8 +47,8 @@ from swiftkv_platform.distillation.strategy import EvaluationModel
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.evaluation.analysis import Needles
 from swiftkv_platform.evaluation.paired import HeldOutIntervals
-from swiftkv_platform.evaluation.quality import Totals
-from swiftkv_platform.evaluation.report import exit_bins, quality_bins
+from swiftkv_platform.evaluation.quality import HeldOutTotals
+from swiftkv_platform.evaluation.report import build_exit_bins, build_quality_bins
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
 from swiftkv_platform.jobs.worker.measure import Evaluation
 from swiftkv_platform.jobs.worker.prepare import AttemptAnswers, prepare, write
@@ -153,13 +153,15 @@ class TrainingRuns:
         load_trained_tensors(student, tensors)
         return student.to(get_task_device(spec)).eval()
 
-    def compare_on_held_out(self, spec: JobSpec, tensors: Mapping[str, Tensor]) -> Totals:
+    def compare_on_held_out(self, spec: JobSpec, tensors: Mapping[str, Tensor]) -> HeldOutTotals:
         """Compare a student to these tensors to its teacher, on the held-out rows."""
         device = get_task_device(spec)
         lazy = open_lazy(spec, self.path, device=device)
         measured = EvaluationModel(lazy, spec.distillation, sharded=False, device=device)
         measured.load_tensors(tensors)
-        totals: Totals = measured(lambda student: Evaluation(student, self.data.held_out, spec.evaluation).compare(""))
+        totals: HeldOutTotals = measured(
+            lambda student: Evaluation(student, self.data.held_out, spec.evaluation).compare("")
+        )
         return totals
 
     def _calibrate_start(self, spec: JobSpec) -> Checkpoint:
@@ -237,14 +239,14 @@ def make_result_name(point: str, args: argparse.Namespace, seed: int) -> str:
     return f"{point.replace(':', '-')}{'-exit' if args.early_exit else ''}{tokens}-{args.steps}-steps-{seed}"
 
 
-def summarize_totals(totals: Totals) -> PointResult:
+def summarize_totals(totals: HeldOutTotals) -> PointResult:
     """Summarize a student's comparison with its teacher on held-out text."""
     ratio = totals.student.perplexity / totals.teacher.perplexity
     bins = {
-        name: [one.model_dump() for one in quality_bins(sums)]
+        name: [one.model_dump() for one in build_quality_bins(sums)]
         for name, sums in (("by_position", totals.by_position), ("by_prompt_length", totals.by_prompt_length))
     }
-    intervals = HeldOutIntervals.of(totals.samples)
+    intervals = HeldOutIntervals.from_samples(totals.samples)
     return (
         totals.student.model_dump()
         | {"perplexity_ratio": ratio, "positions": totals.num_positions}
@@ -255,12 +257,12 @@ def summarize_totals(totals: Totals) -> PointResult:
 
 def measure_needles(runs: TrainingRuns, run: TrainedRun, needles: list[Needles], *, swiftkv: bool) -> dict[int, float]:
     model = runs.load(run.spec, run.end).swiftkv(swiftkv)
-    return {one.length: one.share_found(model) for one in needles}
+    return {one.length: one.measure_share_found(model) for one in needles}
 
 
 def measure_point(runs: TrainingRuns, run: TrainedRun, needles: list[Needles]) -> PointResult:
     start, end = runs.compare_on_held_out(run.spec, run.start), runs.compare_on_held_out(run.spec, run.end)
-    exits = exit_bins(end.exit_head)
+    exits = build_exit_bins(end.exit_head)
     return {
         "swiftkv": run.spec.swiftkv.model_dump(mode="json"),
         "learning_rate": run.spec.optimizer.learning_rate,

@@ -17,8 +17,8 @@ from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, AttemptId, Attem
 from swiftkv_platform.distillation.partial_reads import INDEX_FILE, CheckpointTensors
 from swiftkv_platform.distillation.strategy import EvaluationModel, count_parameter_bytes
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
-from swiftkv_platform.evaluation.parts import Parts
-from swiftkv_platform.evaluation.quality import Totals
+from swiftkv_platform.evaluation.parts import ResultStore
+from swiftkv_platform.evaluation.quality import HeldOutTotals
 from swiftkv_platform.evaluation.report import Report, TrainingOutcome
 from swiftkv_platform.jobs.attempt.events import make_progress_callback
 from swiftkv_platform.jobs.attempt.stored import CHOSEN_STEP, PreparedInputs, StoredResults
@@ -205,7 +205,7 @@ class _TrainedStudent:
         self.workers.gather(None)  # the others wait, also those on other machines
         return Checkpoint.from_directory(directory) if copies else self.trained
 
-    def measure(self, prepared: PreparedInputs, parts: Parts) -> Report:
+    def measure(self, prepared: PreparedInputs, parts: ResultStore) -> Report:
         spec = self.spec.evaluation
         fetched = self.workspace.path / f"tasks-{self.workers.rank}"
         tasks = resolve_tasks(spec.tasks, fetch=lambda uri: fetch_data(uri, fetched), access=self.access)
@@ -213,8 +213,8 @@ class _TrainedStudent:
         model = EvaluationModel(self.lazy, self.spec.distillation, sharded=sharded, device=get_task_device(self.spec))
         workers, rows = Workers(in_step=sharded), prepared.data.held_out
 
-        def compare(name: str) -> Totals:
-            totals: Totals = model(
+        def compare(name: str) -> HeldOutTotals:
+            totals: HeldOutTotals = model(
                 lambda student: Evaluation(student, rows, spec, workers=workers, parts=parts).compare(name)
             )
             return totals

@@ -24,12 +24,12 @@ from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, ModelError
 from swiftkv_platform.evaluation.continuations import ContinuationQuality, compare_continuations
-from swiftkv_platform.evaluation.harness.builtin import needle_lengths
-from swiftkv_platform.evaluation.harness.run import NO_PARTS, run_tasks
-from swiftkv_platform.evaluation.harness.tasks import Task, is_instruction_tuned, needle_tasks, resolve_tasks
-from swiftkv_platform.evaluation.parts import Parts, measured
+from swiftkv_platform.evaluation.harness.builtin import choose_needle_lengths
+from swiftkv_platform.evaluation.harness.run import NO_STORE, run_tasks
+from swiftkv_platform.evaluation.harness.tasks import Task, build_needle_tasks, is_instruction_tuned, resolve_tasks
+from swiftkv_platform.evaluation.parts import ResultStore, measure_once
 from swiftkv_platform.evaluation.prefill_cost import PrefillCost, measure_prefill
-from swiftkv_platform.evaluation.quality import ALONE, Totals, evaluate
+from swiftkv_platform.evaluation.quality import DEFAULT_WORKERS, HeldOutTotals, evaluate
 from swiftkv_platform.evaluation.report import Report, TrainingOutcome
 from swiftkv_platform.jobs.worker.setup import StoreFiles, fetch_data, resolve_teacher
 from swiftkv_platform.model import convert
@@ -57,17 +57,23 @@ class Evaluation:
     """
 
     def __init__(
-        self, student: Any, rows: PackedRows, spec: EvaluationSpec, *, workers: Workers = ALONE, parts: Parts = NO_PARTS
+        self,
+        student: Any,
+        rows: PackedRows,
+        spec: EvaluationSpec,
+        *,
+        workers: Workers = DEFAULT_WORKERS,
+        parts: ResultStore = NO_STORE,
     ) -> None:
         self._student, self._rows, self._spec = student, rows, spec
         self._workers, self._parts = workers, parts
 
-    def compare(self, name: str) -> Totals:
+    def compare(self, name: str) -> HeldOutTotals:
         """Compare teacher and student on the spec's share of held-out rows; `name` identifies the student."""
         batch_size = max(1, _TOKENS_PER_FORWARD // self._rows.max_length)
-        totals: Totals = self._measure_once(
+        totals: HeldOutTotals = self._measure_once(
             name,
-            Totals,
+            HeldOutTotals,
             lambda: evaluate(
                 self._student,
                 self._rows,
@@ -83,8 +89,8 @@ class Evaluation:
         tokenizer: PreTrainedTokenizerBase,
         tasks: Sequence[Task],
         *,
-        rewired: Totals | None = None,
-        calibrated: Totals | None = None,
+        rewired: HeldOutTotals | None = None,
+        calibrated: HeldOutTotals | None = None,
         tokens_trained: int | None = None,
         training: TrainingOutcome | None = None,
     ) -> Report:
@@ -98,9 +104,9 @@ class Evaluation:
         student, spec = self._student, self._spec
         instruct = is_instruction_tuned(tokenizer)
         context = student.config.max_position_embeddings
-        lengths = needle_lengths(spec, instruct=instruct, context_length=context)
+        lengths = choose_needle_lengths(spec, instruct=instruct, context_length=context)
         runs = find_spec("lm_eval") is not None or spec.needle_lengths is not None
-        needles = needle_tasks(lengths, spec.needle_samples, tokenizer, chat=instruct) if runs else []
+        needles = build_needle_tasks(lengths, spec.needle_samples, tokenizer, chat=instruct) if runs else []
         results = run_tasks(student, tokenizer, [*tasks, *needles], spec, workers=self._workers, parts=self._parts)
         if not runs:
             unmeasured = tuple(f"{NEEDLE_PREFIX}{length}" for length in lengths)
@@ -141,7 +147,7 @@ class Evaluation:
         )
 
     def _measure_once(self, name: str, kind: Any, measure: Callable[[], Any]) -> Any:
-        return measured(self._parts, self._workers, name, kind, measure)
+        return measure_once(self._parts, self._workers, name, kind, measure)
 
 
 def evaluate_directory(

@@ -32,7 +32,7 @@ from swiftkv_platform.distillation.model import find_hidden_loss_index, select_t
 from swiftkv_platform.distillation.sequence_parallel import check_head_counts
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.evaluation.harness.run import check_tasks
-from swiftkv_platform.evaluation.quality import evaluation_rows
+from swiftkv_platform.evaluation.quality import select_evaluation_rows
 from swiftkv_platform.jobs.attempt.events import PhaseProgressReporter, Reporter
 from swiftkv_platform.jobs.attempt.stored import read_newest_object
 from swiftkv_platform.jobs.values import RunPlan
@@ -122,7 +122,9 @@ def prepare(
                 with_steering=spec.training.validation is not None,
                 progress=progress,
             )
-        evaluation_rows(data.held_out, max_tokens=spec.evaluation.max_tokens)  # raises `DataError` before training
+        select_evaluation_rows(
+            data.held_out, max_tokens=spec.evaluation.max_tokens
+        )  # raises `DataError` before training
     # 4. plan the run
     spec = resolve_batch_size(spec, len(data.train))
     assert spec.training.batch_size is not None

@@ -51,7 +51,7 @@ from swiftkv_platform.sources.names import make_override_absolute
 from swiftkv_platform.sources.recipes import find_recipe
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.documents import load_yaml, with_changes
-from swiftkv_platform.tracking.recorded import RecordedRun, drop_steps, last_step, upload
+from swiftkv_platform.tracking.recorded import RecordedRun, drop_steps, fetch_last_step, upload_run
 
 SpecChanges = Annotated[
     list[str] | None,
@@ -362,10 +362,10 @@ def _upload_runs(parts: Sequence[RecordedRun], project: str, entity: str | None)
     steps: dict[str, int] = {}
     for part in parts:
         if part.run_id not in steps:
-            steps[part.run_id] = last_step(project, entity, part.run_id)
+            steps[part.run_id] = fetch_last_step(project, entity, part.run_id)
         steps[part.run_id] = drop_steps(part, steps[part.run_id])
         with get_error_console().status(f"Uploading {part.path.name}"):
-            pages[part.run_id] = upload(part)
+            pages[part.run_id] = upload_run(part)
     return pages
 
 

@@ -28,7 +28,7 @@ from swiftkv_platform.planning import plan as make_plan
 from swiftkv_platform.student_shape import format_layers, parse_layers
 
 if TYPE_CHECKING:
-    from swiftkv_platform.evaluation.analysis import Analysis, DepthReport, StartReport
+    from swiftkv_platform.evaluation.analysis import Analysis, DepthReport, UntrainedReport
 
 
 _COLUMNS = ("vocab", "K,V", "Q,O", "MLP", "attn", "total", "rel.", "executed", "KV layers", "KV bytes/token", "rel.")
@@ -268,7 +268,7 @@ def _list_quality_columns(analysis: Analysis) -> list[str]:
     return ["KL (nats)", "perplexity", "top-1 agreement", *needles]
 
 
-def _format_quality(each: DepthReport | StartReport) -> list[str]:
+def _format_quality(each: DepthReport | UntrainedReport) -> list[str]:
     """Return the cells of a calibrated start below `_list_quality_columns`."""
     found = [] if each.needles_found is None else [f"{each.needles_found:.0%}"]
     return [f"{each.kl:.3f}", f"{each.perplexity:.2f}", f"{each.top1_agreement:.1%}", *found]

@@ -1,6 +1,5 @@
-"""Choose the depth to cut a model at, from SimScore of its layers over real text and, on request, from measurements of
-each depth, and of layers that prompts bypass, before any training: the rewired teacher is measured on held-out text and
-on needles. Prints and draws nothing.
+"""Recommend the depth l for a model, from SimScore of its layers over real text. On request, students of several
+depths, and of layers that prompts bypass, are evaluated before any training, on held-out text and on needles.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from swiftkv_platform.data.formats import Conversation
 from swiftkv_platform.data.packing import PackedRows, pack
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, InvalidInputError
-from swiftkv_platform.evaluation.harness.builtin import ANSWER_TOKENS, TEACHER_FINDS, needle_prompt
-from swiftkv_platform.evaluation.quality import Quality, evaluate, evaluation_rows
+from swiftkv_platform.evaluation.harness.builtin import ANSWER_TOKENS, MIN_TEACHER_SHARE_FOUND, make_needle_prompt
+from swiftkv_platform.evaluation.quality import Quality, evaluate, select_evaluation_rows
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.conversion import load_teacher, make_student
@@ -36,26 +35,25 @@ from swiftkv_platform.planning import plan
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
 from swiftkv_platform.student_shape import ShapeRequest, format_layers
 
-_PROMPTS_AT_ONCE = 20
-"""Needle prompts per batch; they are about equally long."""
+_NEEDLE_BATCH_SIZE = 20
 
 
-class StartReport(FrozenModel):
-    """A student with the calibrated start, before any training, against its teacher on held-out text."""
+class UntrainedReport(FrozenModel):
+    """Quality of an untrained student with the calibrated start, against its teacher on held-out text."""
 
     prefill_layers: tuple[int, ...]
-    """Layers that prompts run through."""
+    """Layers that prompts run."""
     kl: float
     """KL from the teacher, in nats."""
     perplexity: float
     top1_agreement: float
     needles_found: float | None = None
-    """Share of the needles found; None if not asked."""
+    """Share of the needles that the student finds; None without needles."""
 
 
 @dataclass
-class _Measurement:
-    """Measures students of one teacher, whose weights they share, on held-out rows and needles."""
+class _StudentMeasurement:
+    """Measures untrained students of one teacher on held-out rows and needles. They share the teacher's weights."""
 
     teacher: Any
     calibration: Sequence[Mapping[str, Tensor]]
@@ -67,19 +65,19 @@ class _Measurement:
     teacher_perplexity: float | None = None
     """Set by the first measurement."""
 
-    def measure(self, shape: ShapeRequest) -> StartReport:
-        """Rewire the teacher in `shape`, with the calibrated start. Raises `DataError` if nothing is held out,
+    def measure(self, shape: ShapeRequest) -> UntrainedReport:
+        """Measure a student of `shape` with the calibrated start. Raises `DataError` if nothing is held out,
         `ModelError` if the family is unknown or its prompts cannot bypass layers."""
         student = make_student(self.teacher, shape, calibration=self.calibration)
-        found = None if self.needles is None else self.needles.share_found(student)
+        found = None if self.needles is None else self.needles.measure_share_found(student)
         layers = student.config.layer_map.prefill_layers
-        return StartReport(prefill_layers=layers, needles_found=found, **self._compare(student).model_dump())
+        return UntrainedReport(prefill_layers=layers, needles_found=found, **self._compare(student).model_dump())
 
     def measure_bypass(self, bypassed: int) -> float:
-        """Return the KL in nats of the teacher whose prompts bypass one layer. Nothing else differs: prompts leave out
-        its last layer too, but only after its K and V are computed."""
+        """Return the KL in nats of the teacher if its prompts bypass one layer. Prompts also skip the last layer, after
+        its K and V are computed, which changes no output."""
         depth = self.teacher.config.num_hidden_layers
-        shape = shape_listed([i for i in range(depth - 1) if i != bypassed], depth, 1)
+        shape = make_list_shape([i for i in range(depth - 1) if i != bypassed], depth, 1)
         return self._compare(make_student(self.teacher, shape)).kl
 
     def _compare(self, student: Any) -> Quality:
@@ -88,16 +86,18 @@ class _Measurement:
         return totals.student
 
 
-def shape_listed(layers: Sequence[int], num_layers: int, key_value_group_size: int) -> ShapeRequest:
-    """Return the shape for prompts that run through `layers` and deep tokens that keep their own K and V; if fewer than
-    g layers are left, they form one group."""
+def make_list_shape(layers: Sequence[int], num_layers: int, key_value_group_size: int) -> ShapeRequest:
+    """Return the shape in which prompts run `layers` and deep tokens keep their own K and V. If fewer than g layers are
+    left, they form one group."""
     group_size = min(key_value_group_size, num_layers - layers[-1] - 1)
     return ShapeRequest(prefill_layers=layers, key_value_group_size=group_size, decode_key_value="own")
 
 
-def cheapest_lists(costs: Sequence[float], num_prefill_layers: int, depths: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return one list for each l of `depths`: the `num_prefill_layers` layers below l that are left after bypassing the
-    cheapest. Layer l - 1 always stays.
+def select_prefill_layers(
+    costs: Sequence[float], num_prefill_layers: int, depths: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Return one list of `num_prefill_layers` layers for each l of `depths`: the layers < l without the cheapest ones
+    to bypass. Layer l - 1 always stays.
 
     Args:
         costs: cost of bypassing each layer alone, from layer 0 on.
@@ -109,23 +109,23 @@ def cheapest_lists(costs: Sequence[float], num_prefill_layers: int, depths: Sequ
     return lists
 
 
-def shallowest(starts: Mapping[int, StartReport], *, max_kl: float, min_found: float = 0.0) -> int | None:
-    """Return the smallest l from which on every measured depth, by l, starts within `max_kl` nats of the teacher and
-    finds at least the share `min_found` of its needles, if any. None if there is none."""
-    chosen = None
+def find_smallest_depth(starts: Mapping[int, UntrainedReport], *, max_kl: float, min_found: float = 0.0) -> int | None:
+    """Return the smallest l such that it and all larger measured depths have at most `max_kl` and find at least the
+    share `min_found` of the needles, if any. None if there is none."""
+    smallest = None
     for depth, start in sorted(starts.items(), reverse=True):
         if start.kl > max_kl or (start.needles_found is not None and start.needles_found < min_found):
             break
-        chosen = depth
-    return chosen
+        smallest = depth
+    return smallest
 
 
 @dataclass(frozen=True)
 class Needles:
-    """Prompts of about one length, each with a hidden number and a question for it."""
+    """Prompts of similar length, each with a hidden number and a question for it."""
 
     length: int
-    """Tokens of a prompt without the chat template's."""
+    """Tokens of a prompt, without the chat template."""
     prompts: Sequence[Sequence[int]]
     answers: Sequence[str]
     tokenizer: Any
@@ -134,7 +134,7 @@ class Needles:
     def create(cls, tokenizer: Any, length: int, num_samples: int) -> Self:
         """Make the evaluation's needle prompts, with the chat template if the tokenizer has one."""
         texts, answers = zip(
-            *(needle_prompt(tokenizer, length, i, num_samples) for i in range(num_samples)), strict=True
+            *(make_needle_prompt(tokenizer, length, i, num_samples) for i in range(num_samples)), strict=True
         )
         if tokenizer.chat_template:
             renderer = ChatRenderer(tokenizer)
@@ -146,14 +146,14 @@ class Needles:
         return cls(length, prompts, answers, tokenizer)
 
     @property
-    def longest(self) -> int:
+    def max_total_length(self) -> int:
         return max(map(len, self.prompts)) + ANSWER_TOKENS
 
     @torch.no_grad()
-    def share_found(self, model: Any) -> float:
+    def measure_share_found(self, model: Any) -> float:
         found, padding = 0, self.tokenizer.pad_token_id or 0
-        for begin in range(0, len(self.prompts), _PROMPTS_AT_ONCE):
-            prompts = self.prompts[begin : begin + _PROMPTS_AT_ONCE]
+        for begin in range(0, len(self.prompts), _NEEDLE_BATCH_SIZE):
+            prompts = self.prompts[begin : begin + _NEEDLE_BATCH_SIZE]
             longest = max(map(len, prompts))
             ids = torch.full((len(prompts), longest), padding, device=model.device)
             mask = torch.zeros_like(ids)
@@ -164,30 +164,30 @@ class Needles:
                 ids, attention_mask=mask, max_new_tokens=ANSWER_TOKENS, do_sample=False, pad_token_id=padding
             )
             texts = self.tokenizer.batch_decode(written[:, longest:])
-            found += sum(map(operator.contains, texts, self.answers[begin : begin + _PROMPTS_AT_ONCE]))
+            found += sum(map(operator.contains, texts, self.answers[begin : begin + _NEEDLE_BATCH_SIZE]))
         return found / len(self.prompts)
 
 
-_HELD_OUT = 0.2
-_DEPTHS_TRIED = 4
-_MAY_LOSE = 0.05
-"""Share of the needles by which a recommended depth may fall short of its teacher."""
+_HELD_OUT_FRACTION = 0.2
+_NUM_DEPTHS = 4
+_MAX_NEEDLE_LOSS = 0.05
+"""Maximum difference of the shares of needles that the teacher and a recommended depth find."""
 
 
 class DepthReport(FrozenModel):
-    """One candidate l."""
+    """Costs and quality of one depth l."""
 
     num_key_value_layers: int
     sim_score: float | None
     """SimScore of the input of layer l (0-based); None for L - 1, which has no layer after it."""
     prefill_flops_ratio: float
-    """Prefill FLOPs over the teacher's, as executed, at the model's whole context."""
+    """Executed prefill FLOPs relative to the teacher's, at the model's full context."""
     kl: float | None = None
-    """KL of the calibrated start from the teacher on held-out text, in nats; None if not measured."""
+    """KL of the untrained student on held-out text, in nats; None if not measured."""
     perplexity: float | None = None
     top1_agreement: float | None = None
     needles_found: float | None = None
-    """Share of the needles that the calibrated start finds; None if not asked."""
+    """Share of the needles that the untrained student finds; None without needles."""
 
 
 class Analysis(FrozenModel):
@@ -196,27 +196,27 @@ class Analysis(FrozenModel):
     model: str
     num_hidden_layers: int
     num_tokens: int
-    """Tokens averaged over for the similarity."""
+    """Tokens behind the similarity."""
     sim_scores: tuple[float, ...]
     """SimScore of the inputs of layers 0 .. L - 2 (paper, equation 1)."""
     depths: tuple[DepthReport, ...]
     teacher_perplexity: float | None = None
     """Perplexity on held-out text; None if nothing was measured."""
     needle_length: int | None = None
-    """Tokens of a prompt with a needle; None if there were none."""
+    """Tokens of a needle prompt; None without needles."""
     teacher_needles_found: float | None = None
     key_value_group_size: int
     """g of the measured students."""
     recommended_num_key_value_layers: int | None
-    """Recommended l; None: no measured depth starts within `max_kl`."""
+    """Recommended l; None: no measured depth has at most `max_kl`."""
     rule: str
     """Rule behind the recommendation."""
     bypass_kl: tuple[float, ...] = ()
     """KL of the teacher if prompts bypass one layer, by layer from 0; empty if not measured."""
-    lists: tuple[StartReport, ...] = ()
-    """First layers, and for each l tried those left after bypassing the cheapest; all lists are equally long."""
+    lists: tuple[UntrainedReport, ...] = ()
+    """Students whose prompts run the first layers, or for each depth those left after bypassing the cheapest."""
     recommended_prefill_layers: tuple[int, ...] | None = None
-    """The list whose start finds most needles, if the teacher finds them, or else is nearest to the teacher."""
+    """List whose student finds most needles, if the teacher finds them, or else has the lowest KL."""
 
 
 @dataclass(frozen=True)
@@ -224,24 +224,24 @@ class AnalysisOptions:
     """Options of an analysis."""
 
     max_tokens: int = 16384
-    """Tokens compared; as many again for the calibrated start, and for its measurement."""
+    """Tokens for the similarity, for the calibrated start, and for the measurement."""
     max_length: int = 1024
-    """Tokens a sequence, at most the model's context."""
+    """Max tokens per sequence; never more than the model's context."""
     measure: bool = False
-    """Rewire at each depth and measure."""
+    """Measure untrained students of the depths."""
     num_prefill_layers: int | None = None
-    """Number of layers in each list to measure; None: no lists."""
+    """Number of layers that prompts run in each measured list of layers; None: no lists."""
     depths: Sequence[int] = ()
-    """Depths to measure; empty: all. With lists their l; empty: the next four above `num_prefill_layers`."""
+    """Depths to measure; empty: all, or with lists the next four above `num_prefill_layers`."""
     key_value_group_size: int = 1
     max_kl: float = 0.2
-    """Largest KL in nats at which a depth is recommended."""
+    """Maximum KL in nats of a recommended depth."""
     needle_length: int | None = None
-    """Tokens of prompts in which the measured depths must find a number; None: no such prompts."""
+    """Tokens of needle prompts; None: no needles."""
     needle_samples: int = 20
 
     @property
-    def measures(self) -> bool:
+    def measures_students(self) -> bool:
         return self.measure or self.num_prefill_layers is not None
 
 
@@ -265,48 +265,56 @@ def analyze(
         progress: called with a description of each stage.
 
     Raises:
-        InvalidInputError: a depth or number of layers is out of range; needles are asked for but nothing is measured,
-            or they exceed the context.
+        InvalidInputError: a depth or number of layers is out of range; needles without measurements, or longer than
+            the context.
         DataError: text is missing, empty, or too short to measure on.
         ModelError: an unknown family, or a model that cannot be loaded.
     """
+    # 1. read model and text
     num_layers = plan(config).num_hidden_layers
     _check_depths(options.depths, num_layers)
-    tried = _tried(options, num_layers)
+    depths = _choose_depths(options, num_layers)
     progress("Reading")
-    model, tokenizer = _load(path, dtype)
+    model, tokenizer = _load_model(path, dtype)
     context = getattr(model.config, "max_position_embeddings", None)
-    needles = _needles(tokenizer, options, context)
+    needles = _make_needles(tokenizer, options, context)
     seen, held_out = _read_text(text, tokenizer, min(options.max_length, context or options.max_length), options)
-    batches = [to_tensors(seen.make_padded_batch([i])) for i in evaluation_rows(seen, max_tokens=options.max_tokens)]
+    batches = [
+        to_tensors(seen.make_padded_batch([i])) for i in select_evaluation_rows(seen, max_tokens=options.max_tokens)
+    ]
+    # 2. similarity of the layers' inputs
     progress("Comparing the layers' inputs")
     similarity = collect_similarity(model, batches)
-    measurement = _Measurement(model, batches, held_out, options.max_tokens, needles)
-    teacher_found = needles.share_found(model) if needles else None
-    group_size, starts = options.key_value_group_size, dict[int, StartReport]()
+    measurement = _StudentMeasurement(model, batches, held_out, options.max_tokens, needles)
+    teacher_found = needles.measure_share_found(model) if needles else None
+    # 3. untrained students of each depth
+    group_size, starts = options.key_value_group_size, dict[int, UntrainedReport]()
     for depth in (options.depths or range(1, num_layers)) if options.measure else ():
         starts[depth] = measurement.measure(
             ShapeRequest(num_key_value_layers=depth, key_value_group_size=min(group_size, num_layers - depth))
         )
-        progress(f"Rewired at l = {depth}: KL {starts[depth].kl:.3f} nats")
-    costs, lists = list[float](), list[StartReport]()
+        progress(f"Depth l = {depth}: KL {starts[depth].kl:.3f} nats")
+    # 4. untrained students whose prompts bypass layers
+    costs, lists = list[float](), list[UntrainedReport]()
     if options.num_prefill_layers is not None:
-        for layer in range(tried[-1] - 1):
+        for layer in range(depths[-1] - 1):
             costs.append(measurement.measure_bypass(layer))
             progress(f"Prompts bypass layer {layer}: KL {costs[-1]:.3f} nats")
         first = tuple(range(options.num_prefill_layers))
-        for layers in (first, *cheapest_lists(costs, options.num_prefill_layers, tried)):
-            lists.append(measurement.measure(shape_listed(layers, num_layers, group_size)))
+        for layers in (first, *select_prefill_layers(costs, options.num_prefill_layers, depths)):
+            lists.append(measurement.measure(make_list_shape(layers, num_layers, group_size)))
             progress(f"Prompts run layers {format_layers(layers)}: KL {lists[-1].kl:.3f} nats")
-    judging = teacher_found if teacher_found is not None and teacher_found >= TEACHER_FINDS else None
-    best = min(lists, key=lambda each: (-(each.needles_found or 0.0) if judging else 0.0, each.kl), default=None)
-    recommended, rule = _recommend(similarity.scores, starts, judging, options.max_kl)
+    is_tested = teacher_found is not None and teacher_found >= MIN_TEACHER_SHARE_FOUND
+    best = min(
+        lists, key=lambda report: (-(report.needles_found or 0.0) if is_tested else 0.0, report.kl), default=None
+    )
+    recommended, rule = _recommend(similarity.scores, starts, teacher_found if is_tested else None, options.max_kl)
     return Analysis(
         model=name,
         num_hidden_layers=num_layers,
         num_tokens=similarity.num_tokens,
         sim_scores=tuple(similarity.scores),
-        depths=_depths(config, similarity.scores, starts, group_size),
+        depths=_build_depth_reports(config, similarity.scores, starts, group_size),
         teacher_perplexity=measurement.teacher_perplexity,
         needle_length=options.needle_length,
         teacher_needles_found=teacher_found,
@@ -320,23 +328,24 @@ def analyze(
 
 
 def _recommend(
-    scores: list[float], starts: Mapping[int, StartReport], judging: float | None, max_kl: float
+    scores: list[float], starts: Mapping[int, UntrainedReport], teacher_share: float | None, max_kl: float
 ) -> tuple[int | None, str]:
-    """Return the recommended l, and the rule behind it. `judging`: the share of needles that a teacher finds which
-    finds enough."""
+    """Return the recommended l, and its rule. `teacher_share`: share of the needles that the teacher finds; None: too
+    few to test depths."""
     if not starts:
         return recommend_depth(
             scores
-        ), f"smallest l from half of the layers on where SimScore is at least {MIN_SIMSCORE}"
-    rule = f"smallest l from which the calibrated start is within {max_kl} nats of the teacher"
-    if judging is None:
-        return shallowest(starts, max_kl=max_kl), rule
-    least = judging - _MAY_LOSE
-    return shallowest(starts, max_kl=max_kl, min_found=least), f"{rule} and finds at least {least:.0%} of the needles"
+        ), f"smallest l in the upper half of the layers with a SimScore of at least {MIN_SIMSCORE}"
+    rule = f"smallest l such that it and all larger depths have an untrained KL of at most {max_kl} nats"
+    if teacher_share is None:
+        return find_smallest_depth(starts, max_kl=max_kl), rule
+    min_found = teacher_share - _MAX_NEEDLE_LOSS
+    depth = find_smallest_depth(starts, max_kl=max_kl, min_found=min_found)
+    return depth, f"{rule} and find at least {min_found:.0%} of the needles"
 
 
-def _depths(
-    config: dict[str, Any], scores: Sequence[float], starts: Mapping[int, StartReport], group_size: int
+def _build_depth_reports(
+    config: dict[str, Any], scores: Sequence[float], starts: Mapping[int, UntrainedReport], group_size: int
 ) -> tuple[DepthReport, ...]:
     depths = []
     for layers in range(1, len(scores) + 1):
@@ -354,44 +363,43 @@ def _depths(
     return tuple(depths)
 
 
-def _tried(options: AnalysisOptions, num_layers: int) -> list[int]:
-    """Return the depths at which layers are bypassed until `num_prefill_layers` are left. Raises
-    `InvalidInputError`."""
+def _choose_depths(options: AnalysisOptions, num_layers: int) -> list[int]:
+    """Return the depths for lists of `num_prefill_layers` layers. Raises `InvalidInputError`."""
     wanted = options.num_prefill_layers
     if wanted is None:
         return []
     if options.measure:
         raise InvalidInputError.for_field(
-            "num_prefill_layers", wanted, ", and measure tries depths without a list of layers; leave either out"
+            "num_prefill_layers", wanted, "; it cannot be combined with measure, so omit one of them"
         )
     if not 1 <= wanted <= num_layers - 2:
         raise InvalidInputError.for_field(
-            "num_prefill_layers", wanted, f"; a model of {num_layers} layers accepts 1..{num_layers - 2}"
+            "num_prefill_layers", wanted, f"; use 1..{num_layers - 2} for a model of {num_layers} layers"
         )
     for depth in options.depths:
         if depth <= wanted:
             raise InvalidInputError.for_field(
-                "depth", depth, f"; to keep {wanted} layers, {wanted + 1}..{num_layers - 1} are accepted"
+                "depth", depth, f"; use {wanted + 1}..{num_layers - 1} to keep {wanted} layers"
             )
-    return sorted({*options.depths}) or list(range(wanted + 1, min(wanted + _DEPTHS_TRIED, num_layers - 1) + 1))
+    return sorted({*options.depths}) or list(range(wanted + 1, min(wanted + _NUM_DEPTHS, num_layers - 1) + 1))
 
 
-def _needles(tokenizer: Any, options: AnalysisOptions, context: int | None) -> Needles | None:
+def _make_needles(tokenizer: Any, options: AnalysisOptions, context: int | None) -> Needles | None:
     length = options.needle_length
     if length is None:
         return None
-    if not options.measures:
+    if not options.measures_students:
         raise InvalidInputError.for_field(
             "needle_length",
             length,
-            ", but no depth is measured; set measure, so that calibrated starts are tested with needles",
+            ", but no depth is measured; set measure to test depths with needles",
         )
     needles = Needles.create(tokenizer, length, options.needle_samples)
-    longest = needles.longest
+    longest = needles.max_total_length
     if context is not None and longest > context:
         raise InvalidInputError(
-            f"needle_length is {length}, which is {longest} tokens with template and answer, and the context has "
-            f"{context}; use {context - longest + length}",
+            f"needle_length {length} needs {longest} tokens with template and answer, but the context has {context}; "
+            f"use {context - longest + length}",
             field="needle_length",
             value=length,
         )
@@ -402,11 +410,11 @@ def _check_depths(depths: Sequence[int], num_layers: int) -> None:
     for depth in depths:
         if not 1 <= depth < num_layers:
             raise InvalidInputError.for_field(
-                "depth", depth, f"; a model of {num_layers} layers accepts 1..{num_layers - 1}"
+                "depth", depth, f"; use 1..{num_layers - 1} for a model of {num_layers} layers"
             )
 
 
-def _load(path: str, dtype: str) -> tuple[Any, Any]:
+def _load_model(path: str, dtype: str) -> tuple[Any, Any]:
     transformers_logging.disable_progress_bar()
     config = read_config(path, field="model")
     tokenizer = load_tokenizer(path, config.vocab_size, field="model")
@@ -421,22 +429,24 @@ def _load(path: str, dtype: str) -> tuple[Any, Any]:
 def _read_text(
     text: Sequence[str], tokenizer: Any, max_length: int, options: AnalysisOptions
 ) -> tuple[PackedRows, PackedRows]:
-    """Return text to compare on and held-out text: other documents or, if there is only one, other parts of it."""
+    """Return rows for the similarity and held-out rows: other documents or, of a single document, other parts."""
     spec = DataSpec(
         sources=tuple(DataSourceSpec(name_or_path=each) for each in text),
         max_length=max_length,
-        validation_fraction=_HELD_OUT if options.measures else 0.0,
+        validation_fraction=_HELD_OUT_FRACTION if options.measures_students else 0.0,
     )
-    with tempfile.TemporaryDirectory(prefix="rows-") as directory:  # its mapped files stay open after it is deleted
+    with tempfile.TemporaryDirectory(
+        prefix="rows-"
+    ) as directory:  # mapped files stay open after the directory is deleted
         data = prepare_data(
             spec, tokenizer, Path(directory), seed=0, mask_prompts=options.num_prefill_layers is not None
         )
-    if len(data.held_out) or not options.measures:
+    if len(data.held_out) or not options.measures_students:
         return data.train, data.held_out
     samples = data.train.samples
     if len(samples) < 2:
         raise DataError(
-            f"text is a single sequence of {data.train.num_tokens} tokens, but some must be held out for measuring; "
+            f"text is a single sequence of {data.train.num_tokens} tokens, so none can be held out for measurements; "
             "use more text or a smaller max_length",
             field="text",
         )

@@ -1,4 +1,4 @@
-"""Agreement of a student's greedy continuations of held-out prompts with the teacher's."""
+"""Agreement of student and teacher on greedy continuations of held-out prompts."""
 
 from __future__ import annotations
 
@@ -12,24 +12,21 @@ import torch
 from transformers import GenerationConfig
 
 from swiftkv_platform.data.packing import PackedRows
-from swiftkv_platform.evaluation.quality import ALONE, evaluation_mode
+from swiftkv_platform.evaluation.quality import DEFAULT_WORKERS, evaluation_mode
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.model.tokenizers import get_end_ids
 from swiftkv_platform.model.workers import Workers
 
-_LONGEST_PROMPT = 64
-"""Tokens; prompts have one length, so that a batch needs no padding."""
+_MAX_PROMPT_LENGTH = 64
+"""Max tokens per prompt; all prompts have one length, so batches need no padding."""
 _PADDING = 0
-"""Token that `generate()` writes after an end of text; not compared."""
+"""Token that `generate()` writes after an end token; not compared."""
+_NUM_EXAMPLES = 4
 
 
-_EXAMPLES = 4
-"""Number of prompts whose continuations are kept as text."""
-
-
-class Example(FrozenModel):
-    """A prompt with both greedy continuations."""
+class ContinuationExample(FrozenModel):
+    """A prompt with the greedy continuations of teacher and student."""
 
     prompt: str
     teacher: str
@@ -37,19 +34,19 @@ class Example(FrozenModel):
 
 
 class ContinuationQuality(FrozenModel):
-    """The student's greedy continuations of held-out prompts against the teacher's."""
+    """Agreement of greedy continuations of held-out prompts."""
 
     num_prompts: int
     prompt_length: int
-    """Tokens; every prompt is the beginning of a sample."""
+    """Tokens of a prompt, which is the beginning of a sample."""
     num_tokens: int
-    """Tokens to generate; the teacher's continuation ends earlier after an end of text."""
+    """Tokens to generate; a continuation ends earlier at an end token."""
     matched: float
-    """Share of the teacher's tokens that the student writes before it first differs."""
+    """Share of the teacher's tokens before the student's first different token."""
     identical: float
     """Share of the prompts whose continuations are identical."""
-    examples: tuple[Example, ...] = ()
-    """The first prompts with both continuations; empty without a tokenizer."""
+    examples: tuple[ContinuationExample, ...] = ()
+    """The first prompts and their continuations; empty without a tokenizer."""
 
 
 @torch.no_grad()
@@ -60,50 +57,50 @@ def compare_continuations(
     num_prompts: int,
     num_tokens: int,
     batch_size: int,
-    workers: Workers = ALONE,
+    workers: Workers = DEFAULT_WORKERS,
     decode: Callable[[list[int]], str] | None = None,
 ) -> ContinuationQuality | None:
-    """Continue the beginnings of held-out samples, evenly spaced, in both modes of a SwiftKV model.
+    """Continue the beginnings of evenly spaced held-out samples in both modes of a SwiftKV model.
 
     Args:
-        batch_size: prompts a `generate()` call.
-        workers: each continues a share of the prompts; all return the whole result.
-        decode: text of token ids, for the examples.
+        batch_size: prompts per `generate()` call.
+        workers: each continues a share of the prompts; all return the total.
+        decode: converts token ids to text, for the examples.
 
     Returns:
-        None if there are no prompts: none are asked for, or no sample is long enough.
+        None if `num_prompts` is 0 or all samples are too short.
 
     Raises:
         ModelError: the model was exported without its teacher.
     """
-    prompts = _prompts(rows, num_prompts, model.config.max_position_embeddings - num_tokens)
+    prompts = _select_prompts(rows, num_prompts, model.config.max_position_embeddings - num_tokens)
     if prompts is None:
         return None
     end_tokens = list(get_end_ids(model.generation_config.eos_token_id))
     counts = torch.zeros(3, dtype=torch.int64)  # matched, identical, written
     mine = workers.get_share(range(len(prompts)))
     share = -(-len(prompts) // workers.size)
-    examples: list[tuple[int, Example]] = []
-    taken = mine + [0] * (share - len(mine) if workers.in_step else 0)
+    examples: list[tuple[int, ContinuationExample]] = []
+    indices = mine + [0] * (share - len(mine) if workers.in_step else 0)
     with evaluation_mode(model):
-        for start in range(0, len(taken), batch_size):
-            batch = prompts[taken[start : start + batch_size]].to(model.device)
+        for start in range(0, len(indices), batch_size):
+            batch = prompts[indices[start : start + batch_size]].to(model.device)
             teacher, student = (
-                _continue(model.swiftkv(on), batch, num_tokens, in_step=workers.in_step) for on in (False, True)
+                _generate_greedy(model.swiftkv(on), batch, num_tokens, in_step=workers.in_step) for on in (False, True)
             )
-            counted = _until_end(teacher, end_tokens)
+            counted = _mask_until_end(teacher, end_tokens)
             same = (teacher == student).cumprod(-1).bool() & counted  # [batch, num_tokens]
             own = slice(0, max(len(mine) - start, 0))
             alike = (same == counted).all(-1)
             if decode is not None:
-                both = (_until_end(student, end_tokens), student), (counted, teacher)
+                both = (_mask_until_end(student, end_tokens), student), (counted, teacher)
                 for row, index in enumerate(mine[start : start + batch_size]):
                     written = [decode(tokens[row][mask[row]].tolist()) for mask, tokens in both]
                     prompt = decode(batch[row].tolist())
-                    examples.append((index, Example(prompt=prompt, teacher=written[1], student=written[0])))
+                    examples.append((index, ContinuationExample(prompt=prompt, teacher=written[1], student=written[0])))
             counts += torch.stack([part[own].sum().cpu() for part in (same, alike, counted)])
-    kept = [(index, example) for index, example in examples if index < _EXAMPLES]
-    gathered = sorted(chain.from_iterable(workers.gather(kept)), key=itemgetter(0))
+    selected = [(index, example) for index, example in examples if index < _NUM_EXAMPLES]
+    gathered = sorted(chain.from_iterable(workers.gather(selected)), key=itemgetter(0))
     matched, identical, num_written = torch.stack(workers.gather(counts)).sum(0).tolist()
     return ContinuationQuality(
         num_prompts=len(prompts),
@@ -115,8 +112,8 @@ def compare_continuations(
     )
 
 
-def _prompts(rows: PackedRows, num_prompts: int, longest: int) -> torch.Tensor | None:
-    """Beginnings of samples from evenly spaced rows: [at most num_prompts, prompt_length]."""
+def _select_prompts(rows: PackedRows, num_prompts: int, longest: int) -> torch.Tensor | None:
+    """Return beginnings of samples from evenly spaced rows: [at most num_prompts, prompt_length]."""
     if not num_prompts or not len(rows):
         return None
     samples: list[torch.Tensor] = []
@@ -129,7 +126,7 @@ def _prompts(rows: PackedRows, num_prompts: int, longest: int) -> torch.Tensor |
     if not samples:
         return None
     # At least half of the samples are long enough for a prompt and a continuation.
-    prompt_length = int(min(_LONGEST_PROMPT, np.median([len(sample) for sample in samples]) // 2, longest))
+    prompt_length = int(min(_MAX_PROMPT_LENGTH, np.median([len(sample) for sample in samples]) // 2, longest))
     if prompt_length < 1:
         return None
     long_enough = [sample[:prompt_length] for sample in samples if len(sample) >= prompt_length]
@@ -137,15 +134,15 @@ def _prompts(rows: PackedRows, num_prompts: int, longest: int) -> torch.Tensor |
     return torch.stack([long_enough[i] for i in chosen])
 
 
-def _continue(model: Any, prompts: torch.Tensor, num_tokens: int, *, in_step: bool) -> torch.Tensor:
-    """Return the greedy tokens [batch, num_tokens] after prompts [batch, prompt_length], padded after an end of text.
-    Other generation settings that the model ships (penalties, beams) are ignored."""
+def _generate_greedy(model: Any, prompts: torch.Tensor, num_tokens: int, *, in_step: bool) -> torch.Tensor:
+    """Return the greedy tokens [batch, num_tokens] after prompts [batch, prompt_length], padded after an end token. The
+    model's other generation settings (penalties, beams) are ignored."""
     shipped = model.generation_config
     settings = GenerationConfig(
         max_new_tokens=num_tokens, do_sample=False, eos_token_id=shipped.eos_token_id, pad_token_id=_PADDING
     )
     mask = torch.ones_like(prompts)
-    model.generation_config = settings  # generate() fills settings left open from the model's own
+    model.generation_config = settings  # generate() takes missing settings from the model
     try:
         tokens: torch.Tensor = model.generate(
             prompts, attention_mask=mask, generation_config=settings, synced_gpus=in_step
@@ -156,7 +153,7 @@ def _continue(model: Any, prompts: torch.Tensor, num_tokens: int, *, in_step: bo
     return torch.nn.functional.pad(tokens, (0, num_tokens - tokens.shape[1]), value=_PADDING)
 
 
-def _until_end(tokens: torch.Tensor, end_tokens: list[int]) -> torch.Tensor:
-    """Return a mask of the tokens [batch, num_tokens] that come no later than the first end of text."""
+def _mask_until_end(tokens: torch.Tensor, end_tokens: list[int]) -> torch.Tensor:
+    """Return a mask of the tokens [batch, num_tokens] up to and including the first end token."""
     ended = torch.isin(tokens, torch.tensor(end_tokens, device=tokens.device, dtype=tokens.dtype))
     return (ended.cumsum(-1) - ended.long()) == 0

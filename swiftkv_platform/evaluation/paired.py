@@ -1,5 +1,5 @@
-"""Confidence intervals of a student's losses, from pairs: scores of both modes on the same samples, and the sums of
-held-out text by conversation.
+"""Confidence intervals of the quality that a student loses, from pairs of teacher and student on the same samples or
+conversations.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from swiftkv_platform.evaluation.quality import SampleSums
 from swiftkv_platform.frozen import FrozenModel
 
 Interval = tuple[float, float]
-FEWEST_SAMPLES = 30
-"""Samples below which an unbounded score has no interval: normal theory needs that many."""
+MIN_SAMPLES = 30
+"""Minimum samples for the interval of an unbounded score, by normal theory."""
 _Z = 1.959963984540054
-"""97.5% quantile of the normal distribution: intervals are two-sided, 95%."""
+"""97.5% quantile of the normal distribution, for two-sided 95% intervals."""
 _RESAMPLINGS = 500
-FEWEST_TEXTS = 10
-"""Fewest texts to resample as a whole. Below, their parts, each at most a row long, count as independent."""
-_MOST = 50.0
-"""Largest half of an interval on a logarithmic scale."""
+MIN_TEXTS = 10
+"""Minimum number of texts to resample whole texts. With fewer, their parts of at most a row count as independent."""
+_MAX_LOG_MARGIN = 50.0
+"""Maximum margin of an interval on a logarithmic scale."""
 Sums = npt.NDArray[np.float64]
 
 
 def share_interval(losses: Sequence[float]) -> Interval:
-    """The interval of the mean of losses within -1..1, one for each sample.
+    """Return the interval of the mean of losses within -1..1, one per sample.
 
-    Agresti and Min's interval: two samples are added, half a one for each of the four outcomes of a pair. A few samples
-    without a difference thus give a wide interval, although their variance is 0.
+    Agresti and Min's interval adds two samples, half a sample for each of the four outcomes of a pair. So a few samples
+    without a difference give a wide interval, although their variance is 0.
     """
     values = np.asarray(losses, dtype=np.float64)
     num_samples = len(values) + 2
@@ -47,9 +47,9 @@ def bootstrap_interval(
     """Return the interval of `aggregate(teacher) - aggregate(student)` by resampling pairs.
 
     Returns:
-        None for fewer than `FEWEST_SAMPLES`, or if an aggregate is not finite.
+        None for fewer than `MIN_SAMPLES`, or if an aggregate is not finite.
     """
-    if len(teacher) < FEWEST_SAMPLES:
+    if len(teacher) < MIN_SAMPLES:
         return None
     rng = np.random.default_rng(0)
     draws = []
@@ -61,18 +61,17 @@ def bootstrap_interval(
     return (loss - margin, loss + margin) if math.isfinite(margin) and math.isfinite(loss) else None
 
 
-def resampled(
+def bootstrap_margin(
     parts: npt.NDArray[np.float64], statistic: Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
 ) -> float | None:
-    """Return half of the 95% interval of `statistic`, by resampling the parts with replacement.
+    """Return the margin of the 95% interval of `statistic`, by resampling the parts with replacement.
 
     Args:
-        parts: [num_parts, num_sums]: contribution of each independent part, such as a conversation, to the sums. A part
-            has teacher and student, so they are drawn as a pair.
-        statistic: figures [n] of sums [n, num_sums].
+        parts: sums [num_parts, num_sums] of each independent part, such as a conversation, for teacher and student.
+        statistic: computes figures [n] from sums [n, num_sums].
 
     Returns:
-        None for a single part, or if it is not finite. Student's quantile widens it if parts are few.
+        None for a single part, or if the margin is not finite. Student's quantile widens the margin of few parts.
     """
     num_parts = len(parts)
     if num_parts < 2:
@@ -94,8 +93,8 @@ def _student_quantile(freedom: int) -> float:
 
 
 def unpaired_interval(loss: float, *errors: float | None) -> Interval | None:
-    """Return the interval of a loss from the standard errors of its scores, taken as independent; wider than a paired
-    one. None if an error is unknown."""
+    """Return the interval of a loss from the standard errors of both scores, as if they were independent; it is wider
+    than a paired one. None if an error is unknown."""
     known = [error for error in errors if error is not None]
     if len(known) < len(errors):
         return None
@@ -103,19 +102,19 @@ def unpaired_interval(loss: float, *errors: float | None) -> Interval | None:
     return (loss - margin, loss + margin) if math.isfinite(margin) and math.isfinite(loss) else None
 
 
-def mean_of(parts: Sequence[Interval]) -> Interval:
-    """The interval of the mean of independent parts."""
+def mean_interval(parts: Sequence[Interval]) -> Interval:
+    """Return the interval of the mean of independent parts."""
     middle = float(np.mean([(low + high) / 2 for low, high in parts]))
     margin = math.hypot(*((high - low) / 2 for low, high in parts)) / len(parts)
     return middle - margin, middle + margin
 
 
-def samples_to_decide(
+def estimate_samples_to_decide(
     interval: Interval, value: float, limit: float, num_samples: int, *, share: float | None = None
 ) -> int | None:
-    """Estimate how many samples would decide whether `value` is below `limit`, if it stays the same. None at the limit
-    itself, where no number would. `share`: for an interval by `share_interval`, the value of the whole (such as 100
-    points); the part of the margin from its two added samples shrinks faster than the rest."""
+    """Estimate the number of samples that would decide whether `value` is below `limit`, if it stays the same. None if
+    `value` equals the limit. `share`: for an interval by `share_interval`, the value of the whole (such as 100 points);
+    the part of the margin from its two added samples shrinks faster than the rest."""
     distance = abs(limit - value)
     if not distance or not math.isfinite(distance):
         return None
@@ -128,21 +127,20 @@ def samples_to_decide(
 
 
 class HeldOutIntervals(FrozenModel):
-    """95% intervals of a student's figures on held-out text, by resampling conversations."""
+    """95% intervals of a student's figures on held-out text, by resampling."""
 
     unit: Literal["text", "row"]
-    """Resampled unit. `text`: a conversation or document. `row`: a part of one, at most a row long, if texts are
-    few."""
+    """Resampled unit: `text`, a conversation or document, or if there are few, `row`, a part of at most a row."""
     num_units: int
     kl: Interval
     top1_agreement: Interval
     perplexity_ratio: Interval
 
     @classmethod
-    def of(cls, samples: Sequence[SampleSums]) -> HeldOutIntervals | None:
-        """Compute the intervals. None for a single unit, or if a figure is not finite."""
+    def from_samples(cls, samples: Sequence[SampleSums]) -> HeldOutIntervals | None:
+        """Return None for a single unit, or if a figure is not finite."""
         texts = np.unique([each.text for each in samples], return_inverse=True)[1]
-        unit: Literal["text", "row"] = "text" if len(samples) and texts.max() + 1 >= FEWEST_TEXTS else "row"
+        unit: Literal["text", "row"] = "text" if len(samples) and texts.max() + 1 >= MIN_TEXTS else "row"
         rows = np.array(
             [(one.positions, one.teacher_nll, one.student_nll, one.kl, one.agreements) for one in samples], np.float64
         ).reshape(-1, 5)
@@ -150,7 +148,7 @@ class HeldOutIntervals(FrozenModel):
         if unit == "text":
             parts = np.zeros((texts.max() + 1, rows.shape[1]))
             np.add.at(parts, texts, rows)
-        kl, agreement, ratio = (resampled(parts, statistic) for statistic in (_kl, _agreement, _log_ratio))
+        kl, agreement, ratio = (bootstrap_margin(parts, statistic) for statistic in (_kl, _agreement, _log_ratio))
         if kl is None or agreement is None or ratio is None:
             return None
         whole = parts.sum(0, keepdims=True)
@@ -158,9 +156,9 @@ class HeldOutIntervals(FrozenModel):
         return cls(
             unit=unit,
             num_units=len(parts),
-            kl=_scaled(float(_kl(whole)[0]), kl),
+            kl=_symmetric_log_interval(float(_kl(whole)[0]), kl),
             top1_agreement=(max(share - agreement, 0.0), min(share + agreement, 1.0)),
-            perplexity_ratio=_exponential(float(_log_ratio(whole)[0]), ratio),
+            perplexity_ratio=_exponential_interval(float(_log_ratio(whole)[0]), ratio),
         )
 
 
@@ -176,14 +174,14 @@ def _log_ratio(sums: Sums) -> Sums:
     return (sums[:, 2] - sums[:, 1]) / sums[:, 0]
 
 
-def _scaled(value: float, margin: float) -> Interval:
-    """An interval of a figure that is never negative: symmetrical on a logarithmic scale."""
+def _symmetric_log_interval(value: float, margin: float) -> Interval:
+    """Return the interval of a non-negative figure, symmetric on a logarithmic scale."""
     if value <= 0.0:
         return 0.0, max(margin, 0.0)
-    factor = math.exp(min(margin / value, _MOST))
+    factor = math.exp(min(margin / value, _MAX_LOG_MARGIN))
     return value / factor, value * factor
 
 
-def _exponential(logarithm: float, margin: float) -> Interval:
-    bounded = min(margin, _MOST)
+def _exponential_interval(logarithm: float, margin: float) -> Interval:
+    bounded = min(margin, _MAX_LOG_MARGIN)
     return math.exp(logarithm - bounded), math.exp(logarithm + bounded)

@@ -1,4 +1,4 @@
-"""Parts of an evaluation. Each is stored once measured, so that an interrupted evaluation repeats none."""
+"""Results of an evaluation, stored one by one, so that an interrupted evaluation repeats none."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from swiftkv_platform.model.workers import Workers
 T = TypeVar("T")
 
 
-class Parts(Protocol):
-    """Storage of an evaluation's results by name, and its progress callback. Called on the first worker only."""
+class ResultStore(Protocol):
+    """Store of results by name, and progress callback. Called on the first worker only."""
 
     def get(self, name: str) -> bytes | None:
-        """A finished part of this evaluation, or of an interrupted one before it; None if it is not measured yet."""
+        """Return a result of this evaluation or of an earlier, interrupted one; None if it does not exist."""
 
     def put(self, name: str, data: bytes) -> None:
-        """Store a part."""
+        """Store a result."""
 
     def progress(self, name: str, done: int, total: int) -> None:
-        """Take note that `done` of a part's `total` pieces of work are done."""
+        """Report that `done` of `total` units of a result are complete."""
 
 
-class NoParts:
+class NoResultStore:
     """Stores nothing."""
 
     def get(self, _name: str, /) -> bytes | None:
@@ -38,12 +38,13 @@ class NoParts:
         """Do nothing."""
 
 
-def measured(parts: Parts, workers: Workers, name: str, kind: Any, measure: Callable[[], T]) -> T:
-    """Return part `name`, of type `kind`, on every worker: the stored one, or measure and store it. Collective."""
+def measure_once(parts: ResultStore, workers: Workers, name: str, kind: Any, measure: Callable[[], T]) -> T:
+    """Return result `name`, of type `kind`, on every worker: the stored one, or else measure and store it.
+    Collective."""
     adapter: TypeAdapter[T] = TypeAdapter(kind)
-    kept = workers.broadcast_from_first(parts.get(name) if workers.is_first else None)
-    if kept is not None:
-        return adapter.validate_json(kept)
+    stored = workers.broadcast_from_first(parts.get(name) if workers.is_first else None)
+    if stored is not None:
+        return adapter.validate_json(stored)
     value = measure()
     if workers.is_first:
         parts.put(name, adapter.dump_json(value))

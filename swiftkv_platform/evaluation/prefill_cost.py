@@ -1,6 +1,5 @@
-"""Cost of prefill with and without SwiftKV, counted and timed on real forward passes of the same weights.
-Estimates are in `planning`.
-"""
+"""Measured cost of prefill with and without SwiftKV, on forward passes of the same weights. `planning` has
+estimates."""
 
 from __future__ import annotations
 
@@ -24,15 +23,14 @@ from swiftkv_platform.planning.prefill import prefill_flops
 
 @dataclass(frozen=True)
 class ModeCost:
-    """Cost of one mode on a prompt of which only the last token's logits are needed."""
+    """Cost of one mode for a prompt, with logits of its last token only."""
 
     flops_per_token: float
-    """Multiplications and additions of all matrix products, with attention over the whole square. Layers that prompts
-    bypass count as serving runs them."""
+    """FLOPs of all matrix products, with attention over the whole square. Bypassed layers count as in serving."""
     kv_bytes_per_token: float
-    """Bytes in the cache, in the model's own dtype."""
+    """Bytes in the cache, in the model's dtype."""
     ttft_ms: float
-    """Median milliseconds from the prompt to its first token; here prompts run through the layers of gaps too."""
+    """Median time to first token in milliseconds; here prompts run bypassed layers too."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +55,9 @@ def measure_prefill(model: Any, *, prompt_length: int, rounds: int) -> PrefillCo
     """Count and time the prefill of a random prompt in teacher and in student mode.
 
     Args:
-        model: a SwiftKV causal language model with its teacher's projections; left in the mode it came in.
+        model: a SwiftKV causal language model with its teacher's projections; its mode does not change.
         prompt_length: tokens, at most the model's context.
-        rounds: timed passes of each mode, alternating so that both see the same noise, after one of each to warm up.
+        rounds: timed passes of each mode, which alternate to see the same noise, after one warm-up pass of each.
 
     Raises:
         InvalidInputError: the prompt is longer than the context, or empty.
@@ -67,14 +65,14 @@ def measure_prefill(model: Any, *, prompt_length: int, rounds: int) -> PrefillCo
     """
     context = model.config.max_position_embeddings
     if not 1 <= prompt_length <= context:
-        raise InvalidInputError.for_field("prompt_length", prompt_length, f"; this model takes 1..{context} tokens")
+        raise InvalidInputError.for_field("prompt_length", prompt_length, f"; use 1..{context} tokens for this model")
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(model.config.vocab_size, (1, prompt_length), generator=generator).to(model.device)
     counted: dict[bool, tuple[float, float]] = {}
     milliseconds: dict[bool, list[float]] = {False: [], True: []}
     with evaluation_mode(model):
         for mode in (False, True):
-            counted[mode] = _count(model.swiftkv(mode), prompt)
+            counted[mode] = _count_costs(model.swiftkv(mode), prompt)
         for round_ in range(rounds + 1):
             for mode in (False, True):
                 elapsed = _time_first_token(model.swiftkv(mode), prompt)
@@ -84,21 +82,21 @@ def measure_prefill(model: Any, *, prompt_length: int, rounds: int) -> PrefillCo
     return PrefillCost(prompt_length, dense, swiftkv)
 
 
-def _count(model: Any, prompt: torch.Tensor) -> tuple[float, float]:
-    """FLOPs and cache bytes a token of a prompt [1, prompt_length].
-
-    Plain attention is used, since the counter sees fused kernels on some devices only.
-    """
+def _count_costs(model: Any, prompt: torch.Tensor) -> tuple[float, float]:
+    """Return FLOPs and cache bytes per token of a prompt [1, prompt_length]. Uses plain attention, since the counter
+    does not see fused kernels on all devices."""
     counter = FlopCounterMode(display=False)
-    with _plain_attention(model), counter:
+    with _use_plain_attention(model), counter:
         outputs = model(prompt, use_cache=True, logits_to_keep=1)
     num_tokens = prompt.numel()
-    total = counter.get_total_flops() - (_let_go(model.config, prompt) if model.model.swiftkv_enabled else 0)
+    total = counter.get_total_flops() - (
+        _count_skipped_flops(model.config, prompt) if model.model.swiftkv_enabled else 0
+    )
     return total / num_tokens, cache_bytes(outputs.past_key_values) / num_tokens
 
 
-def _let_go(config: Any, prompt: torch.Tensor) -> float:
-    """Return the FLOPs of a pass that serving leaves out: those of prompts in layers that they bypass."""
+def _count_skipped_flops(config: Any, prompt: torch.Tensor) -> float:
+    """Return the FLOPs of a pass that serving skips: those of prompts in bypassed layers."""
     if not config.layer_map.bypassed_layers:
         return 0
     model, layer_map = read_architecture(config.to_dict()), config.layer_map
@@ -117,7 +115,7 @@ def _time_first_token(model: Any, prompt: torch.Tensor) -> float:
 
 
 @contextmanager
-def _plain_attention(model: Any) -> Iterator[None]:
+def _use_plain_attention(model: Any) -> Iterator[None]:
     implementation = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
     try:

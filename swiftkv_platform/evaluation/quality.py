@@ -1,6 +1,4 @@
-"""Agreement of a student, and of its exit head, with the teacher on held-out rows. Only measures; limits are in
-`report`.
-"""
+"""Agreement of a student, and of its exit head, with the teacher on held-out rows. Limits are in `report`."""
 
 from __future__ import annotations
 
@@ -29,11 +27,11 @@ from swiftkv_platform.model.workers import Workers
 _LOGITS_PER_CHUNK = 1 << 22
 """Elements of a [chunk, vocab] buffer: 16 MiB in float32. Smaller chunks run faster on a CPU."""
 
-ALONE = Workers()
-"""The workers of the default process group at the time of a call, or a single worker without a group."""
+DEFAULT_WORKERS = Workers()
+"""The workers of the default process group, or a single worker without a group."""
 
 NUM_EXIT_BINS = 20
-"""Bins of equal width over the exit head's largest probability; the last begins at 0.95, the paper's threshold."""
+"""Bins of equal width over the exit head's maximum probability; the last begins at 0.95, the paper's threshold."""
 
 
 class TeacherQuality(FrozenModel):
@@ -49,11 +47,11 @@ class Quality(FrozenModel):
     kl: float
     """Mean KL(teacher || student) over positions, in nats, at temperature 1."""
     top1_agreement: float
-    """Share of the positions where the student's most likely token is the teacher's."""
+    """Share of the positions where student and teacher have the same most likely token."""
 
 
-class _Sums:
-    """Figures by bin, one tuple a field; those of several workers add up."""
+class _AddableSums:
+    """Base of sums by bin, one tuple per field; adding two instances adds their fields."""
 
     def __add__(self, other: Self) -> Self:
         pairs = ((getattr(self, item.name), getattr(other, item.name)) for item in fields(cast("Any", self)))
@@ -61,27 +59,27 @@ class _Sums:
 
 
 @dataclass(frozen=True)
-class ExitCounts(_Sums):
-    """Positions by the exit head's largest probability, in `NUM_EXIT_BINS` bins."""
+class ExitCounts(_AddableSums):
+    """Positions by the exit head's maximum probability, in `NUM_EXIT_BINS` bins."""
 
     positions: tuple[int, ...] = (0,) * NUM_EXIT_BINS
     agreements: tuple[int, ...] = (0,) * NUM_EXIT_BINS
-    """Positions where the exit head's most likely token is the student's."""
+    """Positions where exit head and student have the same most likely token."""
 
 
-BORDERS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
-"""Lower bounds of the bins of positions and of prompt lengths, in tokens; the last bin is open."""
+BIN_BOUNDS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
+"""Lower bounds of bins of positions and of prompt lengths, in tokens; the last bin is open."""
 
 
 @dataclass(frozen=True)
-class BinnedSums(_Sums):
-    """Sums over positions, by bins that begin at `BORDERS`."""
+class BinnedSums(_AddableSums):
+    """Sums over positions in the bins of `BIN_BOUNDS`."""
 
-    positions: tuple[int, ...] = (0,) * len(BORDERS)
-    teacher_nll: tuple[float, ...] = (0.0,) * len(BORDERS)
-    student_nll: tuple[float, ...] = (0.0,) * len(BORDERS)
-    kl: tuple[float, ...] = (0.0,) * len(BORDERS)
-    agreements: tuple[int, ...] = (0,) * len(BORDERS)
+    positions: tuple[int, ...] = (0,) * len(BIN_BOUNDS)
+    teacher_nll: tuple[float, ...] = (0.0,) * len(BIN_BOUNDS)
+    student_nll: tuple[float, ...] = (0.0,) * len(BIN_BOUNDS)
+    kl: tuple[float, ...] = (0.0,) * len(BIN_BOUNDS)
+    agreements: tuple[int, ...] = (0,) * len(BIN_BOUNDS)
 
 
 @dataclass(frozen=True)
@@ -99,8 +97,8 @@ class SampleSums:
 
 
 @dataclass(frozen=True)
-class Totals:
-    """Sums over positions; those of several workers add up."""
+class HeldOutTotals:
+    """Sums over held-out positions; adding two instances adds their fields."""
 
     num_positions: int = 0
     teacher_nll: float = 0.0
@@ -109,16 +107,16 @@ class Totals:
     kl: float = 0.0
     agreements: int = 0
     exit_head: ExitCounts = field(default_factory=ExitCounts)
-    """All zero for a model without an exit head."""
+    """Zeros for a model without an exit head."""
     by_position: BinnedSums = field(default_factory=BinnedSums)
-    """Binned by the index of the counted position within its sample's counted part, such as the answer."""
+    """Binned by the position within the counted part of its sample, such as the answer."""
     by_prompt_length: BinnedSums = field(default_factory=BinnedSums)
     """Binned by the sample's tokens before its first counted position."""
     samples: tuple[SampleSums, ...] = ()
-    """One entry for each sample with a counted position; empty in results of earlier versions."""
+    """One entry per sample with counted positions; empty in results of earlier versions."""
 
-    def __add__(self, other: Totals) -> Totals:
-        return Totals(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
+    def __add__(self, other: HeldOutTotals) -> HeldOutTotals:
+        return HeldOutTotals(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
 
     @property
     def teacher(self) -> TeacherQuality:
@@ -133,83 +131,84 @@ class Totals:
         )
 
 
-def evaluation_rows(rows: PackedRows, *, max_tokens: int) -> list[int]:
-    """Return evenly spaced rows of about `max_tokens` tokens in total, at least one: packing sorts rows by the length
-    of their samples, so the first ones are not representative. Raises `DataError` if there are no rows, or no position
-    counts."""
+def select_evaluation_rows(rows: PackedRows, *, max_tokens: int) -> list[int]:
+    """Return evenly spaced rows of about `max_tokens` tokens in total, at least one. (Packing sorts rows by the length
+    of their samples, so the first rows are not representative.) Raises `DataError` if no position counts."""
     if not rows.num_counted_tokens:
         raise DataError(
-            "data.sources has no held-out text to evaluate on; at least two different samples are needed, one to train "
-            "on and one to hold out; add rows",
+            "data.sources has no held-out text to evaluate on: training and evaluation need at least one sample each; "
+            "add different rows",
             field="data.sources",
         )
     num_rows = min(max(int(max_tokens / (rows.num_tokens / len(rows))), 1), len(rows))
     return [int(i) for i in np.linspace(0, len(rows) - 1, num_rows).round()]
 
 
-def evaluate(model: Any, rows: PackedRows, *, max_tokens: int, batch_size: int, workers: Workers = ALONE) -> Totals:
-    """Compare teacher and student mode of a SwiftKV model at the positions that the rows' `loss_mask` marks. Raises
-    `DataError` if nothing is held out, `ModelError` if the model was exported without its teacher.
+def evaluate(
+    model: Any, rows: PackedRows, *, max_tokens: int, batch_size: int, workers: Workers = DEFAULT_WORKERS
+) -> HeldOutTotals:
+    """Compare teacher and student mode of a SwiftKV model at the positions in the rows' `loss_mask`. Raises `DataError`
+    if nothing is held out, `ModelError` if the model was exported without its teacher.
 
     Args:
         model: a SwiftKV causal language model with its teacher's projections; its mode does not matter.
-        max_tokens: held-out tokens to measure, see `evaluation_rows`.
-        batch_size: rows a forward pass.
-        workers: each measures a share of the rows; all return the whole result.
+        max_tokens: held-out tokens to measure, see `select_evaluation_rows`.
+        batch_size: rows per forward pass.
+        workers: each measures a share of the rows; all return the total.
     """
-    indices = evaluation_rows(rows, max_tokens=max_tokens)
+    indices = select_evaluation_rows(rows, max_tokens=max_tokens)
     share = -(-len(indices) // workers.size)
-    # In step, a worker that has run out of rows runs one that counts nothing.
+    # In step, a worker without further rows runs one that is not counted.
     fill = indices[:1] * (share - len(workers.get_share(indices))) if workers.in_step else []
     totals = measure(model, rows, workers.get_share(indices), batch_size=min(batch_size, share), not_counted=fill)
-    return sum(workers.gather(totals), Totals())
+    return sum(workers.gather(totals), HeldOutTotals())
 
 
 @torch.no_grad()
 def measure(
     model: Any, rows: PackedRows, indices: Sequence[int], *, batch_size: int, not_counted: Sequence[int] = ()
-) -> Totals:
-    """The sums over the rows `indices`; those `not_counted` run after them and add nothing."""
-    totals = Totals()
-    taken = [*indices, *not_counted]
+) -> HeldOutTotals:
+    """Return the sums over the rows `indices`; the rows `not_counted` run afterwards and add nothing."""
+    totals = HeldOutTotals()
+    all_rows = [*indices, *not_counted]
     with evaluation_mode(model):
-        for start in range(0, len(taken), batch_size):
-            chosen = taken[start : start + batch_size]
+        for start in range(0, len(all_rows), batch_size):
+            chosen = all_rows[start : start + batch_size]
             batch = to_tensors(rows.make_padded_batch(chosen))
             batch["loss_mask"][max(len(indices) - start, 0) :] = False
             on_device = {name: tensor.to(model.device) for name, tensor in batch.items()}
-            totals += _measure_batch(model, on_device, _Placed.of(rows, chosen))
+            totals += _measure_batch(model, on_device, _SampleLayout.of_rows(rows, chosen))
     return totals
 
 
 @dataclass(frozen=True)
-class _Placed:
-    """Samples of some rows, end to end; the padding of a row belongs to its last sample."""
+class _SampleLayout:
+    """Lengths and indices of the samples of concatenated rows; padding belongs to the last sample of a row."""
 
     lengths: list[int]
     samples: list[int]
     texts: list[int]
 
     @classmethod
-    def of(cls, rows: PackedRows, indices: Sequence[int]) -> _Placed:
-        placed = cls([], [], [])
+    def of_rows(cls, rows: PackedRows, indices: Sequence[int]) -> _SampleLayout:
+        layout = cls([], [], [])
         for index in indices:
             own = [int(length) for length in rows.get_sample_lengths(index)]
             own[-1] += rows.max_length - sum(own)
-            placed.lengths.extend(own)
-            placed.samples.extend(map(int, rows.get_members(index)))
-            placed.texts.extend(map(int, rows.get_text_ids(index)))
-        return placed
+            layout.lengths.extend(own)
+            layout.samples.extend(map(int, rows.get_members(index)))
+            layout.texts.extend(map(int, rows.get_text_ids(index)))
+        return layout
 
 
-def _measure_batch(model: Any, batch: dict[str, torch.Tensor], placed: _Placed) -> Totals:
+def _measure_batch(model: Any, batch: dict[str, torch.Tensor], layout: _SampleLayout) -> HeldOutTotals:
     """Measure one forward pass over tensors [rows, max_length]; the layers below l run once if both modes share them.
-    Positions that count are deep tokens, each run of them a turn. `placed`: the rows' samples."""
+    Positions that count are deep tokens, each run of them a turn. `layout`: samples of the rows."""
     decoder, counted = model.model, batch["loss_mask"]
     targets = batch["input_ids"].roll(-1, dims=1)[counted]  # [num_positions]
     if decoder.layer_map.deep_leaders:
         context = make_packed_context(
-            decoder, batch["input_ids"], batch["position_ids"], placed.lengths, dtype=model.dtype
+            decoder, batch["input_ids"], batch["position_ids"], layout.lengths, dtype=model.dtype
         )
     else:
         context = decoder.make_context(batch["input_ids"], position_ids=batch["position_ids"])
@@ -222,87 +221,90 @@ def _measure_batch(model: Any, batch: dict[str, torch.Tensor], placed: _Placed) 
     deep = DeepSpanWriter(decoder.project_key_values(x, context.rotation)) if decoder.layer_map.deep_leaders else None
     student = _rows(decoder.run_student_upper(x, turns, deep=deep, hidden=entering), counted)
     exits = _rows(entering, counted) if model.config.shape.has_exit_head else None
-    places, prompts = _places(batch["position_ids"], counted)  # [num_positions]
+    positions, prompts = _locate_positions(batch["position_ids"], counted)  # [num_positions]
     chunk_size = max(1, _LOGITS_PER_CHUNK // model.config.vocab_size)
-    chunks, totals = list[torch.Tensor](), Totals()
+    chunks, totals = list[torch.Tensor](), HeldOutTotals()
     for start in range(0, len(targets), chunk_size):
         chunk = slice(start, start + chunk_size)
         logits = model.lm_head(student[chunk])
-        chunks.append(_compare(model.lm_head(teacher[chunk]), logits, targets[chunk]))
+        chunks.append(_compute_figures(model.lm_head(teacher[chunk]), logits, targets[chunk]))
         if exits is not None:
-            totals += Totals(exit_head=_exit_counts(model.exit_logits(exits[chunk]), logits.argmax(-1)))
+            totals += HeldOutTotals(exit_head=_count_exits(model.exit_logits(exits[chunk]), logits.argmax(-1)))
     if not chunks:
         return totals
     figures = torch.cat(chunks, dim=1)
     teacher_nll, student_nll, kl, agreements = figures.sum(-1).tolist()
-    return totals + Totals(
+    return totals + HeldOutTotals(
         len(targets),
         teacher_nll=teacher_nll,
         student_nll=student_nll,
         kl=kl,
         agreements=int(agreements),
-        by_position=_binned(places, figures),
-        by_prompt_length=_binned(prompts, figures),
-        samples=_by_sample(figures, counted, placed),
+        by_position=_sum_by_bin(positions, figures),
+        by_prompt_length=_sum_by_bin(prompts, figures),
+        samples=_sum_by_sample(figures, counted, layout),
     )
 
 
 def _rows(states: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Select the states of the positions that count, [num_positions, size], from rows or from rows end to end."""
+    """Select the states of the counted positions, [num_positions, size], from rows or concatenated rows."""
     return states.flatten(0, 1)[counted.flatten()]
 
 
-def _exit_counts(logits: torch.Tensor, student: torch.Tensor) -> ExitCounts:
-    """Count exits by the head's logits [num_positions, vocab_size] and the student's best tokens [num_positions]."""
+def _count_exits(logits: torch.Tensor, student: torch.Tensor) -> ExitCounts:
+    """Count exits from the head's logits [num_positions, vocab_size] and the student's tokens [num_positions]."""
     confidence, tokens = logits.float().softmax(-1).max(-1)
     bins = (confidence * NUM_EXIT_BINS).long().clamp(max=NUM_EXIT_BINS - 1)
     counted = (torch.bincount(some, minlength=NUM_EXIT_BINS) for some in (bins, bins[tokens == student]))
     return ExitCounts(*(tuple(counts.tolist()) for counts in counted))
 
 
-def _places(position_ids: torch.Tensor, counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for each counted position its index within its sample's counted part, and the sample's tokens before that
-    part: two tensors [num_positions], from tensors [rows, max_length]. A sample begins where `position_ids` is 0."""
+def _locate_positions(position_ids: torch.Tensor, counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return for each counted position its index in the counted part of its sample, and the number of tokens before
+    that part: two tensors [num_positions], from tensors [rows, max_length]. A sample begins where `position_ids` is
+    0."""
     begins = (position_ids == 0).long().cumsum(-1)  # [rows, max_length]: samples so far in the row
     rows = torch.arange(len(begins), device=begins.device).unsqueeze(-1) * (begins.shape[-1] + 1)
     samples = (begins + rows)[counted]
     positions = position_ids[counted]
-    # One entry for every possible sample: only the device knows how many there are.
+    # One entry for every possible sample, because only the device knows their number.
     first = begins.new_full((len(begins) * (begins.shape[-1] + 1),), torch.iinfo(torch.long).max)
     first = first.scatter_reduce(0, samples, positions, "amin")
     prompts = first[samples]
     return positions - prompts, prompts
 
 
-def _by_sample(figures: torch.Tensor, counted: torch.Tensor, placed: _Placed) -> tuple[SampleSums, ...]:
-    """Sum `figures` [4, num_positions], see `_compare`, for each sample with `counted` positions in rows [rows,
+def _sum_by_sample(figures: torch.Tensor, counted: torch.Tensor, layout: _SampleLayout) -> tuple[SampleSums, ...]:
+    """Sum `figures` [4, num_positions], see `_compute_figures`, for each sample with `counted` positions in rows [rows,
     max_length]."""
-    number = len(placed.lengths)
-    owner = torch.from_numpy(np.repeat(np.arange(number), placed.lengths)).to(figures.device)[counted.flatten()]
+    number = len(layout.lengths)
+    owner = torch.from_numpy(np.repeat(np.arange(number), layout.lengths)).to(figures.device)[counted.flatten()]
     return tuple(
         SampleSums(sample, text, int(positions), teacher_nll, student_nll, kl, int(agreements))
         for sample, text, (teacher_nll, student_nll, kl, agreements, positions) in zip(
-            placed.samples, placed.texts, _sum_by(owner, number, figures), strict=True
+            layout.samples, layout.texts, _sum_by_group(owner, number, figures), strict=True
         )
         if positions
     )
 
 
-def _binned(values: torch.Tensor, figures: torch.Tensor) -> BinnedSums:
-    """Sum `figures` [4, num_positions], see `_compare`, by the bins of `values` [num_positions]."""
-    bins = torch.bucketize(values, torch.tensor(BORDERS[1:], device=values.device), right=True)
-    teacher_nll, student_nll, kl, agreements, positions = zip(*_sum_by(bins, len(BORDERS), figures), strict=True)
+def _sum_by_bin(values: torch.Tensor, figures: torch.Tensor) -> BinnedSums:
+    """Sum `figures` [4, num_positions], see `_compute_figures`, by the bins of `values` [num_positions]."""
+    bins = torch.bucketize(values, torch.tensor(BIN_BOUNDS[1:], device=values.device), right=True)
+    teacher_nll, student_nll, kl, agreements, positions = zip(
+        *_sum_by_group(bins, len(BIN_BOUNDS), figures), strict=True
+    )
     return BinnedSums(tuple(map(int, positions)), teacher_nll, student_nll, kl, tuple(map(int, agreements)))
 
 
-def _sum_by(groups: torch.Tensor, number: int, figures: torch.Tensor) -> list[list[float]]:
+def _sum_by_group(groups: torch.Tensor, number: int, figures: torch.Tensor) -> list[list[float]]:
     """Sum `figures` [4, num_positions] and count positions for each of `number` groups; `groups` [num_positions]."""
     none = torch.zeros(number, len(figures) + 1, dtype=torch.double, device=figures.device)
     sums: list[list[float]] = none.index_add_(0, groups, torch.cat([figures, torch.ones_like(figures[:1])]).T).tolist()
     return sums
 
 
-def _compare(teacher: torch.Tensor, student: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _compute_figures(teacher: torch.Tensor, student: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return [4, num_positions] for logits [num_positions, vocab_size] and the ids of the next tokens [num_positions]:
     the negative log-likelihoods of teacher and student, KL, and 1 where the most likely tokens are the same."""
     log_p, log_q = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
@@ -315,7 +317,7 @@ def _compare(teacher: torch.Tensor, student: torch.Tensor, targets: torch.Tensor
 
 @contextmanager
 def evaluation_mode(model: Any) -> Iterator[None]:
-    """Run a SwiftKV model without dropout; its mode and flags are restored afterwards."""
+    """Run a SwiftKV model without dropout; restore its mode and flags afterwards."""
     decoder = model.model
     mode, was_training = decoder.swiftkv_enabled, model.training
     changed: list[tuple[Any, str]] = []

@@ -1,2 +1,2 @@
-"""Experiment tracking: sends a run's metrics to a tracker, in addition to the job's own events. Independent of Ray and
-the control plane."""
+"""Experiment tracking with Weights & Biases, in addition to a job's events. Independent of Ray and the control
+plane."""

@@ -1,5 +1,5 @@
-"""Runs recorded by wandb on disk (`run-*.wandb`), and their upload. Every attempt of a job records its own part, and
-one that resumed from a checkpoint repeats steps; `wandb sync` would append those under later step numbers.
+"""Runs that wandb has recorded on disk (`run-*.wandb`), and their upload. Every attempt of a job records its own part,
+and a resumed attempt repeats steps, which `wandb sync` would append under later step numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 _FILE_HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
 _BLOCK = 32768
 _HEADER = struct.Struct("<IHB")
-"""Header of a piece of a record: checksum, length and place. The framing is that of LevelDB's log."""
+"""Header of a fragment of a record: checksum, length and type, as in LevelDB's log format."""
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 _DIRECTORY = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
 _LAST_STEP = """query LastStep($project: String!, $entity: String, $name: String!) {
@@ -33,29 +33,29 @@ _LAST_STEP = """query LastStep($project: String!, $entity: String, $name: String
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """Directory of one recorded part of a run."""
+    """Directory of a recorded part of a run."""
 
     path: Path
 
     @property
     def run_id(self) -> str:
-        return self._match[2]
+        return self._parsed_name[2]
 
     @property
     def started(self) -> str:
         """Start time; parts of a run sort by it."""
-        return self._match[1]
+        return self._parsed_name[1]
 
     @property
     def record_file(self) -> Path:
         return self.path / f"run-{self.run_id}.wandb"
 
     @property
-    def _match(self) -> re.Match[str]:
+    def _parsed_name(self) -> re.Match[str]:
         match = _DIRECTORY.fullmatch(self.path.name)
         if match is None:
             raise InvalidInputError(
-                f"{self.path.name!r} is not the directory of a W&B run, which is named run-YYYYMMDD_HHMMSS-ID",
+                f"{self.path.name!r} is not the directory of a W&B run; use one named run-YYYYMMDD_HHMMSS-ID",
                 field="path",
                 value=str(self.path),
             )
@@ -63,16 +63,13 @@ class RecordedRun:
 
 
 def drop_steps(run: RecordedRun, up_to: int) -> int:
-    """Drop the metrics of steps up to `up_to` from a part of a run, and return its last step, or `up_to` if there is
-    none after it.
-
-    Reading stops at a truncated record, which a killed process leaves.
-    """
+    """Remove the metrics of all steps up to `up_to` from a part of a run; return its last step, or `up_to` if no step
+    is left. Reading stops at a truncated record of a killed process."""
     from wandb.proto import wandb_internal_pb2
 
-    kept: list[bytes] = []
+    records: list[bytes] = []
     last = up_to
-    for data in _records(run.record_file.read_bytes()):
+    for data in _read_records(run.record_file.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
@@ -80,17 +77,19 @@ def drop_steps(run: RecordedRun, up_to: int) -> int:
             if step <= up_to:
                 continue
             last = max(last, step)
-        kept.append(data)
-    run.record_file.write_bytes(_framed(kept))
+        records.append(data)
+    run.record_file.write_bytes(_frame_records(records))
     return last
 
 
-def last_step(project: str, entity: str | None, run_id: str) -> int:
-    """Return the last step of a run at W&B, -1 if it has none. Raises `InvalidInputError` if no key is set or W&B does
-    not accept it, `UnreachableError` if W&B does not answer, or answers with an error."""
+def fetch_last_step(project: str, entity: str | None, run_id: str) -> int:
+    """Return the last step of a run at W&B; -1 without steps. Raises `InvalidInputError` for a missing or invalid API
+    key, `UnreachableError` if W&B is unavailable or returns an error."""
     key = os.environ.get("WANDB_API_KEY")
     if not key:
-        raise InvalidInputError("WANDB_API_KEY is not set; W&B's page /authorize shows a key", field="WANDB_API_KEY")
+        raise InvalidInputError(
+            "WANDB_API_KEY is not set; set it to the key on W&B's page /authorize", field="WANDB_API_KEY"
+        )
     server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").rstrip("/")
     variables = {"project": project, "entity": entity, "name": run_id}
     authorization = base64.b64encode(f"api:{key}".encode()).decode()
@@ -102,48 +101,48 @@ def last_step(project: str, entity: str | None, run_id: str) -> int:
             timeout=30.0,
         )
     except httpx.HTTPError as error:
-        raise UnreachableError(f"{server} does not answer: {error or type(error).__name__}; try again later") from error
+        raise UnreachableError(f"{server} is unavailable: {error or type(error).__name__}; try again later") from error
     if response.status_code in {401, 403}:
-        raise InvalidInputError(f"{server} does not accept the key in WANDB_API_KEY", field="WANDB_API_KEY")
+        raise InvalidInputError(f"{server} rejects the key in WANDB_API_KEY; set a valid key", field="WANDB_API_KEY")
     if response.status_code != 200:
-        raise UnreachableError(f"{server} answers with HTTP {response.status_code}; try again later")
+        raise UnreachableError(f"{server} returned HTTP {response.status_code}; try again later")
     model = (response.json().get("data") or {}).get("model") or {}
     tail = json.loads((model.get("bucket") or {}).get("historyTail") or "[]")
     return int(json.loads(tail[-1])["_step"]) if tail else -1
 
 
-def upload(run: RecordedRun) -> str | None:
-    """Upload a part of a run with `wandb sync`, and return the run's page, if known. Raises `SwiftKVError` if `wandb
-    sync` fails."""
+def upload_run(run: RecordedRun) -> str | None:
+    """Upload a part of a run with `wandb sync`; return the URL of the run, if known. Raises `SwiftKVError` if that
+    fails."""
     command = [sys.executable, "-m", "wandb", "sync", "--include-online", "--include-synced", run.path.name]
     directory = run.path.parent  # wandb leaves a log there
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)  # no shell
-    said = done.stdout + done.stderr
-    if done.returncode != 0 or "Finished syncing" not in said:
+    output = done.stdout + done.stderr
+    if done.returncode != 0 or "Finished syncing" not in output:
         key = os.environ.get("WANDB_API_KEY") or "\0"
-        raise SwiftKVError(f"`wandb sync` of {run.path.name} failed: {said.strip()[-2000:].replace(key, '***')}")
-    page = re.search(r"View run .* at (\S+)", said)
+        raise SwiftKVError(f"`wandb sync` of {run.path.name} failed: {output.strip()[-2000:].replace(key, '***')}")
+    page = re.search(r"View run .* at (\S+)", output)
     return page[1] if page else None
 
 
-def _records(data: bytes) -> Iterator[bytes]:
-    offset, parts = len(_FILE_HEADER), b""
+def _read_records(data: bytes) -> Iterator[bytes]:
+    offset, record = len(_FILE_HEADER), b""
     while offset + _HEADER.size <= len(data):
         if _BLOCK - offset % _BLOCK < _HEADER.size:
             offset += _BLOCK - offset % _BLOCK
             continue
-        checksum, length, place = _HEADER.unpack_from(data, offset)
-        piece = data[offset + _HEADER.size : offset + _HEADER.size + length]
-        if checksum != zlib.crc32(piece, zlib.crc32(bytes([place]))):
+        checksum, length, kind = _HEADER.unpack_from(data, offset)
+        fragment = data[offset + _HEADER.size : offset + _HEADER.size + length]
+        if checksum != zlib.crc32(fragment, zlib.crc32(bytes([kind]))):
             return
         offset += _HEADER.size + length
-        parts += piece
-        if place in {_FULL, _LAST}:
-            yield parts
-            parts = b""
+        record += fragment
+        if kind in {_FULL, _LAST}:
+            yield record
+            record = b""
 
 
-def _framed(records: list[bytes]) -> bytes:
+def _frame_records(records: list[bytes]) -> bytes:
     framed = bytearray(_FILE_HEADER)
     for record in records:
         begun, rest = False, record
@@ -153,7 +152,7 @@ def _framed(records: list[bytes]) -> bytes:
                 framed += bytes(space)
                 continue
             piece, rest = rest[: space - _HEADER.size], rest[space - _HEADER.size :]
-            place = (_MIDDLE if rest else _LAST) if begun else (_FIRST if rest else _FULL)
-            framed += _HEADER.pack(zlib.crc32(piece, zlib.crc32(bytes([place]))), len(piece), place) + piece
+            kind = (_MIDDLE if rest else _LAST) if begun else (_FIRST if rest else _FULL)
+            framed += _HEADER.pack(zlib.crc32(piece, zlib.crc32(bytes([kind]))), len(piece), kind) + piece
             begun = True
     return bytes(framed)

@@ -1,6 +1,6 @@
-"""Tracking of a run by Weights & Biases, behind a queue. No method of a tracker ever fails a run.
+"""Tracking of a run with Weights & Biases, behind a queue. Tracking errors never fail a run.
 
-If W&B cannot be reached at the start, the run is recorded offline; any other failure ends tracking with a warning.
+If W&B is unavailable at the start, the run is recorded offline. Any other error ends tracking with a warning.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from swiftkv_platform.specs import WandbSpec
 
 @dataclass(frozen=True)
 class TrackingInfo:
-    """Location of the run at the tracker; the `data` of an attempt's `tracking` event."""
+    """Location of the run at the tracker: the `data` of a `tracking` event."""
 
     provider: Literal["wandb"]
     run_id: str
     mode: Literal["online", "offline"]
     url: str | None
-    """Page of the run; None offline."""
+    """URL of the run; None offline."""
     fault: str | None = None
-    """Reason why data is missing at the tracker."""
+    """Reason why the tracker lacks data."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Table of results to sort and compare in the tracker."""
+    """Table of results."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str | float | None, ...], ...]
@@ -45,17 +45,17 @@ class Table:
 
 _KEY = "WANDB_API_KEY"
 _RETRIES = 100_000
-"""Retries of an upload by wandb's process, at most a minute apart. wandb's own limit is reached after some 20 minutes,
-and later data would be dropped silently."""
+"""Retries of an upload by wandb's process, at most a minute apart. With wandb's default, data would be dropped silently
+after about 20 minutes."""
 
 
 class WandbTracker:
-    """One run: `start`, any number of records, `finish`, from one thread. Records nothing if the mode is `disabled`.
+    """Tracks one run: `start`, any number of records, `finish`, from one thread. Mode `disabled` records nothing.
 
     Args:
-        directory: runs are recorded below `directory/wandb`, whether they are uploaded or not.
-        name: the run's display name.
-        timeout_s: how long the server may take to answer at the start, and to accept the rest at the end.
+        directory: runs are recorded below `directory/wandb`, online and offline.
+        name: display name of the run.
+        timeout_s: timeout of the server's response at the start, and of the final upload.
     """
 
     def __init__(self, spec: WandbSpec, directory: Path, *, name: str, timeout_s: float = 30.0) -> None:
@@ -65,30 +65,30 @@ class WandbTracker:
         self._timeout_s = timeout_s
         self._run: Any = None
         self.info: TrackingInfo | None = None
-        """Location of the run; None before `start`, and if nothing is being recorded."""
+        """Location of the run; None before `start`, and while nothing is recorded."""
         self.files: Path | None = None
-        """Directory where the run is recorded, also after `finish`; None if there is none."""
+        """Directory of the recorded run, also after `finish`; None if nothing was recorded."""
         self.uploaded = False
-        """Whether W&B has taken everything, so that `files` need not be kept; False before `finish`."""
+        """Whether W&B has all data, so that `files` can be deleted; False before `finish`."""
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
-        """Start the run or resume it: every attempt of a job has the same `run_id`."""
+        """Start or resume the run: all attempts of a job have the same `run_id`."""
         if self._spec.mode == "disabled":
             return
-        with self._guarded("start"):
-            _keep_files_below(self._directory)
+        with self._disable_on_failure("start"):
+            _set_wandb_directories(self._directory)
             fault: str | None = None
-            if _mode(self._spec) == "online":
+            if _resolve_mode(self._spec) == "online":
                 try:
-                    self._begin("online", run_id, config)
-                except Exception as error:  # W&B raises its own errors, and those of sockets and protobuf
-                    fault = _described(error)
+                    self._init_run("online", run_id, config)
+                except Exception as error:  # W&B raises its own errors, and errors of sockets and protobuf
+                    fault = _describe_error(error)
                     get_logger().warning("tracking_offline", error=fault)
                     _end_service()
             if self._run is None:
-                self._begin("offline", run_id, config, fault)
+                self._init_run("offline", run_id, config, fault)
 
-    def _begin(
+    def _init_run(
         self, mode: Literal["online", "offline"], run_id: str, config: Mapping[str, Any], fault: str | None = None
     ) -> None:
         import wandb
@@ -123,15 +123,15 @@ class WandbTracker:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics of an optimizer step."""
         if self._run is not None:
-            with self._guarded("log"):
+            with self._disable_on_failure("log"):
                 self._run.log(dict(metrics), step=step)
 
     def log_report(
         self, summary: Mapping[str, Any], tables: Mapping[str, Table], images: Mapping[str, bytes], step: int
     ) -> None:
-        """Record final figures, tables and PNG images, at a step after the last trained one."""
+        """Record final figures, tables and PNG images, at a step after the last training step."""
         if self._run is not None:
-            with self._guarded("log_report"):
+            with self._disable_on_failure("log_report"):
                 import wandb
                 from PIL import Image
 
@@ -145,9 +145,9 @@ class WandbTracker:
                 self._run.summary.update(dict(summary))
 
     def log_artifact(self, name: str, uri: str, digest: str) -> None:
-        """Record the location of the model; nothing is copied."""
+        """Record the location of the model without copying it."""
         if self._run is not None:
-            with self._guarded("log_artifact"):
+            with self._disable_on_failure("log_artifact"):
                 import wandb
 
                 self._run.summary.update({"artifact": {"uri": uri, "sha256": digest}})
@@ -157,56 +157,56 @@ class WandbTracker:
                 self._run.log_artifact(artifact)
 
     def finish(self) -> None:
-        """Send everything that is left."""
+        """Upload the remaining data and end the run."""
         if self._run is not None:
-            with self._guarded("finish"):
+            with self._disable_on_failure("finish"):
                 try:
                     self._run.finish()
-                except TimeoutError:  # everything is in the files
+                except TimeoutError:  # the files have all data
                     get_logger().warning("tracking_not_uploaded", waited_s=self._timeout_s)
                 else:
                     self.uploaded = self.info is not None and self.info.mode == "online"
 
     @contextmanager
-    def _guarded(self, action: str) -> Iterator[None]:
-        """End tracking at the first failure of any type: W&B raises its own errors, and those of sockets and
+    def _disable_on_failure(self, action: str) -> Iterator[None]:
+        """End tracking at the first error of any type: W&B raises its own errors, and errors of sockets and
         protobuf."""
         try:
             yield
         except Exception as error:
             self._run = self.info = None
-            get_logger().warning("tracking_disabled", action=action, error=_described(error))
+            get_logger().warning("tracking_disabled", action=action, error=_describe_error(error))
 
 
-def _mode(spec: WandbSpec) -> Literal["online", "offline"]:
-    """Resolve `auto`: online if a key is set."""
+def _resolve_mode(spec: WandbSpec) -> Literal["online", "offline"]:
+    """Resolve `auto`: online if an API key is set."""
     if spec.mode == "auto":
         return "online" if os.environ.get(_KEY) else "offline"
     return "online" if spec.mode == "online" else "offline"
 
 
 def _end_service() -> None:
-    """End wandb's process, which holds the id of a run that could not be begun."""
+    """End wandb's process, which blocks the id of a run that failed to start."""
     import wandb
 
     wandb.teardown()
 
 
-def _keep_files_below(directory: Path) -> None:
-    """Put W&B's logs, settings and caches below the run's directory too, unless the environment sets their place."""
+def _set_wandb_directories(directory: Path) -> None:
+    """Set W&B's directories for caches, settings and data below the run's directory, unless the environment does."""
     directory.mkdir(parents=True, exist_ok=True)
     for variable, name in (("WANDB_CACHE_DIR", "cache"), ("WANDB_CONFIG_DIR", "config"), ("WANDB_DATA_DIR", "data")):
         os.environ.setdefault(variable, str(directory / "wandb" / name))
 
 
-def _described(error: Exception) -> str:
-    """The error without the key."""
+def _describe_error(error: Exception) -> str:
+    """Return the error's text without the API key."""
     text, key = f"{type(error).__name__}: {error}", os.environ.get(_KEY)
     return text.replace(key, "***") if key else text
 
 
-_MOST_WAITING = 10_000
-_TELL_AGAIN_S = 5.0
+_MAX_QUEUED_CALLS = 10_000
+_INFO_RETRY_INTERVAL_S = 5.0
 
 
 class BackgroundTracker:
@@ -224,17 +224,19 @@ class BackgroundTracker:
         tracker: WandbTracker,
         *,
         on_info: Callable[[TrackingInfo], bool] = lambda _: True,
-        most_waiting: int = _MOST_WAITING,
-        finish_s: float = 90.0,
+        max_queued_calls: int = _MAX_QUEUED_CALLS,
+        finish_timeout_s: float = 90.0,
     ) -> None:
         self._tracker = tracker
         self._on_info = on_info
-        self._finish_s = finish_s
-        self._calls: Queue[Callable[[], None] | None] = Queue(most_waiting)
+        self._finish_timeout_s = finish_timeout_s
+        self._calls: Queue[Callable[[], None] | None] = Queue(max_queued_calls)
         self._dropped = 0
-        self._told = False
-        self._tell_at = 0.0
-        self._thread = threading.Thread(target=copy_context().run, args=(self._work,), name="tracking", daemon=True)
+        self._is_info_reported = False
+        self._next_report_time = 0.0
+        self._thread = threading.Thread(
+            target=copy_context().run, args=(self._run_calls,), name="tracking", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -250,58 +252,60 @@ class BackgroundTracker:
         return self._tracker.uploaded
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
-        self._put(partial(self._tracker.start, run_id, config))
+        self._enqueue(partial(self._tracker.start, run_id, config))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._put(partial(self._tracker.log, dict(metrics), step))
+        self._enqueue(partial(self._tracker.log, dict(metrics), step))
 
     def log_report(
         self, summary: Mapping[str, Any], tables: Mapping[str, Table], images: Mapping[str, bytes], step: int
     ) -> None:
-        self._put(partial(self._tracker.log_report, summary, tables, images, step))
+        self._enqueue(partial(self._tracker.log_report, summary, tables, images, step))
 
     def log_artifact(self, name: str, uri: str, digest: str) -> None:
-        self._put(partial(self._tracker.log_artifact, name, uri, digest))
+        self._enqueue(partial(self._tracker.log_artifact, name, uri, digest))
 
     def finish(self) -> None:
-        """Wait until all calls are made, at most `finish_s` seconds. The thread ends with its process."""
-        deadline = time.monotonic() + self._finish_s
+        """Wait for the queued calls, at most `finish_timeout_s` seconds. The thread ends with the process."""
+        deadline = time.monotonic() + self._finish_timeout_s
         try:
-            self._calls.put(self._tracker.finish, timeout=self._finish_s)
+            self._calls.put(self._tracker.finish, timeout=self._finish_timeout_s)
             self._calls.put(None, timeout=max(0.0, deadline - time.monotonic()))
         except Full:
             pass  # logged below
         else:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            get_logger().warning("tracking_unfinished", waited_s=self._finish_s, num_calls=self._calls.qsize())
+            get_logger().warning("tracking_unfinished", waited_s=self._finish_timeout_s, num_calls=self._calls.qsize())
         if self._dropped:
             get_logger().warning("tracking_dropped", num_calls=self._dropped)
 
-    def _put(self, call: Callable[[], None]) -> None:
+    def _enqueue(self, call: Callable[[], None]) -> None:
         try:
             self._calls.put_nowait(call)
         except Full:
             self._dropped += 1
 
-    def _work(self) -> None:
+    def _run_calls(self) -> None:
         while True:
             try:
-                call = self._calls.get(timeout=None if self._told or self.info is None else _TELL_AGAIN_S)
+                call = self._calls.get(
+                    timeout=None if self._is_info_reported or self.info is None else _INFO_RETRY_INTERVAL_S
+                )
             except Empty:
-                self._tell()
+                self._report_info()
                 continue
             if call is None:
                 return
             try:
                 call()
-            except Exception:  # no failure of tracking may end the thread, which `finish` waits for
+            except Exception:  # no error may end the thread, for which `finish` waits
                 get_logger().exception("tracking_failed")
-            self._tell()
+            self._report_info()
 
-    def _tell(self) -> None:
+    def _report_info(self) -> None:
         info = self.info
-        if self._told or info is None or time.monotonic() < self._tell_at:
+        if self._is_info_reported or info is None or time.monotonic() < self._next_report_time:
             return
-        self._told = self._on_info(info)
-        self._tell_at = time.monotonic() + _TELL_AGAIN_S
+        self._is_info_reported = self._on_info(info)
+        self._next_report_time = time.monotonic() + _INFO_RETRY_INTERVAL_S

@@ -14,14 +14,14 @@ from swiftkv_platform.evaluation import quality as evaluation
 from swiftkv_platform.evaluation.continuations import compare_continuations
 from swiftkv_platform.evaluation.prefill_cost import measure_prefill
 from swiftkv_platform.evaluation.quality import (
-    BORDERS,
+    BIN_BOUNDS,
     NUM_EXIT_BINS,
     ExitCounts,
     Quality,
     TeacherQuality,
     evaluate,
-    evaluation_rows,
     measure,
+    select_evaluation_rows,
 )
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.packed_attention import to_tensors
@@ -121,9 +121,9 @@ def test_bins_hold_each_position_by_its_place_and_its_prompt(student: Any, packi
         log_p, log_q = (student.swiftkv(on)(ids).logits[0, prompt:-1].double().log_softmax(-1) for on in (False, True))
         kl += (log_p.exp() * (log_p - log_q)).sum(-1).tolist()
     for sums, values in ((totals.by_position, places), (totals.by_prompt_length, before)):
-        bins = np.searchsorted(BORDERS, values, side="right") - 1
-        assert list(sums.positions) == np.bincount(bins, minlength=len(BORDERS)).tolist()
-        assert list(sums.kl) == pytest.approx(np.bincount(bins, weights=kl, minlength=len(BORDERS)), rel=1e-4)
+        bins = np.searchsorted(BIN_BOUNDS, values, side="right") - 1
+        assert list(sums.positions) == np.bincount(bins, minlength=len(BIN_BOUNDS)).tolist()
+        assert list(sums.kl) == pytest.approx(np.bincount(bins, weights=kl, minlength=len(BIN_BOUNDS)), rel=1e-4)
         assert sum(sums.agreements) == totals.agreements
         assert sum(sums.teacher_nll) == pytest.approx(totals.teacher_nll)
         assert sum(sums.student_nll) == pytest.approx(totals.student_nll)
@@ -162,10 +162,10 @@ def test_shares_of_workers_add_up_and_the_model_is_as_it_was(student: Any) -> No
 
 def test_evaluated_rows_are_spread_over_all_and_keep_the_limit(student: Any) -> None:
     rows = make_rows([16] * 200)
-    assert evaluation_rows(rows, max_tokens=1 << 20) == list(range(100))
-    few = evaluation_rows(rows, max_tokens=330)
+    assert select_evaluation_rows(rows, max_tokens=1 << 20) == list(range(100))
+    few = select_evaluation_rows(rows, max_tokens=330)
     assert (len(few), len(set(few)), few[0], few[-1]) == (10, 10, 0, 99)
-    assert evaluation_rows(rows, max_tokens=1) == [0]
+    assert select_evaluation_rows(rows, max_tokens=1) == [0]
     empty = pack(make_rows([4]).samples, np.empty(0, dtype=np.int64), max_length=8, pad_token_id=0)
     with pytest.raises(DataError, match="no held-out text") as caught:
         evaluate(student, empty, max_tokens=64, batch_size=1)

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.evaluation.harness.run import check_tasks, run_tasks
 from swiftkv_platform.evaluation.harness.shared import SharedModel
-from swiftkv_platform.evaluation.harness.tasks import needle_tasks, resolve_tasks, task_manager
-from swiftkv_platform.evaluation.parts import NoParts
+from swiftkv_platform.evaluation.harness.tasks import build_needle_tasks, load_task_manager, resolve_tasks
+from swiftkv_platform.evaluation.parts import NoResultStore
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec, TaskSpec
@@ -116,7 +116,7 @@ def test_contexts_are_prompts_of_students_that_keep_their_own(student: Any) -> N
 
     def shared(model: Any) -> SharedModel:
         return SharedModel(
-            model.swiftkv(), byte_tokenizer(), Workers(), batch_size=4, progress=nothing, parts=NoParts()
+            model.swiftkv(), byte_tokenizer(), Workers(), batch_size=4, progress=nothing, parts=NoResultStore()
         )
 
     def answers(model: Any) -> list[tuple[float, bool]]:
@@ -124,7 +124,7 @@ def test_contexts_are_prompts_of_students_that_keep_their_own(student: Any) -> N
         return found
 
     encoded = [(pair, *shared(student)._encode_pair(*pair)) for pair in pairs]
-    for mine, theirs in zip(shared(student)._score(encoded), answers(student), strict=True):
+    for mine, theirs in zip(shared(student)._score_continuations(encoded), answers(student), strict=True):
         assert mine == (pytest.approx(theirs[0], abs=1e-4), theirs[1])
     shape: dict[str, Any] = {"num_key_value_layers": 3, "key_value_group_size": 2, "decode_key_value": "own"}
     own = disturb(convert(random_teacher(initializer_range=0.3, max_position_embeddings=2048), **shape)).eval()
@@ -219,7 +219,7 @@ def test_the_papers_tasks_are_table_b1_and_known_to_the_harness() -> None:
         ("mmlu_cot_llama", 0),
         ("gsm8k_llama", 8),
     ]
-    index = task_manager(True).task_index
+    index = load_task_manager(True).task_index
     for spec in PAPER_TASKS:
         config = load_yaml(index[spec.name].yaml_path, resolve_func=False)
         filters: list[str] = [item["name"] for item in config.get("filter_list") or [{"name": "none"}]]
@@ -238,15 +238,15 @@ def test_what_cannot_be_resolved_is_said(tmp_path: Path) -> None:
     (tmp_path / "lost.yaml").write_text("task: lost\ndoc_to_text: !function no_module.text\n")
     here = str(tmp_path)
     cases: list[tuple[TaskSpec, type[Exception], str]] = [
-        (TaskSpec(name="nowhere.yaml"), InvalidInputError, "no file 'nowhere.yaml'"),
+        (TaskSpec(name="nowhere.yaml"), InvalidInputError, "the file 'nowhere.yaml' does not exist"),
         (TaskSpec(name="builtin:arc", data_dir="."), InvalidInputError, "builtin:gsm8k, builtin:mmlu, .* are accepted"),
         (TaskSpec(name="builtin:mmlu"), InvalidInputError, "needs data_dir"),
-        (TaskSpec(name="builtin:mmlu", data_dir=here), DataError, "holds no test/"),
+        (TaskSpec(name="builtin:mmlu", data_dir=here), DataError, "has no files test/"),
         (TaskSpec(name="builtin:gsm8k", data_dir=here), DataError, "gsm8k_train.jsonl"),
-        (TaskSpec(name=f"{here}/list.yaml"), InvalidInputError, "is not a task"),
-        (TaskSpec(name=f"{here}/nameless.yaml"), InvalidInputError, "names no task"),
+        (TaskSpec(name=f"{here}/list.yaml"), InvalidInputError, "is not a task file"),
+        (TaskSpec(name=f"{here}/nameless.yaml"), InvalidInputError, "has no field `task`"),
         (TaskSpec(name=f"{here}/group.yaml"), InvalidInputError, "is a group"),
-        (TaskSpec(name=f"{here}/lost.yaml"), InvalidInputError, "is not a task: Cannot import module 'no_module'"),
+        (TaskSpec(name=f"{here}/lost.yaml"), InvalidInputError, "is not a task file: Cannot import module 'no_module'"),
     ]
     for spec, error, message in cases:
         with pytest.raises(error, match=message):
@@ -255,7 +255,7 @@ def test_what_cannot_be_resolved_is_said(tmp_path: Path) -> None:
 
 def test_what_a_task_cannot_do_is_said(student: Any, task_file: Path) -> None:
     for changes, message in (
-        ({"metric": "f1"}, "trivia has no metric 'f1'; it has acc, acc_norm"),
+        ({"metric": "f1"}, "trivia has no metric 'f1'; use one of acc, acc_norm"),
         ({"chat_template": True}, "sets chat_template"),
     ):
         spec = TaskSpec.model_validate({"name": str(task_file), **changes})
@@ -278,15 +278,15 @@ def test_tasks_beyond_the_time_limit_are_named(student: Any, task_file: Path, mo
 def test_tasks_and_metrics_that_the_harness_lacks_are_refused_before_anything_runs(student: Any) -> None:
     with pytest.raises(InvalidInputError, match="cannot load 'no_such_task'"):
         scores(student, resolve_tasks(["no_such_task"]))
-    with pytest.raises(InvalidInputError, match=r"cannot load 'gsm9k': it has no task .*, but .*gsm8k") as caught:
+    with pytest.raises(InvalidInputError, match=r"cannot load 'gsm9k': unknown task, similar names: .*gsm8k") as caught:
         check_tasks(["gsm9k"], byte_tokenizer())
     assert (caught.value.field, caught.value.value) == ("evaluation.tasks", "gsm9k")
     for name, metric, known in (
-        ("winogrande", "acc_norm", "winogrande has no metric 'acc_norm'; it has acc"),
-        ("gsm8k", "exact_match,strict_match", "it has exact_match,strict-match, exact_match,flexible-extract"),
-        ("mmlu", "acc_norm", "mmlu has no metric 'acc_norm'; it has acc"),
-        ("ai2_arc", "f1", "arc_challenge has no metric 'f1'; it has acc, acc_norm"),
-        ("pythia", None, "pythia has no score of its own"),
+        ("winogrande", "acc_norm", "winogrande has no metric 'acc_norm'; use one of acc"),
+        ("gsm8k", "exact_match,strict_match", "use one of exact_match,strict-match, exact_match,flexible-extract"),
+        ("mmlu", "acc_norm", "mmlu has no metric 'acc_norm'; use one of acc"),
+        ("ai2_arc", "f1", "arc_challenge has no metric 'f1'; use one of acc, acc_norm"),
+        ("pythia", None, "pythia has no group score"),
     ):
         with pytest.raises(InvalidInputError, match=known):
             check_tasks([TaskSpec(name=name, metric=metric)], byte_tokenizer())
@@ -310,12 +310,12 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, task_file: Pa
     def fetch(address: str) -> Path:
         raise DataError(f"data.sources: there is no object at {address!r}", field="data.sources", value=address)
 
-    with pytest.raises(DataError, match=r"^evaluation\.tasks: there is nothing at 's3://bucket/tasks") as caught:
+    with pytest.raises(DataError, match=r"^evaluation\.tasks: 's3://bucket/tasks/' does not exist") as caught:
         check_tasks(["s3://bucket/tasks/own.yaml"], byte_tokenizer(), fetch=fetch)
     assert caught.value.field == "evaluation.tasks"
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     check_tasks([], byte_tokenizer())
-    with pytest.raises(InvalidInputError, match=r"needs lm_eval; use pip install -e .*\[eval\]"):
+    with pytest.raises(InvalidInputError, match=r"needs lm_eval; run pip install -e .*\[eval\]"):
         check_tasks([str(task_file)], byte_tokenizer())
 
 
@@ -327,7 +327,9 @@ def test_of_a_perplexity_less_is_better(student: Any, tmp_path: Path) -> None:
     del config["doc_to_choice"]
     (tmp_path / "pages.yaml").write_text(yaml.safe_dump(config))
     unnamed, named = str(tmp_path / "pages.yaml"), TaskSpec(name=str(tmp_path / "pages.yaml"), metric="byte_perplexity")
-    with pytest.raises(InvalidInputError, match="no metric for which higher is better; name one of byte_perplexity"):
+    with pytest.raises(
+        InvalidInputError, match="no metric for which higher is better; set `metric` to one of byte_perplexity"
+    ):
         check_tasks([unnamed], byte_tokenizer())
     check_tasks([named], byte_tokenizer())
     (score,) = scores(student, resolve_tasks([named]), task_batch_size=1)
@@ -340,7 +342,7 @@ def test_needles_and_calls_of_tools_need_no_data(
 ) -> None:
     """They also need no git repository, for the lack of which the harness prints an error."""
     monkeypatch.chdir(tmp_path)
-    found = scores(student, needle_tasks((128, 256), 1, byte_tokenizer(), chat=False))
+    found = scores(student, build_needle_tasks((128, 256), 1, byte_tokenizer(), chat=False))
     expected = [("needle_128", "found", 1), ("needle_256", "found", 1)]
     assert [(score.task, score.metric, score.num_samples) for score in found] == expected
     assert {score.teacher for score in found} == {0.0}, "random weights answer nothing right"

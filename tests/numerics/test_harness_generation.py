@@ -15,8 +15,8 @@ from transformers import GenerationConfig
 from swiftkv_platform.distillation.model import copy_teacher
 from swiftkv_platform.errors import GenerationError
 from swiftkv_platform.evaluation.harness import shared
-from swiftkv_platform.evaluation.harness.shared import Prompt, SharedModel, read_settings
-from swiftkv_platform.evaluation.parts import NoParts
+from swiftkv_platform.evaluation.harness.shared import Prompt, SharedModel, parse_generation_settings
+from swiftkv_platform.evaluation.parts import NoResultStore
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.specs import DistillationSpec
@@ -34,7 +34,7 @@ FAMILIES = ("llama", "qwen2-mixed", "qwen3_moe", "deepseek_v2-lora")
 """One family for each kind of attention and of experts; the engine's own tests cover every family."""
 
 
-class KeptParts(NoParts):
+class KeptParts(NoResultStore):
     """Keeps finished parts in memory, and records the progress that it is told."""
 
     def __init__(self) -> None:
@@ -92,12 +92,12 @@ def generated(model: SharedModel, requests: Sequence[Instance]) -> tuple[list[st
     texts: list[str] = []
     with recorded(model) as tokens, torch.no_grad():
         for request in requests:
-            texts += model._generate([request])
+            texts += model._generate_with_transformers([request])
     return texts, tokens
 
 
 def written(model: SharedModel, requests: Sequence[Instance]) -> tuple[list[str], list[list[int]]]:
-    with recorded(model) as tokens, patch.object(model, "_generate", side_effect=_refuse):
+    with recorded(model) as tokens, patch.object(model, "_generate_with_transformers", side_effect=_refuse):
         return model.generate_until(list(requests)), tokens
 
 
@@ -193,11 +193,11 @@ def test_what_the_engine_does_not_do_is_left_to_generate(settings: dict[str, Any
     requests = ask(CONTEXTS[:2], until=["\n"], max_gen_toks=8, **settings)
     requests.append(Instance("generate_until", {}, arguments=(CONTEXTS[2], {"max_gen_toks": 4}), idx=2))
     model = harness(student)
-    with patch.object(model, "_generate", wraps=model._generate) as left:
+    with patch.object(model, "_generate_with_transformers", wraps=model._generate_with_transformers) as left:
         answers = model.generate_until(requests)
     (asked,) = left.call_args.args
     assert [request.args for request in asked] == [one.args for one in (requests if shipped else requests[:2])]
-    found = dict(zip((request.idx for request in asked), model._generate(list(asked)), strict=True))
+    found = dict(zip((request.idx for request in asked), model._generate_with_transformers(list(asked)), strict=True))
     assert {index: answers[index] for index in found} == found
     assert answers[-1] == generated(model, requests[-1:])[0][0]
 
@@ -216,7 +216,7 @@ def test_drawn_answers_depend_on_nothing_but_their_place() -> None:
     together = written(harness(student), requests)
     assert len({tuple(one) for one in together[1]}) == 4
     assert written(harness(student, batch_size=1), requests) == together
-    params = read_settings({"do_sample": True}, GenerationConfig(), until=[], max_tokens=4, seed=7)
+    params = parse_generation_settings({"do_sample": True}, GenerationConfig(), until=[], max_tokens=4, seed=7)
     assert (params.temperature, params.top_k, params.top_p, params.seed) == (1.0, 50, 1.0, 7)
 
 
@@ -240,9 +240,9 @@ def test_answers_are_kept_round_by_round() -> None:
 
 def test_logits_that_are_no_numbers_and_prompts_without_room_are_errors() -> None:
     student = student_of("llama")
-    with pytest.raises(ValueError, match="max_gen_toks is 256, but the model's context of 256 tokens"):
+    with pytest.raises(ValueError, match="max_gen_toks is 256, but the model's context has 256 tokens"):
         harness(student).generate_until(ask(CONTEXTS))
     with torch.no_grad():
         student.lm_head.weight[7] = float("nan")
-    with pytest.raises(GenerationError, match="not a number"):
+    with pytest.raises(GenerationError, match="logits are not finite"):
         harness(student).generate_until(ask(CONTEXTS, max_gen_toks=4))

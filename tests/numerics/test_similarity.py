@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swiftkv_platform.errors import DataError, InvalidInputError
-from swiftkv_platform.evaluation.analysis import AnalysisOptions, Needles, StartReport, analyze, shallowest
+from swiftkv_platform.evaluation.analysis import AnalysisOptions, Needles, UntrainedReport, analyze, find_smallest_depth
 from swiftkv_platform.evaluation.harness.builtin import ANSWER_TOKENS
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.similarity import collect_similarity, recommend_depth
@@ -75,14 +75,14 @@ def test_the_recommended_depth() -> None:
 def test_the_shallowest_depth_within_a_kl_that_loses_no_needles() -> None:
     quality = {1: (0.1, 1.0), 2: (0.5, 0.5), 3: (0.2, 0.9), 4: (0.0, 1.0)}
     same = {"prefill_layers": (), "perplexity": 9, "top1_agreement": 1}
-    depths = {depth: StartReport(kl=kl, needles_found=found, **same) for depth, (kl, found) in quality.items()}
-    assert shallowest(depths, max_kl=0.2) == 3
-    assert shallowest(depths, max_kl=1.0) == 1
-    assert shallowest({depth: depths[depth] for depth in (1, 2)}, max_kl=0.2) is None
+    depths = {depth: UntrainedReport(kl=kl, needles_found=found, **same) for depth, (kl, found) in quality.items()}
+    assert find_smallest_depth(depths, max_kl=0.2) == 3
+    assert find_smallest_depth(depths, max_kl=1.0) == 1
+    assert find_smallest_depth({depth: depths[depth] for depth in (1, 2)}, max_kl=0.2) is None
     near = {depth: start.model_copy(update={"kl": 0.1}) for depth, start in depths.items()}
-    assert shallowest(near, max_kl=0.2, min_found=0.9) == 3
-    assert shallowest(near, max_kl=0.2, min_found=0.95) == 4
-    assert shallowest(near, max_kl=0.2) == 1
+    assert find_smallest_depth(near, max_kl=0.2, min_found=0.9) == 3
+    assert find_smallest_depth(near, max_kl=0.2, min_found=0.95) == 4
+    assert find_smallest_depth(near, max_kl=0.2) == 1
 
 
 class _Reader:
@@ -107,9 +107,9 @@ class _Reader:
 def test_the_share_of_needles_found() -> None:
     """More prompts than fit one batch, of different lengths."""
     needles = Needles.create(byte_tokenizer(), 512, 24)
-    assert 400 < max(map(len, needles.prompts)) == needles.longest - ANSWER_TOKENS <= 520
-    assert needles.share_found(_Reader(needles, forgets=18)) == 0.75
-    assert needles.share_found(random_teacher(max_position_embeddings=1024)) == 0.0
+    assert 400 < max(map(len, needles.prompts)) == needles.max_total_length - ANSWER_TOKENS <= 520
+    assert needles.measure_share_found(_Reader(needles, forgets=18)) == 0.75
+    assert needles.measure_share_found(random_teacher(max_position_embeddings=1024)) == 0.0
 
 
 def test_analysis_of_a_model(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_what_an_analysis_refuses(tmp_path: Path) -> None:
             InvalidInputError,
             r"depth is 3; to keep 3 layers, 4\.\.5",
         ),
-        (AnalysisOptions(num_prefill_layers=3, measure=True), InvalidInputError, "leave either out"),
+        (AnalysisOptions(num_prefill_layers=3, measure=True), InvalidInputError, "cannot be combined with measure"),
         (too_long, InvalidInputError, "needle_length is 4096, .* context has"),
     ):
         with pytest.raises(error, match=message):

@@ -12,7 +12,7 @@ from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.evaluation.harness import trust
 from swiftkv_platform.evaluation.harness.run import run_tasks
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
-from swiftkv_platform.evaluation.harness.trust import why_untrusted
+from swiftkv_platform.evaluation.harness.trust import explain_distrust
 from swiftkv_platform.model import convert
 from swiftkv_platform.sources import Access, SourceRules
 from swiftkv_platform.specs import PAPER_TASKS, DataSourceSpec, EvaluationSpec, JobSpec
@@ -186,7 +186,7 @@ def test_a_worker_opens_no_file_that_is_called_like_a_task(quiet: Stage, monkeyp
     for name in ("innocent", "teacher"):
         write_task(quiet.root / name, quiet)
         accept(quiet, job(name))  # as a name it is accepted
-        with pytest.raises(SwiftKVError, match="no task of that name") as caught:
+        with pytest.raises(SwiftKVError, match="unknown task") as caught:
             answer(quiet, job(name))
         assert caught.value.field == "evaluation.tasks"
     assert not quiet.marker.exists(), "its code has run"
@@ -242,9 +242,9 @@ RUNS_CODE = re.compile(
 @pytest.mark.slow("the harness takes seconds to import and to read its index")
 def test_tasks_are_trusted_by_what_their_scorers_import() -> None:
     """The harness itself marks only a few of the tasks that run text as code."""
-    from swiftkv_platform.evaluation.harness.tasks import task_manager
+    from swiftkv_platform.evaluation.harness.tasks import load_task_manager
 
-    found = {name: why_untrusted(name, task_manager(True)) for name in (*TRUSTED, *UNTRUSTED)}
+    found = {name: explain_distrust(name, load_task_manager(True)) for name in (*TRUSTED, *UNTRUSTED)}
     assert {name: why for name, why in found.items() if name in TRUSTED and why} == {}
     assert {name: why for name, why in found.items() if name in UNTRUSTED and UNTRUSTED[name] not in str(why)} == {}
 
@@ -256,14 +256,14 @@ def test_no_file_of_the_installed_harness_that_runs_text_is_trusted() -> None:
     root = Path(lm_eval.tasks.__path__[0])
     files = [file for file in root.rglob("*.py") if file.parent != root and RUNS_CODE.search(file.read_text())]
     assert len(files) > 20
-    assert [file for file in files if trust._why_file(file) is None] == []
+    assert [file for file in files if trust._explain_file(file) is None] == []
 
 
 @pytest.mark.slow("the harness takes seconds to import and to read its index")
 def test_a_group_runs_code_if_one_of_its_tasks_does() -> None:
-    from swiftkv_platform.evaluation.harness.tasks import task_manager
+    from swiftkv_platform.evaluation.harness.tasks import load_task_manager
 
-    index, longproc = task_manager(True).task_index, "longproc_countdown_2k"
+    index, longproc = load_task_manager(True).task_index, "longproc_countdown_2k"
     tags = [name for name, entry in index.items() if "humaneval" in entry.tags or "mbpp" in entry.tags][:1]
     groups = [name for name, entry in index.items() if entry.cfg and longproc in str(entry.cfg.get("task"))]
     found = [name for name in (*tags, *groups) if name != longproc]

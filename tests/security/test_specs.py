@@ -131,16 +131,16 @@ def test_a_tenant_may_be_held_to_organisations_of_the_hub(tmp_path: Path) -> Non
         document = {"name": "t", "model": {"name_or_path": model}, "data": {"sources": [{"name_or_path": data}]}}
         return JobSpec.model_validate(document)
 
-    acme.check(job("meta-llama/Llama-3.1-8B"))
-    acme.check(job("gpt2"))
-    research.check(job("secret/model", "secret/rows"))
+    acme.check_spec(job("meta-llama/Llama-3.1-8B"))
+    acme.check_spec(job("gpt2"))
+    research.check_spec(job("secret/model", "secret/rows"))
     for closed, field in (
         (job("secret/model"), "model.name_or_path"),
         (job("meta-llama-/x"), "model.name_or_path"),
         (job("gpt2", "secret/rows"), "data.sources[0].name_or_path"),
     ):
         with pytest.raises(InvalidInputError, match="meta-llama, gpt2") as caught:
-            acme.check(closed)
+            acme.check_spec(closed)
         assert caught.value.field == field
     request = AttemptRequest(
         job_id="job_1", attempt=1, spec=job("gpt2"), run_id="r", allowed_roots=(), hub_organizations=("gpt2",)

@@ -1,5 +1,5 @@
-"""Tasks of this package for lm-evaluation-harness: needles in a haystack, tool calls, and IFEval from its authors' own
-file. Prompts are generated without network, the same on every machine.
+"""Tasks of this package for lm-evaluation-harness: needles in a haystack, tool calls, and IFEval from its authors'
+file. Prompts are generated offline and are the same on every machine.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from swiftkv_platform.specs import EvaluationSpec
 
 Scorer = Callable[[Mapping[str, Any], Sequence[str]], Mapping[str, Any]]
 
-TEACHER_FINDS = 0.8
-"""Share of the needles that the teacher has to find at a length for the student to be judged there."""
+MIN_TEACHER_SHARE_FOUND = 0.8
+"""Minimum share of the needles that the teacher finds at a length; below it, the student has no gate there."""
 ANSWER_TOKENS = 24
 _PEOPLE = ("gardener", "pilot", "baker", "teacher", "doctor", "farmer", "sailor", "painter", "miller", "tailor")
 _ACTIONS = ("walked to", "looked for", "wrote about", "painted", "visited", "repaired", "measured", "talked about")
 _THINGS = ("bridge", "garden", "harbour", "clock", "library", "market", "railway", "orchard", "windmill", "museum")
 _TIMES = ("in the morning", "after lunch", "on Sunday", "before the rain", "late at night", "in early spring")
 _PLACES = ("lighthouse", "castle", "bakery", "station", "theatre", "vineyard", "monastery", "observatory")
-_COLOURS = ("red", "green", "yellow", "white", "grey", "purple", "silver", "brown")
+_COLORS = ("red", "green", "yellow", "white", "grey", "purple", "silver", "brown")
 
 _TOOLS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "get_weather": ("city", "What is the weather in {}?", ("Paris", "Oslo", "Lima", "Cairo", "Osaka")),
@@ -40,8 +40,8 @@ _TOOLS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "translate_word": ("word", "Translate the word {} to French.", ("house", "water", "bread", "night", "friend")),
     "set_alarm": ("time", "Wake me at {}.", ("06:30", "07:15", "08:00", "05:45", "09:20")),
 }
-"""Argument, request and values of each function."""
-_BEGIN = re.compile(r"\[\s*\{|\{")
+"""Argument, request template and argument values of each function."""
+_JSON_START = re.compile(r"\[\s*\{|\{")
 _FORMAT = '<tool_call>[{"name": "function name", "arguments": {"argument name": "value"}}]</tool_call>'
 
 IFEVAL_FILE = "input_data.jsonl"
@@ -49,14 +49,14 @@ _METRICS = ("prompt_level_strict_acc", "inst_level_strict_acc", "prompt_level_lo
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+")
 
 
-def _generation(
+def _build_generation_task(
     name: str, target: str, score: Scorer, metrics: Mapping[str, Any], *, until: list[str], max_tokens: int, **data: Any
 ) -> dict[str, Any]:
-    """Return the configuration of a task whose documents have a `prompt` to answer.
+    """Return the configuration of a task with documents that have a `prompt`.
 
     Args:
         metrics: aggregation by metric.
-        data: the harness's fields that name the documents.
+        data: the harness's fields for the documents.
     """
     return {
         "task": name,
@@ -75,85 +75,89 @@ def _generation(
     }
 
 
-def _dataset(make: Callable[[], list[dict[str, str]]], **_: Any) -> dict[str, Any]:
+def _make_dataset(make: Callable[[], list[dict[str, str]]], **_: Any) -> dict[str, Any]:
     from datasets import Dataset
 
     return {"test": Dataset.from_list(make())}
 
 
-def needle_lengths(spec: EvaluationSpec, *, instruct: bool, context_length: int) -> tuple[int, ...]:
-    """Return the lengths of the needle prompts in tokens: the spec's, or for instruction-tuned models those of
-    `NEEDLE_LENGTHS` that fit into the model's context."""
+def choose_needle_lengths(spec: EvaluationSpec, *, instruct: bool, context_length: int) -> tuple[int, ...]:
+    """Return the lengths of needle prompts in tokens: the spec's, or for instruction-tuned models all `NEEDLE_LENGTHS`
+    that fit into the context."""
     if spec.needle_lengths is not None:
         return spec.needle_lengths
     return tuple(length for length in NEEDLE_LENGTHS if length <= context_length) if instruct else ()
 
 
-def needle(tokenizer: Any, length: int, num_samples: int) -> dict[str, Any]:
-    """Return the configuration of a needle in a haystack: one sentence with a number in a prompt of `length` tokens,
-    and a question for the number."""
+def build_needle_task(tokenizer: Any, length: int, num_samples: int) -> dict[str, Any]:
+    """Return the configuration of a needle in a haystack: a prompt of `length` tokens with one sentence that has a
+    number, and a question for the number."""
 
-    def make() -> list[dict[str, str]]:
-        prompts = [needle_prompt(tokenizer, length, number, num_samples) for number in range(num_samples)]
+    def make_rows() -> list[dict[str, str]]:
+        prompts = [make_needle_prompt(tokenizer, length, number, num_samples) for number in range(num_samples)]
         return [{"prompt": prompt, "answer": answer} for prompt, answer in prompts]
 
-    data = {"custom_dataset": partial(_dataset, make)}
+    data = {"custom_dataset": partial(_make_dataset, make_rows)}
     name, metrics = f"{NEEDLE_PREFIX}{length}", {"found": "mean"}
-    return _generation(name, "{{answer}}", found, metrics, until=["\n\n"], max_tokens=ANSWER_TOKENS, **data)
+    return _build_generation_task(
+        name, "{{answer}}", score_needle, metrics, until=["\n\n"], max_tokens=ANSWER_TOKENS, **data
+    )
 
 
-def found(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+def score_needle(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     """Score whether the answer contains the number."""
     return {"found": float(document["answer"] in results[0])}
 
 
-def needle_prompt(tokenizer: Any, length: int, number: int, num_samples: int) -> tuple[str, str]:
-    """Return prompt `number` of `num_samples`, of about but at most `length` tokens, and the number asked for. Over the
-    samples, needles are spread evenly from beginning to end."""
+def make_needle_prompt(tokenizer: Any, length: int, number: int, num_samples: int) -> tuple[str, str]:
+    """Return prompt `number` of `num_samples`, of at most `length` tokens, and its answer. The samples' needles are
+    spread evenly from beginning to end of the prompt."""
     rng = random.Random(f"needle {length} {number}")  # noqa: S311 (no secret)
-    place = f"{rng.choice(_COLOURS)} {rng.choice(_PLACES)}"
+    location = f"{rng.choice(_COLORS)} {rng.choice(_PLACES)}"
     answer = str(rng.randrange(10_000, 100_000))
-    needle = f"The secret number of the {place} is {answer}."
+    needle = f"The secret number of the {location} is {answer}."
     head = "Read this text and remember the secret number in it."
-    question = f"What is the secret number of the {place}? Answer with the number only."
-    room = length - sum(_count(tokenizer, part) for part in (head, needle, question)) - 8  # separators
+    question = f"What is the secret number of the {location}? Answer with the number only."
+    tokens_left = length - sum(_count_tokens(tokenizer, part) for part in (head, needle, question)) - 8  # separators
     sentences: list[str] = []
     while True:
-        sentence = _sentence(rng)
-        room -= _count(tokenizer, f" {sentence}")
-        if room < 0:
+        sentence = _make_sentence(rng)
+        tokens_left -= _count_tokens(tokenizer, f" {sentence}")
+        if tokens_left < 0:
             break
         sentences.append(sentence)
     sentences.insert(round(len(sentences) * (number + 0.5) / num_samples), needle)
     return f"{head}\n\n{' '.join(sentences)}\n\n{question}", answer
 
 
-def _sentence(rng: random.Random) -> str:
+def _make_sentence(rng: random.Random) -> str:
     return (
-        f"The {rng.choice(_PEOPLE)} {rng.choice(_ACTIONS)} the {rng.choice(_COLOURS)} {rng.choice(_THINGS)} "
+        f"The {rng.choice(_PEOPLE)} {rng.choice(_ACTIONS)} the {rng.choice(_COLORS)} {rng.choice(_THINGS)} "
         f"{rng.choice(_TIMES)}."
     )
 
 
-def _count(tokenizer: Any, text: str) -> int:
+def _count_tokens(tokenizer: Any, text: str) -> int:
     return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def tool_calls() -> dict[str, Any]:
-    """Return the configuration of tool calls without a grammar, one request per prompt with several functions: whether
-    the model writes valid JSON and a call that the prompt's tools allow."""
-    data = {"custom_dataset": partial(_dataset, _calls)}
+def build_tool_call_task() -> dict[str, Any]:
+    """Return the configuration of tool calls without a grammar: one request per prompt, with several functions. Scores
+    whether the model writes valid JSON, a valid call and the right call."""
+    data = {"custom_dataset": partial(_make_dataset, _make_call_rows)}
     metrics = dict.fromkeys(("valid_json", "valid_call", "right_call"), "mean")
-    return _generation("tool_calls", "{{call}}", score_call, metrics, until=["</tool_call>"], max_tokens=96, **data)
+    return _build_generation_task(
+        "tool_calls", "{{call}}", score_tool_call, metrics, until=["</tool_call>"], max_tokens=96, **data
+    )
 
 
-def _calls() -> list[dict[str, str]]:
-    return [{"prompt": text, "call": json.dumps(call)} for text, call in call_prompts()]
+def _make_call_rows() -> list[dict[str, str]]:
+    return [{"prompt": text, "call": json.dumps(call)} for text, call in make_call_prompts()]
 
 
-def score_call(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Score whether the answer holds JSON, a call of a function on offer, and the requested call."""
-    written = first_json(results[0])
+def score_tool_call(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """Score whether the answer has valid JSON, a call of an offered function, and the requested call."""
+    written = parse_first_json(results[0])
     expected = json.loads(document["call"])
     call = written[0] if isinstance(written, list) and written else written
     arguments = call.get("arguments") if isinstance(call, dict) else None
@@ -167,9 +171,9 @@ def score_call(document: Mapping[str, Any], results: Sequence[str]) -> dict[str,
     }
 
 
-def first_json(text: str) -> Any:
-    """Parse the first object, or array of objects, in a text; None if it is incomplete or missing."""
-    begin = _BEGIN.search(text)
+def parse_first_json(text: str) -> Any:
+    """Return the first JSON object, or array of objects, in a text; None if it is incomplete or missing."""
+    begin = _JSON_START.search(text)
     if begin is None:
         return None
     try:
@@ -178,57 +182,55 @@ def first_json(text: str) -> Any:
         return None
 
 
-def call_prompts() -> list[tuple[str, dict[str, Any]]]:
-    """Return every request with the expected call; the other functions on offer vary."""
-    made = []
-    for (name, (argument, request, values)), turn in product(_TOOLS.items(), range(5)):
-        rng = random.Random(f"tools {name} {turn}")  # noqa: S311 (no secret)
+def make_call_prompts() -> list[tuple[str, dict[str, Any]]]:
+    """Return every request with its expected call; the other offered functions vary."""
+    prompts = []
+    for (name, (argument, request, values)), variant in product(_TOOLS.items(), range(5)):
+        rng = random.Random(f"tools {name} {variant}")  # noqa: S311 (no secret)
         offered = [name, *rng.sample([other for other in _TOOLS if other != name], 2)]
         rng.shuffle(offered)
         tools = "\n".join(json.dumps({"name": other, "arguments": [_TOOLS[other][0]]}) for other in offered)
         text = (
             f"You may call one of these functions:\n{tools}\n\nAnswer with a call in exactly this form, nothing else:\n"
-            f"{_FORMAT}\n\n{request.format(values[turn])}"
+            f"{_FORMAT}\n\n{request.format(values[variant])}"
         )
-        made.append((text, {"name": name, "arguments": {argument: values[turn]}}))
-    return made
+        prompts.append((text, {"name": name, "arguments": {argument: values[variant]}}))
+    return prompts
 
 
-def ifeval(file: str) -> dict[str, Any]:
-    """Return the configuration of IFEval (Zhou et al., 2023) over a copy of `IFEVAL_FILE`, given by the name that
-    `datasets` takes, scored by the harness's checkers. Raises `InvalidInputError` if a package that they need is not
-    installed.
+def build_ifeval_task(file: str) -> dict[str, Any]:
+    """Return the configuration of IFEval (Zhou et al., 2023), scored by the harness's checkers. `file`: name of a copy
+    of `IFEVAL_FILE` for `datasets`. Raises `InvalidInputError` if the checkers need a package that is not installed.
 
-    The checkers need nltk's sentence model, which has to be downloaded. Without it, sentences are split at their
-    punctuation and words at white space. Both modes of a model are scored alike, but scores may differ by a few tenths
-    of a point from those with nltk's model.
+    The checkers use nltk's sentence model, which is a download. Without it, text is split into sentences at punctuation
+    and into words at white space, so scores of both modes may differ by a few tenths of a point from those with nltk.
     """
-    _checkers()
-    metrics = {name: share_of_instructions if name.startswith("inst") else "mean" for name in _METRICS}
+    _load_ifeval_checkers()
+    metrics = {name: average_over_instructions if name.startswith("inst") else "mean" for name in _METRICS}
     data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": file}}}
-    return _generation("ifeval_local", "", follows, metrics, until=[], max_tokens=1280, **data)
+    return _build_generation_task("ifeval_local", "", score_instructions, metrics, until=[], max_tokens=1280, **data)
 
 
-def follows(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, Any]:
-    """Return whether an answer follows its instructions, all and each of them, strictly and loosely."""
-    scores: dict[str, Any] = _checkers().process_results(document, results)
+def score_instructions(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, Any]:
+    """Score whether an answer follows its instructions: all and each of them, strictly and loosely."""
+    scores: dict[str, Any] = _load_ifeval_checkers().process_results(document, results)
     return {name: float(value) if isinstance(value, bool) else value for name, value in scores.items()}
 
 
-def share_of_instructions(items: Sequence[Sequence[bool]]) -> float:
-    """The share of all prompts' instructions that are followed."""
+def average_over_instructions(items: Sequence[Sequence[bool]]) -> float:
+    """Return the share of followed instructions over all prompts."""
     followed = [each for item in items for each in item]
     return sum(followed) / len(followed)
 
 
-def sentences(text: str) -> list[str]:
-    """Split a text into sentences after `.`, `!` or `?` followed by white space."""
+def split_sentences(text: str) -> list[str]:
+    """Split a text into sentences after `.`, `!` or `?` before white space."""
     return [part for part in _SENTENCE_END.split(text.strip()) if part]
 
 
 @contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment, and restore them afterwards."""
+def set_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables, and restore them afterwards."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -242,7 +244,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @cache
-def _checkers() -> Any:
+def _load_ifeval_checkers() -> Any:
     """Import the harness's IFEval module, patched to split sentences without a download."""
     import nltk
 
@@ -251,17 +253,17 @@ def _checkers() -> Any:
         has_model = True
     except LookupError:
         has_model = False
-    own = os.environ.get("LOCAL_RANK", "1") if has_model else "1"  # any rank but 0: no download
+    rank = os.environ.get("LOCAL_RANK", "1") if has_model else "1"  # any rank but 0: no download
     try:
-        with environment({"LOCAL_RANK": own}):
+        with set_environment({"LOCAL_RANK": rank}):
             from lm_eval.tasks.ifeval import instructions_util, utils
     except ModuleNotFoundError as error:
         raise InvalidInputError(
-            f"evaluation.tasks: builtin:ifeval needs {error.name}; use pip install 'lm_eval[ifeval]'",
+            f"evaluation.tasks: builtin:ifeval needs {error.name}; run `pip install 'lm_eval[ifeval]'`",
             field="evaluation.tasks",
             value="builtin:ifeval",
         ) from error
     if not has_model:
-        instructions_util._get_sentence_tokenizer = lambda: SimpleNamespace(tokenize=sentences)
+        instructions_util._get_sentence_tokenizer = lambda: SimpleNamespace(tokenize=split_sentences)
         instructions_util.nltk = SimpleNamespace(tokenize=nltk.tokenize, data=nltk.data, word_tokenize=str.split)
     return utils

@@ -1,6 +1,5 @@
-"""Run lm-evaluation-harness tasks on teacher and student, which are the two modes of one set of weights, and read the
-scores: the metric that counts, from the task's configuration or a run, and intervals of the points lost, from samples
-that both modes answered.
+"""Run lm-evaluation-harness tasks on teacher and student, the two modes of one set of weights, and read the scores: the
+metric, and the interval of the points lost, from samples that both modes answered.
 """
 
 from __future__ import annotations
@@ -19,21 +18,27 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
-from swiftkv_platform.evaluation.harness.builtin import environment
+from swiftkv_platform.evaluation.harness.builtin import set_environment
 from swiftkv_platform.evaluation.harness.tasks import (
     Fetch,
     Task,
-    configurations,
+    add_task_name_to_errors,
     is_instruction_tuned,
-    known,
-    named,
-    refusal,
+    load_configurations,
+    load_task_manager,
+    look_up_task,
+    make_task_error,
     resolve_tasks,
-    task_manager,
 )
-from swiftkv_platform.evaluation.paired import Interval, bootstrap_interval, mean_of, share_interval, unpaired_interval
-from swiftkv_platform.evaluation.parts import NoParts, Parts, measured
-from swiftkv_platform.evaluation.quality import ALONE, evaluation_mode
+from swiftkv_platform.evaluation.paired import (
+    Interval,
+    bootstrap_interval,
+    mean_interval,
+    share_interval,
+    unpaired_interval,
+)
+from swiftkv_platform.evaluation.parts import NoResultStore, ResultStore, measure_once
+from swiftkv_platform.evaluation.quality import DEFAULT_WORKERS, evaluation_mode
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.sources import UNRESTRICTED, Access
@@ -44,65 +49,67 @@ Aggregations = Mapping[str, Callable[[Sequence[Any]], float]]
 Answers = Mapping[str, Any]
 
 
-def loss_interval(
+def compute_loss_interval(
     name: str, metric: str, teacher: Answers, student: Answers, aggregations: Mapping[str, Aggregations]
 ) -> Interval | None:
-    """The 95% interval of the teacher's score less the student's on a task or group.
+    """Return the 95% interval of the teacher's score minus the student's on a task or group.
 
     Args:
         metric: the harness's key, with its filter.
         aggregations: functions by task and metric.
 
     Returns:
-        None if the harness gives neither samples nor standard errors.
+        None if the harness returns neither samples nor standard errors.
     """
     modes = teacher, student
     scores = [float(answers["results"][name][metric]) for answers in modes]
-    errors = [number(answers["results"][name].get(metric.replace(",", "_stderr,", 1))) for answers in modes]
-    values = [dict(_values(name, metric, answers)) for answers in modes]
+    errors = [to_float(answers["results"][name].get(metric.replace(",", "_stderr,", 1))) for answers in modes]
+    values = [dict(_collect_values(name, metric, answers)) for answers in modes]
     paired = None
     if values[0] and values[0].keys() == values[1].keys():
         tasks = list(values[0])
         of_teacher, of_student = ([mode[task] for task in tasks] for mode in values)
         if len(tasks) == 1:
             aggregate = aggregations.get(tasks[0], {}).get(metric.partition(",")[0])
-            paired = _of_task(of_teacher[0], of_student[0], scores, aggregate)
+            paired = _compute_task_interval(of_teacher[0], of_student[0], scores, aggregate)
         else:
-            paired = _of_group(of_teacher, of_student, scores)
+            paired = _compute_group_interval(of_teacher, of_student, scores)
     return paired if paired is not None else unpaired_interval(scores[0] - scores[1], *errors)
 
 
-def _of_task(
+def _compute_task_interval(
     teacher: list[Any], student: list[Any], scores: Sequence[float], aggregate: Callable[[Sequence[Any]], float] | None
 ) -> Interval | None:
     if _is_mean_of_shares(teacher, scores[0]) and _is_mean_of_shares(student, scores[1]):
-        return share_interval(_losses(teacher, student))
+        return share_interval(_subtract_scores(teacher, student))
     return None if aggregate is None else bootstrap_interval(teacher, student, aggregate)
 
 
-def _of_group(teacher: list[list[Any]], student: list[list[Any]], scores: Sequence[float]) -> Interval | None:
-    """The interval of a group whose score is the mean of its tasks' samples, or of its tasks' scores."""
+def _compute_group_interval(
+    teacher: list[list[Any]], student: list[list[Any]], scores: Sequence[float]
+) -> Interval | None:
+    """Return the interval of a group whose score is the mean of its tasks' samples, or of its tasks' scores."""
     if not all(_are_shares(values) for values in (*teacher, *student)):
         return None
-    parts = [_losses(a, b) for a, b in zip(teacher, student, strict=True)]
+    parts = [_subtract_scores(a, b) for a, b in zip(teacher, student, strict=True)]
     pooled = [np.mean(np.concatenate(mode)) for mode in (teacher, student)]
     if np.allclose(pooled, scores, rtol=1e-9):
         return share_interval([loss for part in parts for loss in part])
     means = [np.mean([np.mean(values) for values in mode]) for mode in (teacher, student)]
     if np.allclose(means, scores, rtol=1e-9):
-        return mean_of([share_interval(part) for part in parts])
+        return mean_interval([share_interval(part) for part in parts])
     return None
 
 
-def _losses(teacher: Sequence[Any], student: Sequence[Any]) -> list[float]:
+def _subtract_scores(teacher: Sequence[Any], student: Sequence[Any]) -> list[float]:
     losses: list[float] = np.subtract(teacher, student, dtype=np.float64).tolist()
     return losses
 
 
-def _values(name: str, metric: str, answers: Answers) -> Iterator[tuple[str, list[Any]]]:
-    """Each task of `name` with its samples' values in the order of the samples."""
+def _collect_values(name: str, metric: str, answers: Answers) -> Iterator[tuple[str, list[Any]]]:
+    """Yield each task of `name` with the values of its samples, in order."""
     key, _, filtered = metric.partition(",")
-    for leaf in dict.fromkeys((name, *leaves(name, answers))):
+    for leaf in dict.fromkeys((name, *iter_subtasks(name, answers))):
         samples = [row for row in answers["samples"].get(leaf, ()) if row["filter"] == filtered and key in row]
         if samples:
             yield leaf, [row[key] for row in sorted(samples, key=lambda row: row["doc_id"])]
@@ -116,9 +123,9 @@ def _are_shares(values: Sequence[Any]) -> bool:
     return all(isinstance(value, int | float | np.number | np.bool_) and 0.0 <= value <= 1.0 for value in values)
 
 
-def declared_metrics(config: Mapping[str, Any]) -> dict[str, bool | None] | None:
-    """Return whether higher is better for each score that a configuration declares; a key without a filter means any.
-    None if only a run can tell."""
+def read_declared_metrics(config: Mapping[str, Any]) -> dict[str, bool | None] | None:
+    """Return whether higher is better, for each metric that a configuration declares; a key without a filter matches
+    any. None if the metrics are unknown before a run."""
     import lm_eval.api.metrics  # noqa: F401 (registers the metrics)
     from lm_eval.api.registry import DEFAULT_METRIC_REGISTRY, METRIC_REGISTRY, is_higher_better
 
@@ -144,54 +151,53 @@ def declared_metrics(config: Mapping[str, Any]) -> dict[str, bool | None] | None
     }
 
 
-def measured_metrics(name: str, row: Mapping[str, Any], answers: Mapping[str, Any]) -> dict[str, bool | None]:
-    """Return whether higher is better for each score of a row; None if the harness does not say."""
+def read_measured_metrics(name: str, row: Mapping[str, Any], answers: Mapping[str, Any]) -> dict[str, bool | None]:
+    """Return whether higher is better, for each score of a row; None if the harness does not know."""
     better: dict[str, bool | None] = {}
-    for leaf in (name, *leaves(name, answers)):
+    for leaf in (name, *iter_subtasks(name, answers)):
         better |= answers["higher_is_better"].get(leaf, {})
     return {
         key: better.get(key.partition(",")[0])
         for key, value in row.items()
-        if "," in key and "_stderr" not in key and number(value) is not None
+        if "," in key and "_stderr" not in key and to_float(value) is not None
     }
 
 
 def choose_metric(spec: TaskSpec, name: str, metrics: Mapping[str, bool | None]) -> str:
-    """Return the key of `spec.metric`, or of the first metric of which higher is better. Raises `InvalidInputError` if
+    """Return the key of `spec.metric`, or of the first metric for which higher is better. Raises `InvalidInputError` if
     there is none."""
     for key, more_is_better in metrics.items():
-        if more_is_better if spec.metric is None else _means(spec.metric, key):
+        if more_is_better if spec.metric is None else _is_same_metric(spec.metric, key):
             return key
     if not metrics:
-        raise refusal(f"{name} has no score of its own; name its tasks", name)
+        raise make_task_error(f"{name} has no group score; list its tasks instead", name)
     known = ", ".join(key.removesuffix(",none") for key in metrics)
     if spec.metric:
-        raise refusal(f"{name} has no metric {spec.metric!r}; it has {known}", spec.metric)
-    raise refusal(f"{name} has no metric for which higher is better; name one of {known}")
+        raise make_task_error(f"{name} has no metric {spec.metric!r}; use one of {known}", spec.metric)
+    raise make_task_error(f"{name} has no metric for which higher is better; set `metric` to one of {known}")
 
 
-def _means(wanted: str, key: str) -> bool:
-    """Whether two names mean the same metric; a missing filter matches any."""
+def _is_same_metric(wanted: str, key: str) -> bool:
+    """Whether two names are the same metric; a missing filter matches any filter."""
     both_filtered = "," in wanted and "," in key
     return wanted == key if both_filtered else wanted.partition(",")[0] == key.partition(",")[0]
 
 
-def leaves(name: str, answers: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the tasks below a group, including nested groups and their tasks."""
+def iter_subtasks(name: str, answers: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the tasks of a group, including nested groups and their tasks."""
     for child in answers["group_subtasks"].get(name, ()):
         yield child
-        yield from leaves(child, answers)
+        yield from iter_subtasks(child, answers)
 
 
-def number(value: Any) -> float | None:
+def to_float(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 _BOOTSTRAP_ITERATIONS = 1000
-"""Bootstrap iterations for standard errors without a closed form."""
 _CODE_EVAL = "HF_ALLOW_CODE_EVAL"
-"""Variable that allows the metric that runs generated code to do so."""
-NO_PARTS = NoParts()
+"""Environment variable that allows metrics to run generated code."""
+NO_STORE = NoResultStore()
 
 
 class TaskScore(FrozenModel):
@@ -206,44 +212,43 @@ class TaskScore(FrozenModel):
     teacher: float
     student: float
     teacher_stderr: float | None
-    """Standard error of the teacher's score, if the harness gives one."""
+    """Standard error of the teacher's score, if known."""
     student_stderr: float | None
     higher_is_better: bool = True
-    """False if the harness says that lower is better."""
+    """False if lower is better."""
     drop_interval: tuple[float, float] | None = None
-    """95% interval of `drop`, from the paired differences of samples. None if neither the samples nor the harness's
-    standard errors give one, and in older reports."""
+    """95% interval of `drop`, from paired differences of samples, or from standard errors. None without either, and in
+    older reports."""
 
     @property
     def is_share(self) -> bool:
-        """Whether `drop` is points of a hundred."""
+        """Whether `drop` is in percentage points."""
         return is_share(self.teacher, self.student, higher_is_better=self.higher_is_better)
 
     @property
     def drop(self) -> float:
-        """Drop of the student's score against the teacher's, negative if the student wins, in points of a hundred. For
-        a metric outside 0..1, or of which lower is better, in percent of the teacher's score."""
+        """Drop of the student's score from the teacher's, in percentage points; negative if the student is better. For
+        a metric outside 0..1, or for which lower is better, in percent of the teacher's score."""
         return compute_points_lost(self.teacher, self.student, higher_is_better=self.higher_is_better)
 
 
 def check_tasks(
     specs: Sequence[str | TaskSpec], tokenizer: Any, *, fetch: Fetch | None = None, access: Access = UNRESTRICTED
 ) -> None:
-    """Raise the errors that `run_tasks` would raise for these tasks, without a model, network or reading data.
+    """Check tasks before a run, without a model, network or data.
 
-    Metrics are not checked for tasks of the harness that only their own code describes. Raises `InvalidInputError` for
-    an unknown task or metric, a file that is no task, or a chat template that the tokenizer lacks; `DataError` if a
-    task's data is not where the spec says.
+    Metrics of harness tasks that are defined in code are not checked. Raises `InvalidInputError` for an unknown task or
+    metric, a file that is not a task, or a missing chat template; `DataError` for missing data.
 
     Args:
-        fetch: for `s3://` tasks and data.
+        fetch: downloads `s3://` tasks and data.
         access: the job's read permissions, and whether its tasks may run code.
     """
     for task in resolve_tasks(specs, fetch=fetch, access=access):
-        _templated(task.spec, tokenizer)
-        with _quiet(), named(task.spec):
-            configs = configurations(task)
-            declared = [(config.get("group") or config["task"], declared_metrics(config)) for config in configs]
+        _uses_chat_template(task.spec, tokenizer)
+        with _silence_harness(), add_task_name_to_errors(task.spec):
+            configs = load_configurations(task)
+            declared = [(config.get("group") or config["task"], read_declared_metrics(config)) for config in configs]
         for name, metrics in declared:
             if metrics is not None:
                 choose_metric(task.spec, name, metrics)
@@ -251,11 +256,11 @@ def check_tasks(
 
 @dataclass(frozen=True)
 class TaskResults:
-    """Results of the tasks of a job."""
+    """Scores of all tasks."""
 
     scores: tuple[TaskScore, ...] = ()
     left_out: tuple[str, ...] = ()
-    """Names of tasks that were not started within `EvaluationSpec.max_minutes`."""
+    """Names of tasks that did not start within `EvaluationSpec.max_minutes`."""
 
 
 def run_tasks(
@@ -264,34 +269,33 @@ def run_tasks(
     tasks: Sequence[Task],
     spec: EvaluationSpec,
     *,
-    workers: Workers = ALONE,
-    parts: Parts = NO_PARTS,
+    workers: Workers = DEFAULT_WORKERS,
+    parts: ResultStore = NO_STORE,
 ) -> TaskResults:
-    """Answer every task in both modes of `model`, as `spec` says. No task starts after `max_minutes`.
+    """Run every task in both modes of `model`. No task starts after `max_minutes`.
 
-    Log-likelihoods come from a forward pass of every token through every layer (no `logits_to_keep` is given), so
-    nothing that SwiftKV skips in prefill is scored.
+    Log-likelihoods come from a forward pass of every token through every layer (without `logits_to_keep`), so they
+    include no token that SwiftKV skips in prefill.
 
     Args:
-        model: a SwiftKV causal language model with its teacher's projections; left in the mode it came in.
-        workers: each answers a share of every task's requests; the first runs the harness, and all return the whole
-            result.
-        parts: keep each task's scores, so that none is answered twice.
+        model: a SwiftKV causal language model with its teacher's projections; its mode does not change.
+        workers: each answers a share of every task's requests; the first runs the harness, and all return the total.
+        parts: store of each task's scores, so that none is repeated.
 
     Raises:
-        InvalidInputError: an unknown task or metric, or a chat template that the tokenizer lacks.
+        InvalidInputError: an unknown task or metric, or a missing chat template.
         ModelError: the model was exported without its teacher.
     """
     if not tasks:
         return TaskResults()
-    with evaluation_mode(model), _quiet():
-        return _Run(model, tokenizer, spec, workers, parts).all(tasks)
+    with evaluation_mode(model), _silence_harness():
+        return _TaskRunner(model, tokenizer, spec, workers, parts).run(tasks)
 
 
-class _Run:
-    """Tasks one after the other, each answered by all workers."""
+class _TaskRunner:
+    """Runs one task after the other, each on all workers."""
 
-    def __init__(self, model: Any, tokenizer: Any, spec: EvaluationSpec, workers: Workers, parts: Parts) -> None:
+    def __init__(self, model: Any, tokenizer: Any, spec: EvaluationSpec, workers: Workers, parts: ResultStore) -> None:
         from swiftkv_platform.evaluation.harness.shared import SharedModel
 
         self._model, self._spec, self._workers, self._parts = model, spec, workers, parts
@@ -300,10 +304,10 @@ class _Run:
             model, tokenizer, workers, batch_size=spec.task_batch_size, progress=self._progress, parts=parts
         )
 
-    def all(self, tasks: Sequence[Task]) -> TaskResults:
+    def run(self, tasks: Sequence[Task]) -> TaskResults:
         manager = None
         if self._workers.is_first:
-            manager = task_manager(any(isinstance(task.source, str) for task in tasks))
+            manager = load_task_manager(any(isinstance(task.source, str) for task in tasks))
         minutes = self._spec.max_minutes
         ends_at = math.inf if minutes is None else time.monotonic() + 60.0 * minutes
         scores: list[TaskScore] = []
@@ -314,39 +318,39 @@ class _Run:
                 continue
             self._part, self._passes = f"task-{index:03d}", 0
             self._language_model.part = self._part
-            answer = partial(self._one, manager, task)
-            scores += measured(self._parts, self._workers, self._part, tuple[TaskScore, ...], answer)
+            run_task = partial(self._run_task, manager, task)
+            scores += measure_once(self._parts, self._workers, self._part, tuple[TaskScore, ...], run_task)
         return TaskResults(tuple(scores), tuple(left_out))
 
-    def _one(self, manager: Any, task: Task) -> tuple[TaskScore, ...]:
+    def _run_task(self, manager: Any, task: Task) -> tuple[TaskScore, ...]:
         if not self._workers.is_first:
-            self._language_model.follow()
+            self._language_model.serve_shares()
             return self._workers.broadcast_from_first(())
         try:
-            loaded = _load(manager, task)
-            templated = _templated(task.spec, self._language_model.tokenizer)
+            loaded = _load_task(manager, task)
+            templated = _uses_chat_template(task.spec, self._language_model.tokenizer)
             limit = self._spec.task_limit
             answers = []
             for enabled in (False, True):
                 self._model.swiftkv(enabled)
-                answers.append(_answer(self._language_model, manager, task, loaded, limit, templated=templated))
-            scores = tuple(_scores(task, answers[0], answers[1], _aggregations(loaded), templated=templated))
+                answers.append(_run_harness(self._language_model, manager, task, loaded, limit, templated=templated))
+            scores = tuple(_build_scores(task, answers[0], answers[1], _get_aggregations(loaded), templated=templated))
         except Exception as error:
-            self._language_model.end(error)
+            self._language_model.release_workers(error)
             raise
-        self._language_model.end()
+        self._language_model.release_workers()
         return self._workers.broadcast_from_first(scores)
 
     def _progress(self, done: int, total: int) -> None:
-        """Report a task's progress over both modes; a task with several kinds of requests reports each kind."""
+        """Report a task's progress over both modes and all kinds of requests."""
         if done == total:
             self._passes += 1
             done = 0
         self._parts.progress(self._part, self._passes * total + done, max(2, self._passes + 1) * total)
 
 
-def _load(manager: Any, task: Task) -> Any:
-    """Load the harness's task or group with its data, as a list."""
+def _load_task(manager: Any, task: Task) -> Any:
+    """Load a task or group of the harness with its data, as a list."""
     from lm_eval.api.group import Group, GroupConfig
     from lm_eval.api.task import ConfigurableTask
 
@@ -355,23 +359,23 @@ def _load(manager: Any, task: Task) -> Any:
         for member in task.source["task"]:
             group.add(ConfigurableTask(config=dict(member)))
         return [group]
-    with named(task.spec):
+    with add_task_name_to_errors(task.spec):
         if isinstance(task.source, str):
-            known(task.source)  # the harness would open a file of any other name
+            look_up_task(task.source)  # the harness would open a file with an unknown name
         loaded = manager.load([task.source])
     inner = {name for names in loaded["group_map"].values() for name in names}
     inner |= {member.task_name for group in loaded["groups"].values() for member in group.get_all_tasks()}
     return [item for kind in ("groups", "tasks") for name, item in loaded[kind].items() if name not in inner]
 
 
-def _answer(
+def _run_harness(
     language_model: Any, manager: Any, task: Task, loaded: Any, limit: int | None, *, templated: bool
 ) -> dict[str, Any]:
     from lm_eval import simple_evaluate
 
     try:
         allowed = {_CODE_EVAL: "1"} if task.runs_code else {}
-        with _without_surroundings(), environment(allowed):
+        with _skip_environment_report(), set_environment(allowed):
             answers: dict[str, Any] = simple_evaluate(
                 model=language_model,
                 tasks=loaded,
@@ -384,29 +388,31 @@ def _answer(
                 task_manager=manager,
                 confirm_run_unsafe_code=task.runs_code,
             )
-    except (AssertionError, ValueError, TemplateError) as error:  # a refusal, e.g. of a prompt longer than the context
-        raise refusal(f"the harness cannot run {task.spec.name!r}: {error}", task.spec.name) from error
+    except (AssertionError, ValueError, TemplateError) as error:  # e.g. for a prompt longer than the context
+        raise make_task_error(f"the harness cannot run {task.spec.name!r}: {error}", task.spec.name) from error
     return answers
 
 
-def _templated(spec: TaskSpec, tokenizer: Any) -> bool:
+def _uses_chat_template(spec: TaskSpec, tokenizer: Any) -> bool:
     """Whether to use the tokenizer's chat template for the task."""
     if spec.chat_template is None:
         return spec.name in INSTRUCTION_TASKS and is_instruction_tuned(tokenizer)
     if spec.chat_template and not tokenizer.chat_template:
         if spec in PAPER_TASKS:
-            return False  # base models have no template, and the score is compared with the own teacher's
-        raise refusal(f"{spec.name} sets chat_template, but the model's tokenizer has none")
+            return False  # base models have no template; the teacher runs without one too
+        raise make_task_error(
+            f"{spec.name} sets chat_template, but the model's tokenizer has none; use chat_template: false"
+        )
     return spec.chat_template
 
 
-def _aggregations(loaded: Sequence[Any]) -> dict[str, Aggregations]:
-    """Return the functions that aggregate a task's samples to a score, by task and metric."""
+def _get_aggregations(loaded: Sequence[Any]) -> dict[str, Aggregations]:
+    """Return by task and metric the functions that aggregate samples to a score."""
     tasks = [task for item in loaded for task in (item.get_all_tasks() if hasattr(item, "get_all_tasks") else [item])]
     return {task.task_name: task.aggregation() for task in tasks}
 
 
-def _scores(
+def _build_scores(
     task: Task,
     teacher: dict[str, Any],
     student: dict[str, Any],
@@ -414,48 +420,47 @@ def _scores(
     *,
     templated: bool,
 ) -> Iterator[TaskScore]:
-    """Yield the scores of the tasks in the answers that belong to no group in them."""
+    """Yield the scores of groups, and of tasks outside groups."""
     members = {name for names in teacher["group_subtasks"].values() for name in names}
     for name, row in teacher["results"].items():
         if name in members:
             continue
-        metrics = measured_metrics(name, row, teacher)
+        metrics = read_measured_metrics(name, row, teacher)
         metric = choose_metric(task.spec, name, metrics)
         error = metric.replace(",", "_stderr,", 1)
-        interval = loss_interval(name, metric, teacher, student, aggregations)
+        interval = compute_loss_interval(name, metric, teacher, student, aggregations)
         better = metrics[metric] is not False
         values = float(row[metric]), float(student["results"][name][metric])
         unit = compute_points_per_unit(*values, higher_is_better=better)
         yield TaskScore(
             task=name,
             metric=metric.removesuffix(",none"),
-            num_fewshot=_num_fewshot(name, teacher),
+            num_fewshot=_get_num_fewshot(name, teacher),
             chat_template=templated,
-            num_samples=_num_samples(name, teacher),
+            num_samples=_count_samples(name, teacher),
             teacher=values[0],
             student=values[1],
-            teacher_stderr=number(row.get(error)),
-            student_stderr=number(student["results"][name].get(error)),
+            teacher_stderr=to_float(row.get(error)),
+            student_stderr=to_float(student["results"][name].get(error)),
             higher_is_better=better,
             drop_interval=None if interval is None else tuple(sorted(round(unit * bound, 6) for bound in interval)),
         )
 
 
-def _num_fewshot(name: str, answers: Mapping[str, Any]) -> int:
-    shots = [answers["n-shot"][leaf] for leaf in (name, *leaves(name, answers)) if leaf in answers["n-shot"]]
+def _get_num_fewshot(name: str, answers: Mapping[str, Any]) -> int:
+    shots = [answers["n-shot"][leaf] for leaf in (name, *iter_subtasks(name, answers)) if leaf in answers["n-shot"]]
     return int(shots[0]) if shots else 0
 
 
-def _num_samples(name: str, answers: Mapping[str, Any]) -> int:
+def _count_samples(name: str, answers: Mapping[str, Any]) -> int:
     samples = answers["n-samples"]
-    counted = {leaf for leaf in (name, *leaves(name, answers)) if leaf in samples}
+    counted = {leaf for leaf in (name, *iter_subtasks(name, answers)) if leaf in samples}
     return sum(int(samples[leaf]["effective"]) for leaf in counted)
 
 
 @contextmanager
-def _without_surroundings() -> Iterator[None]:
-    """Keep the harness from querying pip, git and other programs, which takes seconds per task, and prints an error
-    outside a repository."""
+def _skip_environment_report() -> Iterator[None]:
+    """Prevent the harness from running pip, git and other programs, which takes seconds per task."""
     from lm_eval import evaluator
     from torch.utils import collect_env
 
@@ -468,15 +473,15 @@ def _without_surroundings() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the harness's notes and progress bars, hundreds for a large group, out of a job's log."""
+def _silence_harness() -> Iterator[None]:
+    """Suppress the harness's messages and progress bars, hundreds for a large group."""
     import datasets
 
     logger, level = logging.getLogger("lm_eval"), logging.getLogger("lm_eval").level
     logger.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     try:
-        with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):
+        with Path(os.devnull).open("w") as devnull, redirect_stderr(devnull):
             yield
     finally:
         logger.setLevel(level)

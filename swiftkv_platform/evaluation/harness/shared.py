@@ -1,10 +1,10 @@
-"""Language model of lm-evaluation-harness that several workers share. The first worker runs the harness and distributes
-its requests; the others answer their shares until it ends.
+"""Language model for lm-evaluation-harness on several workers. The first worker runs the harness and distributes its
+requests; the others answer their shares until it ends.
 
-Generative requests are answered by this project's engine, in the student's current mode. `read_settings` and
-`Prompt.is_served` sort out those that transformers' `generate()` has to answer: beams and other searches or constraints
-that `SamplingParams` lacks, a `max_length`, empty prompts, and those so long that LongRoPE or dynamic RoPE changes its
-factors.
+Generative requests are answered by this project's engine, in the student's current mode. `parse_generation_settings`
+and `Prompt.is_served` sort out those that transformers' `generate()` has to answer: beams and other searches or
+constraints that `SamplingParams` lacks, a `max_length`, empty prompts, and those so long that LongRoPE or dynamic RoPE
+changes its factors.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.engine.memory import compute_cache_bytes
 from swiftkv_platform.engine.modes import has_constant_rotary_factors, open_engine
 from swiftkv_platform.errors import GenerationError
-from swiftkv_platform.evaluation.parts import Parts
+from swiftkv_platform.evaluation.parts import ResultStore
 from swiftkv_platform.model.conversion import make_dense_config
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.specs.base import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 
 _MAX_NUM_SEQS = 256
-"""Prompts answered at a time if the spec gives no number; fewer if the KV cache is too small."""
+"""Default number of concurrent prompts; fewer if the KV cache is too small."""
 _TOKENS_PER_STEP = 2048
-_MEMORY_SHARE = 4
-"""Divisor of a worker's free host memory: the KV cache takes at most one part."""
+_MEMORY_DIVISOR = 4
+"""The KV cache takes at most the worker's free host memory divided by this."""
 _TOP_K = 50
-"""Default of `generate()` if neither task nor model sets it."""
-_FILLER = "filler"
-_READ_HERE = frozenset({"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"})
-_WITHOUT_EFFECT = frozenset(
+"""Default of `generate()`."""
+_FILLER_ID = "filler"
+_SUPPORTED_SETTINGS = frozenset({"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"})
+_IGNORED_SETTINGS = frozenset(
     {"eos_token_id", "bos_token_id", "pad_token_id", "max_length", "use_cache", "cache_implementation"}
     | {"transformers_version", "_from_model_config", "return_dict_in_generate"}
     | {"output_attentions", "output_hidden_states", "output_logits", "output_scores"}
 )
-"""Fields of a model's generation configuration that change no token, or that the harness overrides."""
+"""Fields of a model's generation configuration that do not change tokens, or that the harness overrides."""
 
 Progress = Callable[[], None]
 """Called after each answer."""
@@ -63,63 +63,64 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
-        """Most tokens of prompt and answer together."""
+        """Maximum number of tokens of prompt and answer."""
         return len(self.token_ids) + self.params.max_tokens
 
     def is_served(self, config: Any) -> bool:
-        """Whether the engine can answer it with a model of configuration `config`."""
+        """Whether the engine can answer the prompt with a model of configuration `config`."""
         return bool(self.token_ids) and has_constant_rotary_factors(config, self.num_tokens)
 
 
-def read_settings(
+def parse_generation_settings(
     settings: Mapping[str, Any], shipped: Any, *, until: Sequence[str], max_tokens: int, seed: int
 ) -> SamplingParams | None:
-    """Translate a harness request into the engine's parameters; None if the engine lacks a setting.
+    """Convert the settings of a harness request to sampling parameters; None if the engine does not support one.
 
     Args:
-        settings: the request's, without `until` and the number of tokens.
-        shipped: the model's own generation configuration, for settings left open, as in `generate()`.
-        until: texts that end the answer. The engine ignores those that are too long or too many; answers are cut at
-            them afterwards.
-        seed: seed of sampled answers.
+        settings: settings of the request, without `until` and the number of tokens.
+        shipped: the model's generation configuration, with defaults for other settings, as in `generate()`.
+        until: stop strings. Those that exceed the engine's limits are applied to the finished answers.
     """
-    asked = {**_stated(shipped, _WITHOUT_EFFECT), **{k: v for k, v in settings.items() if v is not None}}
-    if not asked.keys() <= _READ_HERE | {"use_cache"}:
+    requested = {
+        **_get_non_default_settings(shipped, _IGNORED_SETTINGS),
+        **{k: v for k, v in settings.items() if v is not None},
+    }
+    if not requested.keys() <= _SUPPORTED_SETTINGS | {"use_cache"}:
         return None
-    drawn = bool(asked.get("do_sample")) and float(asked.get("temperature", 1.0)) > 0.0
+    samples = bool(requested.get("do_sample")) and float(requested.get("temperature", 1.0)) > 0.0
     choice: dict[str, Any] = {"temperature": 0.0}
-    if drawn:
-        choice = {name: asked[name] for name in ("temperature", "top_p", "min_p") if name in asked}
-        choice["top_k"] = int(asked.get("top_k", _TOP_K))
+    if samples:
+        choice = {name: requested[name] for name in ("temperature", "top_p", "min_p") if name in requested}
+        choice["top_k"] = int(requested.get("top_k", _TOP_K))
     return SamplingParams(
         max_tokens=max_tokens,
-        repetition_penalty=float(asked.get("repetition_penalty", 1.0)),
+        repetition_penalty=float(requested.get("repetition_penalty", 1.0)),
         stop=tuple([text for text in until if 0 < len(text) <= MAX_STOP_LENGTH][:MAX_STOP_STRINGS]),
-        skip_special_tokens=False,  # a stop may be the text of a special token
+        skip_special_tokens=False,  # a stop string may be a special token
         seed=seed,
         **choice,
     )
 
 
-def _stated(shipped: Any, but: frozenset[str]) -> dict[str, Any]:
-    """Return the settings of a generation configuration that differ from the defaults, without those in `but`."""
+def _get_non_default_settings(shipped: Any, but: frozenset[str]) -> dict[str, Any]:
+    """Return the settings of a generation configuration that differ from the defaults, except those in `but`."""
     defaults = shipped._get_default_generation_params()
     stated = shipped.to_diff_dict().items()
     return {k: v for k, v in stated if k not in but and v is not None and v != defaults.get(k)}
 
 
-def digest(prompts: Sequence[Prompt]) -> str:
+def compute_digest(prompts: Sequence[Prompt]) -> str:
     """Return a digest of prompts and their parameters."""
     written = json.dumps([[prompt.token_ids, asdict(prompt.params)] for prompt in prompts], sort_keys=True)
     return hashlib.sha256(written.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
-class Writer:
-    """Engine that answers prompts with a student, on every worker that holds it.
+class EngineGenerator:
+    """Generates answers with the engine, on every worker that holds the student.
 
     Args:
-        max_num_seqs: prompts that a worker answers at a time; None: as many as fit.
+        max_num_seqs: concurrent prompts per worker; None: as many as fit.
     """
 
     student: Any
@@ -127,14 +128,14 @@ class Writer:
     workers: Workers
     max_num_seqs: int | None = None
 
-    def write(self, prompts: Sequence[Prompt], *, swiftkv: bool, progress: Progress) -> list[list[int] | str]:
-        """Return this worker's answers: their tokens, end tokens included, or an error message. Collective if the
-        workers run in step: each takes as many engine steps as the others."""
+    def generate(self, prompts: Sequence[Prompt], *, swiftkv: bool, progress: Progress) -> list[list[int] | str]:
+        """Return this worker's answers: their tokens, including end tokens, or an error message. Collective if workers
+        run in step, because each runs the same number of engine steps."""
         lengths, num_seqs = [prompt.num_tokens for prompt in prompts], self.max_num_seqs or _MAX_NUM_SEQS
         context_length = max(lengths, default=2)
         config = EngineConfig(
             max_num_seqs=num_seqs,
-            # In step each pass has to run all layers: if the longest text fits, one of a step reaches its end.
+            # In step, each pass must run all layers: if the longest text fits, one text of a step reaches its end.
             max_num_batched_tokens=max(_TOKENS_PER_STEP, context_length),
             kv_cache_bytes=self._kv_cache_bytes(lengths, num_seqs, swiftkv=swiftkv),
         )
@@ -144,87 +145,87 @@ class Writer:
         ) as engine:
             for index, prompt in enumerate(prompts):
                 engine.add_request(prompt.token_ids, prompt.params, str(index))
-            while self._goes_on(engine):
+            while self._has_next_step(engine):
                 for output in engine.step():
-                    if output.finished and output.request_id != _FILLER:
+                    if output.finished and output.request_id != _FILLER_ID:
                         answers[output.request_id] = output.error or output.token_ids
                         progress()
         return [answers[str(index)] for index in range(len(prompts))]
 
-    def _goes_on(self, engine: LLMEngine) -> bool:
-        """Whether this worker has a step to run. In step with others it may be a filler request without an answer."""
+    def _has_next_step(self, engine: LLMEngine) -> bool:
+        """Whether this worker runs another step. In step with others, it may be that of a filler request."""
         if not self.workers.in_step:
             return engine.has_unfinished_requests
         if not any(self.workers.gather(engine.has_unfinished_requests)):
             return False
         if not engine.has_unfinished_requests:
-            engine.add_request([0], SamplingParams(max_tokens=1, temperature=0.0), _FILLER)
+            engine.add_request([0], SamplingParams(max_tokens=1, temperature=0.0), _FILLER_ID)
         return True
 
     def _kv_cache_bytes(self, lengths: Sequence[int], num_seqs: int, *, swiftkv: bool) -> int | None:
-        """Return the bytes for as many of the longest texts as run at a time, within this worker's share of host
-        memory; None on a GPU, where the engine measures free memory. Collective."""
+        """Return the bytes for the longest concurrent texts, limited to this worker's share of host memory; None on a
+        GPU, where the engine measures free memory. Collective."""
         num_local = self.workers.count_local()
         if self.student.device.type == "cuda":
             return None
         config = self.student.config if swiftkv else make_dense_config(self.student.config)
         longest = sorted(lengths, reverse=True)[:num_seqs] or [2]
-        all_of_them, one = (compute_cache_bytes(config, self.student.dtype, some) for some in (longest, longest[:1]))
+        total, one = (compute_cache_bytes(config, self.student.dtype, some) for some in (longest, longest[:1]))
         available: int = psutil.virtual_memory().available
-        return max(one, min(all_of_them, available // _MEMORY_SHARE // num_local))
+        return max(one, min(total, available // _MEMORY_DIVISOR // num_local))
 
 
 _TOKENS_PER_BATCH = 8192
-"""Tokens of a forward pass, padding included, if the spec gives no number of prompts."""
+"""Default tokens of a forward pass, including padding."""
 _PROMPTS_PER_ROUND = 1024
-"""Prompts of all workers whose engine answers are stored together."""
-_EVERYTHING = 1 << 30
-_NOTHING: tuple[str, Any] = ("", None)
-"""Placeholder that listening workers pass to `from_first`."""
+"""Prompts whose answers are stored together."""
+_UNLIMITED_BATCH_SIZE = 1 << 30
+_NO_COMMAND: tuple[str, Any] = ("", None)
+"""Placeholder of workers that receive a command."""
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Requests to answer together: a single one, or several with the same context."""
+class _RequestGroup:
+    """A single request, or several with the same context, to answer together."""
 
     indices: list[int]
     requests: list[Any]
     num_tokens: int
     kind: str = ""
-    """Pieces of different kinds go into different batches."""
+    """Groups of different kinds are in different batches."""
 
 
 @dataclass
 class _Batch:
     indices: list[int] = field(default_factory=list)
-    """Empty for a batch that only keeps a worker in step with the others."""
+    """Empty for a batch that only keeps a worker in step."""
     requests: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class _Request:
-    """Arguments of a request, without its document."""
+class _HarnessRequest:
+    """Arguments of a harness request, without its document."""
 
     args: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A request to generate."""
+class _GenerationRequest:
+    """A parsed request to generate text."""
 
     index: int
     until: list[str]
     prompt: Prompt | None
-    """Prompt for the engine; None if it cannot answer the request."""
+    """Prompt for the engine; None if only `generate()` can answer the request."""
 
 
 class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
-    """Both modes of a SwiftKV model as a language model of the harness.
+    """Language model of the harness: a SwiftKV model in either mode.
 
     Args:
-        batch_size: prompts a forward pass; None: as many as make `_TOKENS_PER_BATCH` tokens.
-        progress: called on the first worker with the answered requests and their total.
-        parts: stores the engine's answers.
+        batch_size: prompts per forward pass; None: `_TOKENS_PER_BATCH` tokens.
+        progress: called on the first worker with (answered requests, total).
+        parts: store of the engine's answers.
     """
 
     part = ""
@@ -238,32 +239,32 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         *,
         batch_size: int | None,
         progress: Callable[[int, int], None],
-        parts: Parts,
+        parts: ResultStore,
     ) -> None:
-        # The harness passes all requests at once; batches are made here.
-        super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=_EVERYTHING)
+        # The harness passes all requests at once; this class makes the batches.
+        super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=_UNLIMITED_BATCH_SIZE)
         self._workers = workers
-        self._most_prompts = batch_size
+        self._max_prompts = batch_size
         self._progress = progress
         self._parts = parts
-        self._writer = Writer(model, tokenizer, workers, batch_size)
-        self._told = self._to_tell = 0
+        self._generator = EngineGenerator(model, tokenizer, workers, batch_size)
+        self._num_answered = self._num_to_answer = 0
 
-    def follow(self) -> None:
-        """Answer shares until the first worker ends the task; raises the error that stopped it, if any."""
+    def serve_shares(self) -> None:
+        """Answer shares until the first worker ends the task. Raises that worker's error, if any."""
         while True:
-            name, argument = self._workers.broadcast_from_first(_NOTHING)
+            name, argument = self._workers.broadcast_from_first(_NO_COMMAND)
             if name == "end":
                 if argument is not None:
                     raise argument
                 return
             if name == "write":
-                self._write_share(argument, None)
+                self._generate_share(argument, None)
             else:
                 self._answer_share(name, argument, None)
 
-    def end(self, error: BaseException | None = None) -> None:
-        """Release the others; with `error`, they raise it."""
+    def release_workers(self, error: BaseException | None = None) -> None:
+        """End `serve_shares` on the other workers; with `error`, they raise it."""
         self._workers.broadcast_from_first(("end", error))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -275,110 +276,116 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         )
         try:
             return render(Conversation(list(chat_history)))
-        except RowError:  # some templates take no system message, which is then left out
+        except RowError:  # some templates do not support system messages, which are then dropped
             return render(Conversation([message for message in chat_history if message["role"] != "system"]))
 
     def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[Any]:
-        by_context: dict[tuple[int, ...], _Piece] = {}
+        by_context: dict[tuple[int, ...], _RequestGroup] = {}
         for index, request in enumerate(requests):
             _, context, continuation = request
             shared = (*context, *continuation[:-1])
-            # The end of the prompt matters if deep tokens keep their own K and V.
+            # With deep tokens that keep their own K and V, scores depend on the end of the prompt.
             key = (len(context), *shared) if self._model.config.layer_map.deep_leaders else shared
-            piece = by_context.setdefault(key, _Piece([], [], len(shared)))
+            piece = by_context.setdefault(key, _RequestGroup([], [], len(shared)))
             piece.indices.append(index)
             piece.requests.append(request)
-        return self._deal("loglikelihood", list(by_context.values()), len(requests))
+        return self._distribute("loglikelihood", list(by_context.values()), len(requests))
 
     def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
-        asked = [self._read(index, *request.args) for index, request in enumerate(requests)]
+        asked = [self._parse_request(index, *request.args) for index, request in enumerate(requests)]
         answers: list[str] = [""] * len(requests)
         served = [one for one in asked if one.prompt is not None]
-        for one, tokens in zip(served, self._write([one.prompt for one in served if one.prompt]), strict=True):
+        for one, tokens in zip(
+            served, self._generate_with_engine([one.prompt for one in served if one.prompt]), strict=True
+        ):
             answers[one.index] = postprocess_generated_text(self.tok_decode(tokens), one.until, None)
         others = [one.index for one in asked if one.prompt is None]
-        for index, answer in zip(others, self._generate([requests[index] for index in others]), strict=True):
+        for index, answer in zip(
+            others, self._generate_with_transformers([requests[index] for index in others]), strict=True
+        ):
             answers[index] = answer
         return answers
 
-    def _read(self, index: int, context: str, settings: dict[str, Any]) -> _Asked:
-        """Parse a request as the harness does when it generates for a single one."""
+    def _parse_request(self, index: int, context: str, settings: dict[str, Any]) -> _GenerationRequest:
+        """Parse a request in the way of the harness."""
         left = normalize_gen_kwargs(settings, self.max_gen_toks)
         until = handle_stop_sequences(
             left.pop("until", None), self.tok_decode(self.eot_token_id, skip_special_tokens=False)
         )
         max_tokens = left.pop("max_gen_toks")
-        room = self.max_length - max_tokens
-        if room <= 0:
+        max_prompt_tokens = self.max_length - max_tokens
+        if max_prompt_tokens <= 0:
             raise ValueError(
-                f"max_gen_toks is {max_tokens}, but the model's context of {self.max_length} tokens must also hold a "
-                "prompt: use fewer"
+                f"max_gen_toks is {max_tokens}, but the model's context has {self.max_length} tokens with the prompt; "
+                "use a smaller max_gen_toks"
             )
-        params = read_settings(left, self._model.generation_config, until=until, max_tokens=max_tokens, seed=index)
+        params = parse_generation_settings(
+            left, self._model.generation_config, until=until, max_tokens=max_tokens, seed=index
+        )
         if params is None:
-            return _Asked(index, until, None)
-        token_ids, _ = self.tok_batch_encode([context], left_truncate_len=room, truncation=self.truncation)
+            return _GenerationRequest(index, until, None)
+        token_ids, _ = self.tok_batch_encode([context], left_truncate_len=max_prompt_tokens, truncation=self.truncation)
         prompt = Prompt(tuple(token_ids[0].tolist()), params)
-        return _Asked(index, until, prompt if prompt.is_served(self._model.config) else None)
+        return _GenerationRequest(index, until, prompt if prompt.is_served(self._model.config) else None)
 
-    def _write(self, prompts: list[Prompt]) -> list[list[int]]:
-        """Return the engine's answers as tokens. They are written and stored in rounds."""
+    def _generate_with_engine(self, prompts: list[Prompt]) -> list[list[int]]:
+        """Return the engine's answers as tokens, generated and stored in rounds."""
         mode: bool = self._model.model.swiftkv_enabled
         rounds = [prompts[start : start + _PROMPTS_PER_ROUND] for start in range(0, len(prompts), _PROMPTS_PER_ROUND)]
-        names = [f"{self.part}-{'student' if mode else 'teacher'}-{digest(some)}" for some in rounds]
+        names = [f"{self.part}-{'student' if mode else 'teacher'}-{compute_digest(some)}" for some in rounds]
         kept = [self._parts.get(name) for name in names]
         shares = [
             # Neighbours may share a prefix.
             [
                 [(i, some[i]) for i in sorted(own)]
-                for own in _spread([one.num_tokens for one in some], self._workers.size)
+                for own in _balance([one.num_tokens for one in some], self._workers.size)
             ]
             for some in rounds
         ]
-        self._told = 0
-        self._to_tell = sum(len(share[0]) for share, known in zip(shares, kept, strict=True) if known is None)
+        self._num_answered = 0
+        self._num_to_answer = sum(len(share[0]) for share, known in zip(shares, kept, strict=True) if known is None)
         answers: list[list[int]] = []
         for name, known, share in zip(names, kept, shares, strict=True):
             written = known
             if written is None:
                 self._workers.broadcast_from_first(("write", mode))
-                written = _in_order(self._write_share(mode, share))
+                written = _merge_answers(self._generate_share(mode, share))
                 self._parts.put(name, written)
             answers += json.loads(written)
         return answers
 
-    def _write_share(
+    def _generate_share(
         self, mode: bool, shares: list[list[tuple[int, Prompt]]] | None
     ) -> list[list[tuple[int, list[int] | str]]]:
         mine = self._workers.scatter(shares)
-        written = self._writer.write([prompt for _, prompt in mine], swiftkv=mode, progress=self._tell)
+        written = self._generator.generate([prompt for _, prompt in mine], swiftkv=mode, progress=self._count_answer)
         return self._workers.gather([(index, answer) for (index, _), answer in zip(mine, written, strict=True)])
 
-    def _tell(self) -> None:
-        self._told += 1
+    def _count_answer(self) -> None:
+        self._num_answered += 1
         if self._workers.is_first:
-            self._progress(self._told, self._to_tell)
+            self._progress(self._num_answered, self._num_to_answer)
 
-    def _generate(self, requests: list[Any]) -> list[str]:
-        """Answer by `generate()` the requests that the engine cannot serve."""
+    def _generate_with_transformers(self, requests: list[Any]) -> list[str]:
+        """Answer requests that the engine does not support with `generate()`."""
         if not requests:
             return []
         pieces = []
         for index, request in enumerate(requests):
             context, settings = request.args
             num_tokens = len(self.tok_encode(context)) + int(settings.get("max_gen_toks", self.max_gen_toks))
-            pieces.append(_Piece([index], [_Request(request.args)], num_tokens, repr(settings)))
-        return self._deal("generate", pieces, len(requests))
+            pieces.append(_RequestGroup([index], [_HarnessRequest(request.args)], num_tokens, repr(settings)))
+        return self._distribute("generate", pieces, len(requests))
 
     def _model_generate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         generated: torch.Tensor = super()._model_generate(*args, **kwargs, synced_gpus=self._workers.in_step)
         return generated
 
-    def _deal(self, name: str, pieces: list[_Piece], total: int) -> list[Any]:
-        """Have every worker answer its share of `pieces`. Answers are in the order of the requests."""
+    def _distribute(self, name: str, pieces: list[_RequestGroup], total: int) -> list[Any]:
+        """Answer `pieces` on all workers; return the answers in the order of the requests."""
         command = name, self._model.model.swiftkv_enabled
         self._workers.broadcast_from_first(command)
-        shares = deal(pieces, self._workers, self._most_prompts)
+        shares = distribute_requests(pieces, self._workers, self._max_prompts)
         answers: list[Any] = [None] * total
         for worker in self._answer_share(*command, shares):
             for index, answer in worker:
@@ -393,7 +400,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
             if name == "generate":
                 answers = super().generate_until(batch.requests, disable_tqdm=True)
             elif self._model.config.layer_map.deep_leaders:
-                answers = self._score(batch.requests)
+                answers = self._score_continuations(batch.requests)
             else:
                 answers = super()._loglikelihood_tokens(batch.requests, disable_tqdm=True)
             if batch.indices:
@@ -403,9 +410,9 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         return self._workers.gather(answered)
 
     @torch.no_grad()
-    def _score(self, requests: list[Any]) -> list[tuple[float, bool]]:
-        """Score continuations as the harness does: log-probability, and whether greedy decoding gives it. Contexts are
-        passed as prompts, which a student with deep tokens has to tell apart."""
+    def _score_continuations(self, requests: list[Any]) -> list[tuple[float, bool]]:
+        """Score continuations like the harness: log-probability, and whether greedy decoding generates them. Contexts
+        are passed as prompts, because students with deep tokens treat prompts differently."""
         texts = [(*context, *continuation)[-(self.max_length + 1) :][:-1] for _, context, continuation in requests]
         padded = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
         for row, text in zip(padded, texts, strict=True):
@@ -423,13 +430,16 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         return answers
 
 
-def deal(pieces: Sequence[_Piece], workers: Workers, most_prompts: int | None) -> list[list[_Batch]]:
-    """Distribute pieces to workers in batches, with about equal tokens; in step, with equal numbers of batches."""
+def distribute_requests(
+    pieces: Sequence[_RequestGroup], workers: Workers, max_prompts: int | None
+) -> list[list[_Batch]]:
+    """Distribute groups of requests to workers in batches of about equal tokens; in step, all get the same number of
+    batches."""
     shares: list[list[_Batch]] = [[] for _ in range(workers.size)]
     for _, group in groupby(sorted(pieces, key=lambda piece: piece.kind), key=lambda piece: piece.kind):
         same = list(group)
-        for share, own in zip(shares, _spread([piece.num_tokens for piece in same], workers.size), strict=True):
-            share.extend(_batches([same[i] for i in own], most_prompts))
+        for share, own in zip(shares, _balance([piece.num_tokens for piece in same], workers.size), strict=True):
+            share.extend(_make_batches([same[i] for i in own], max_prompts))
     if workers.in_step:
         shortest = min((batch for share in shares for batch in share), key=lambda batch: len(batch.requests))
         longest = max(len(share) for share in shares)
@@ -438,19 +448,18 @@ def deal(pieces: Sequence[_Piece], workers: Workers, most_prompts: int | None) -
     return shares
 
 
-def _spread(lengths: Sequence[int], num_workers: int) -> list[list[int]]:
-    """Distribute items of given numbers of tokens to workers, with about equal tokens. Return each worker's indices,
-    from the longest item to the shortest: they are dealt back and forth, so that every worker begins with a long one.
-    """
+def _balance(lengths: Sequence[int], num_workers: int) -> list[list[int]]:
+    """Distribute items with `lengths` tokens to workers, with about equal tokens. Return each worker's indices, from
+    the longest item to the shortest: they are assigned in alternating order of workers."""
     shares: list[list[int]] = [[] for _ in range(num_workers)]
     for n, index in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
-        turn, rank = divmod(n, num_workers)
-        shares[rank if turn % 2 == 0 else num_workers - 1 - rank].append(index)
+        cycle, rank = divmod(n, num_workers)
+        shares[rank if cycle % 2 == 0 else num_workers - 1 - rank].append(index)
     return shares
 
 
-def _in_order(shares: list[list[tuple[int, list[int] | str]]]) -> bytes:
-    """Return all workers' answers in order, as JSON. Raises `GenerationError` if one failed."""
+def _merge_answers(shares: list[list[tuple[int, list[int] | str]]]) -> bytes:
+    """Return all workers' answers in order, as JSON. Raises `GenerationError` if an answer failed."""
     answers = [answer for _, answer in sorted(answer for share in shares for answer in share)]
     for answer in answers:
         if isinstance(answer, str):
@@ -458,16 +467,16 @@ def _in_order(shares: list[list[tuple[int, list[int] | str]]]) -> bytes:
     return json.dumps(answers).encode()
 
 
-def _batches(pieces: Sequence[_Piece], most_prompts: int | None) -> Iterator[_Batch]:
-    """Yield batches of neighbouring pieces, the longest first, up to a number of prompts or of tokens."""
-    batch, room = _Batch(), 0
+def _make_batches(pieces: Sequence[_RequestGroup], max_prompts: int | None) -> Iterator[_Batch]:
+    """Yield batches of consecutive groups, longest first, up to a number of prompts or of tokens."""
+    batch, prompts_left = _Batch(), 0
     for piece in pieces:
-        if not room:
+        if not prompts_left:
             if batch.requests:
                 yield batch
-            batch, room = _Batch(), most_prompts or max(1, _TOKENS_PER_BATCH // max(piece.num_tokens, 1))
+            batch, prompts_left = _Batch(), max_prompts or max(1, _TOKENS_PER_BATCH // max(piece.num_tokens, 1))
         batch.indices += piece.indices
         batch.requests += piece.requests
-        room -= 1
+        prompts_left -= 1
     if batch.requests:
         yield batch

@@ -1,8 +1,8 @@
-"""Resolve the task names of a spec, including files and this package's tasks, for lm-evaluation-harness. Runs none.
+"""Resolve the tasks of a spec for lm-evaluation-harness: names in its index, files, and this package's tasks.
 
-The task files of the harness and of this package are trusted code. A name is looked up in the harness's index only,
-since the harness itself would also open a file of that name. A job may bring its own files only if its sources are
-unrestricted: their templates are rendered in a sandbox like all others, but `!function` runs the code it names.
+Task files of the harness and of this package are trusted code. Names are looked up only in the harness's index, since
+the harness itself would also open a file of that name. A job may use its own task files only if its sources are
+unrestricted: templates are rendered in a sandbox, but `!function` runs the code that it names.
 """
 
 from __future__ import annotations
@@ -22,8 +22,13 @@ from jinja2 import TemplateError
 
 from swiftkv_platform.contract.verdicts import NEEDLE_PREFIX
 from swiftkv_platform.errors import DataError, InvalidInputError
-from swiftkv_platform.evaluation.harness.builtin import IFEVAL_FILE, ifeval, needle, tool_calls
-from swiftkv_platform.evaluation.harness.trust import why_untrusted
+from swiftkv_platform.evaluation.harness.builtin import (
+    IFEVAL_FILE,
+    build_ifeval_task,
+    build_needle_task,
+    build_tool_call_task,
+)
+from swiftkv_platform.evaluation.harness.trust import explain_distrust
 from swiftkv_platform.installing import make_install_command
 from swiftkv_platform.sources import UNRESTRICTED, Access, PathSource
 from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
@@ -35,38 +40,38 @@ Fetch = Callable[[str], Path]
 """Downloads an `s3://` object or prefix to this machine and returns its path."""
 
 
-def refusal(what: str, value: str | None = None) -> InvalidInputError:
-    """Return an error about `evaluation.tasks`."""
-    return InvalidInputError(f"{FIELD}: {what}", field=FIELD, value=value)
+def make_task_error(message: str, value: str | None = None) -> InvalidInputError:
+    """Return an error of the field `evaluation.tasks`."""
+    return InvalidInputError(f"{FIELD}: {message}", field=FIELD, value=value)
 
 
-def _missing(what: str, path: object) -> DataError:
-    return DataError(f"{FIELD}: {what}", field=FIELD, value=str(path))
+def _make_missing_data_error(message: str, path: object) -> DataError:
+    return DataError(f"{FIELD}: {message}", field=FIELD, value=str(path))
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task in the harness's form."""
+    """A resolved task."""
 
     spec: TaskSpec
     source: str | Mapping[str, Any]
     """A name in the harness's index, or the configuration of a task or of a group with its tasks."""
     runs_code: bool = False
-    """Whether it may run text as code, which the operator has to allow."""
+    """Whether it may run text as code, which the operator must allow."""
 
 
 def resolve_tasks(
     specs: Sequence[str | TaskSpec], *, fetch: Fetch | None = None, access: Access = UNRESTRICTED
 ) -> list[Task]:
-    """Resolve the tasks that a spec names; `paper` expands to its tasks.
+    """Resolve the tasks of a spec; `paper` expands to the paper's tasks.
 
     Args:
-        fetch: for `s3://` tasks and data.
+        fetch: downloads `s3://` tasks and data.
         access: the job's read permissions, and whether its tasks may run code.
 
     Raises:
-        InvalidInputError: a file that is no task, an unknown built-in task, or one that `access` forbids.
-        DataError: a task's data is not where the spec says, or may not be read.
+        InvalidInputError: a file that is not a task, an unknown built-in task, or a task that `access` forbids.
+        DataError: a task's data is missing or forbidden.
     """
     if specs:
         _check_installed()
@@ -76,7 +81,7 @@ def resolve_tasks(
         access.check_task(spec, FIELD)
         paper = [Task(paper, paper.name) for paper in PAPER_TASKS]
         tasks += paper if spec.name == "paper" else [_resolve(spec, fetch, access)]
-    return [_allowed(task, access) for task in tasks]
+    return [_check_allowed(task, access) for task in tasks]
 
 
 def _check_installed() -> None:
@@ -84,7 +89,7 @@ def _check_installed() -> None:
         import lm_eval  # noqa: F401
     except ModuleNotFoundError as error:
         raise InvalidInputError(
-            f"{FIELD} needs {error.name}; use {make_install_command('eval')}", field=FIELD
+            f"{FIELD} needs {error.name}; run {make_install_command('eval')}", field=FIELD
         ) from error
 
 
@@ -102,46 +107,53 @@ def _sandbox_templates() -> None:
     utils.env = sandbox
 
 
-def _allowed(task: Task, access: Access) -> Task:
-    """`task`, marked if it may run code. Raises `InvalidInputError` if it may not."""
+def _check_allowed(task: Task, access: Access) -> Task:
+    """Set `runs_code` of a task. Raises `InvalidInputError` if the task runs code and the operator forbids that."""
     if isinstance(task.source, str):
-        with named(task.spec):
-            why = why_untrusted(task.source, task_manager(True))
-    else:  # a file of the job or a task of this package
-        why = "it is marked as unsafe" if _is_marked(task.source) else None
+        with add_task_name_to_errors(task.spec):
+            why = explain_distrust(task.source, load_task_manager(True))
+    else:  # a file, or a task of this package
+        why = "it is marked as unsafe" if _is_marked_unsafe(task.source) else None
     if why is None:
         return task
     if not access.code_tasks:
-        raise refusal(
-            f"{task.spec.name!r} may run text, such as the model's answers, as code ({why}), which this platform's "
-            "operator does not allow (SWIFTKV_ALLOW_CODE_TASKS); use a task that compares text",
+        raise make_task_error(
+            f"{task.spec.name!r} may run text, such as the model's answers, as code ({why}), which the operator does "
+            "not allow (SWIFTKV_ALLOW_CODE_TASKS); use a task that compares text",
             task.spec.name,
         )
     return replace(task, runs_code=True)
 
 
-def _is_marked(source: Mapping[str, Any]) -> bool:
-    """Whether the configuration of a task, or one in a group, is marked as running generated code."""
+def _is_marked_unsafe(source: Mapping[str, Any]) -> bool:
+    """Whether a configuration, or one of its group's tasks, is marked as running generated code."""
     members = source.get("task")
     inner = members if isinstance(members, list) else []
-    return bool(source.get("unsafe_code")) or any(_is_marked(each) for each in inner if isinstance(each, Mapping))
+    return bool(source.get("unsafe_code")) or any(
+        _is_marked_unsafe(each) for each in inner if isinstance(each, Mapping)
+    )
 
 
 def _resolve(spec: TaskSpec, fetch: Fetch | None, access: Access) -> Task:
     if spec.name.startswith(_BUILTIN):
-        return Task(spec, _builtin(spec, fetch, access))
+        return Task(spec, _build_builtin_task(spec, fetch, access))
     if not is_task_file_name(spec.name):
         return Task(spec, spec.name)
     parent, slash, name = spec.name.rpartition("/")
-    path = _local(parent + slash, fetch, access) / name
+    path = _get_local_path(parent + slash, fetch, access) / name
     if not path.is_file():
-        raise refusal(f"there is no file {spec.name!r}", spec.name)
-    return Task(spec, _read(path, spec.name, _local(spec.data_dir, fetch, access) if spec.data_dir else path.parent))
+        raise make_task_error(f"the file {spec.name!r} does not exist", spec.name)
+    return Task(
+        spec,
+        _load_task_file(
+            path, spec.name, _get_local_path(spec.data_dir, fetch, access) if spec.data_dir else path.parent
+        ),
+    )
 
 
-def _local(address: str | None, fetch: Fetch | None, access: Access) -> Path:
+def _get_local_path(address: str | None, fetch: Fetch | None, access: Access) -> Path:
     if address is None:
-        raise refusal("a built-in task needs data_dir, the directory of its files")
+        raise make_task_error("a built-in task needs data_dir, the directory with its files")
     location = access.parse_location(address, FIELD)
     if isinstance(location, PathSource):
         directory = access.boundary.check_path(location.path.absolute(), FIELD)
@@ -149,103 +161,105 @@ def _local(address: str | None, fetch: Fetch | None, access: Access) -> Path:
             access.boundary.check_tree(directory, FIELD)
         return directory
     if fetch is None:
-        raise refusal(f"{address!r} cannot be fetched here", address)
+        raise make_task_error(f"{address!r} cannot be downloaded here; use a local directory", address)
     try:
         return fetch(address)
     except DataError as error:
-        raise _missing(f"there is nothing at {address!r}", address) from error
+        raise _make_missing_data_error(f"{address!r} does not exist", address) from error
 
 
-def _read(path: Path, name: str, data: Path) -> dict[str, Any]:
-    """The configuration in a task's file, its `data_files` taken from the directory `data`."""
-    from lm_eval.tasks._yaml_loader import load_yaml  # leaves `include` and `!function` as they are in the harness
+def _load_task_file(path: Path, name: str, data: Path) -> dict[str, Any]:
+    """Return the configuration in a task file, with its `data_files` below the directory `data`."""
+    from lm_eval.tasks._yaml_loader import load_yaml  # resolves `include` and `!function` like the harness
 
     try:
         config: dict[str, Any] = load_yaml(path)
     except (OSError, ValueError, ImportError, AttributeError, yaml.YAMLError) as error:
-        raise refusal(f"{name} is not a task: {error}", name) from error
-    if "group" in config:  # lm_eval 0.4.13 takes the list of tasks for the name
-        raise refusal(
-            f"{name} is a group, which the harness cannot load from a file; name the files of its tasks", name
+        raise make_task_error(f"{name} is not a task file: {error}", name) from error
+    if "group" in config:  # lm_eval 0.4.13 would use the list of tasks as the name
+        raise make_task_error(
+            f"{name} is a group, which the harness cannot load from a file; list the files of its tasks", name
         )
     if "task" not in config:
-        raise refusal(f"{name} names no task", name)
+        raise make_task_error(f"{name} has no field `task`", name)
     arguments = config.get("dataset_kwargs") or {}
     if "data_files" in arguments:
-        config["dataset_kwargs"] = {**arguments, "data_files": _below(data, arguments["data_files"])}
+        config["dataset_kwargs"] = {**arguments, "data_files": _resolve_data_files(data, arguments["data_files"])}
     return config
 
 
-def _below(directory: Path, names: Any) -> Any:
-    """Resolve `data_files` of datasets, of any shape, below `directory`. They are glob patterns; the directory's name
-    is escaped."""
+def _resolve_data_files(directory: Path, names: Any) -> Any:
+    """Resolve `data_files` (a name, list or mapping of glob patterns) below `directory`, whose own name is escaped."""
     if isinstance(names, Mapping):
-        return {split: _below(directory, name) for split, name in names.items()}
+        return {split: _resolve_data_files(directory, name) for split, name in names.items()}
     if isinstance(names, list):
-        return [_below(directory, name) for name in names]
+        return [_resolve_data_files(directory, name) for name in names]
     if "://" in names:
         return names
     path = directory / names
-    named = names if Path(names).is_absolute() else str(Path(glob.escape(str(directory)), names))
-    if "::" in str(path):  # `datasets` would read the rest as another location
-        raise _missing(f"{str(path)!r} has '::' in it; use a path without", path)
+    add_task_name_to_errors = names if Path(names).is_absolute() else str(Path(glob.escape(str(directory)), names))
+    if "::" in str(path):  # `datasets` would read the rest as a second location
+        raise _make_missing_data_error(f"{str(path)!r} contains '::'; use another path", path)
     if not any(path.parent.glob(path.name)):
-        raise _missing(f"there is no file {str(path)!r}", path)
-    return named
+        raise _make_missing_data_error(f"the file {str(path)!r} does not exist", path)
+    return add_task_name_to_errors
 
 
-def _builtin(spec: TaskSpec, fetch: Fetch | None, access: Access) -> dict[str, Any]:
-    """A task of this package over its authors' own files, for machines that reach no hub."""
+def _build_builtin_task(spec: TaskSpec, fetch: Fetch | None, access: Access) -> dict[str, Any]:
+    """Return a task of this package over its authors' own files, for machines without access to the hub."""
     if spec.name not in BUILTIN_TASKS:
         raise InvalidInputError(
             f"{FIELD} has {spec.name!r}; {', '.join(BUILTIN_TASKS)} are accepted", field=FIELD, value=spec.name
         )
     if spec.name == "builtin:tool-calls":
-        return tool_calls()
-    data = _local(spec.data_dir, fetch, access)
+        return build_tool_call_task()
+    data = _get_local_path(spec.data_dir, fetch, access)
     if spec.name == "builtin:ifeval":
-        return ifeval(_below(data, IFEVAL_FILE))
+        return build_ifeval_task(_resolve_data_files(data, IFEVAL_FILE))
     package = Path(str(files("swiftkv_platform.distillation") / "tasks"))
     if spec.name == "builtin:gsm8k":
-        return _read(package / "gsm8k.yaml", spec.name, data)
+        return _load_task_file(package / "gsm8k.yaml", spec.name, data)
     template = yaml.safe_load((package / "mmlu.yaml").read_text(encoding="utf-8"))
     subjects = sorted(path.name.removesuffix("_test.csv") for path in data.glob("test/*_test.csv"))
     if not subjects:
-        raise _missing(f"{str(data)!r} holds no test/*_test.csv", data)
+        raise _make_missing_data_error(f"{str(data)!r} has no files test/*_test.csv", data)
     return {
         "group": "mmlu_local",
-        "task": [_subject(template, subject, data) for subject in subjects],
+        "task": [_build_subject_task(template, subject, data) for subject in subjects],
         "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
     }
 
 
-def _subject(template: Mapping[str, Any], subject: str, data: Path) -> dict[str, Any]:
+def _build_subject_task(template: Mapping[str, Any], subject: str, data: Path) -> dict[str, Any]:
     names = {"dev": f"dev/{subject}_dev.csv", "test": f"test/{subject}_test.csv"}
     title = subject.replace("_", " ")
     return {
         **template,
         "task": f"mmlu_local_{subject}",
         "description": f"The following are multiple choice questions (with answers) about {title}.\n\n",
-        "dataset_kwargs": {**template["dataset_kwargs"], "data_files": _below(data, names)},
+        "dataset_kwargs": {**template["dataset_kwargs"], "data_files": _resolve_data_files(data, names)},
     }
 
 
-def needle_tasks(lengths: Sequence[int], num_samples: int, tokenizer: Any, *, chat: bool) -> list[Task]:
-    """A task for each length.
+def build_needle_tasks(lengths: Sequence[int], num_samples: int, tokenizer: Any, *, chat: bool) -> list[Task]:
+    """Return a task for each length.
 
     Args:
-        lengths: tokens of a prompt without the chat template's.
-        chat: prompt through the chat template.
+        lengths: tokens of a prompt, without the chat template.
+        chat: use the chat template.
     """
     return [
-        Task(TaskSpec(name=f"{NEEDLE_PREFIX}{length}", chat_template=chat), needle(tokenizer, length, num_samples))
+        Task(
+            TaskSpec(name=f"{NEEDLE_PREFIX}{length}", chat_template=chat),
+            build_needle_task(tokenizer, length, num_samples),
+        )
         for length in lengths
     ]
 
 
 def is_instruction_tuned(tokenizer: Any) -> bool:
-    """Whether the chat template contains added tokens of the vocabulary, so that the model was trained on turns.
-    Templates lent to a base model, or with markers in plain text, contain none."""
+    """Whether the chat template contains added tokens of the vocabulary. Templates that were added to a base model, or
+    have plain-text markers, contain none."""
     templates = tokenizer.chat_template
     if not templates:
         return False
@@ -254,40 +268,40 @@ def is_instruction_tuned(tokenizer: Any) -> bool:
 
 
 @cache
-def task_manager(include_defaults: bool) -> Any:
-    """Return the harness's task loader; its own tasks, thousands of files to index, are included on request only."""
+def load_task_manager(include_defaults: bool) -> Any:
+    """Return the harness's task loader, with or without its own tasks, thousands of files to index."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_defaults=include_defaults)
 
 
 @contextmanager
-def named(spec: TaskSpec) -> Iterator[None]:
-    """Add the task's name to errors that the harness raises."""
+def add_task_name_to_errors(spec: TaskSpec) -> Iterator[None]:
+    """Add the task's name to errors of the harness."""
     try:
         yield
     except (AttributeError, KeyError, OSError, ValueError, TypeError, TemplateError) as error:
-        what = f"the harness cannot load {spec.name!r}: {error}; `lm_eval ls tasks` lists what it knows"
-        raise refusal(what, spec.name) from error
+        message = f"the harness cannot load {spec.name!r}: {error}; `lm_eval ls tasks` lists its tasks"
+        raise make_task_error(message, spec.name) from error
 
 
-def known(name: str) -> Any:
+def look_up_task(name: str) -> Any:
     """Return the harness's index entry for a task, group or tag. Raises `ValueError` if there is none."""
-    index = task_manager(True).task_index
+    index = load_task_manager(True).task_index
     if name not in index:
         close = get_close_matches(name, index, n=3)
-        raise ValueError(f"it has no task of that name{', but ' + ', '.join(close) if close else ''}")
+        raise ValueError(f"unknown task{', similar names: ' + ', '.join(close) if close else ''}")
     return index[name]
 
 
-def configurations(task: Task) -> list[Mapping[str, Any]]:
-    """Return the configuration of a task or group, or for a tag those of all its tasks. `!function` in the harness's
-    files is left unresolved."""
+def load_configurations(task: Task) -> list[Mapping[str, Any]]:
+    """Return the configuration of a task or group, or those of all tasks of a tag. `!function` in the harness's files
+    is not resolved."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     if isinstance(task.source, Mapping):
         return [task.source]
-    index = task_manager(True).task_index
-    entry = known(task.source)
+    index = load_task_manager(True).task_index
+    entry = look_up_task(task.source)
     members = [index[name] for name in sorted(entry.tags) if name in index] if entry.yaml_path is None else [entry]
     return [load_yaml(member.yaml_path, resolve_func=False) for member in members]

@@ -25,7 +25,7 @@ from swiftkv_platform.distillation.steering import Progress
 from swiftkv_platform.distillation.strategy import EvaluationModel, Strategy
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, build_micro_batches, parallelize
 from swiftkv_platform.engine.varlen import reference_varlen_attn
-from swiftkv_platform.evaluation.quality import Totals
+from swiftkv_platform.evaluation.quality import HeldOutTotals
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
 from swiftkv_platform.jobs.worker.measure import Evaluation
 from swiftkv_platform.jobs.worker.setup import (
@@ -341,7 +341,7 @@ def measured(
     spec = job_spec(dtype, distillation={"trainable": trainable}, swiftkv={"decode_key_value": form})
     model = EvaluationModel(open_lazy(spec, path, device=device), spec.distillation, sharded=sharded, device=device)
     model.load_tensors({name: p.detach() for name, p in disturbed(spec, path).swiftkv_parameters().items()})
-    totals: Totals = model(lambda student: Evaluation(student, rows(), spec.evaluation).compare("student"))
+    totals: HeldOutTotals = model(lambda student: Evaluation(student, rows(), spec.evaluation).compare("student"))
     assert totals.num_positions == rows().num_counted_tokens == sum(totals.exit_head.positions)
     sums = {name: getattr(totals, name) for name in ("teacher_nll", "student_nll", "kl", "agreements")}
     sums |= {"by position": totals.by_position.kl, "by prompt": totals.by_prompt_length.kl}

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from swiftkv_platform import sources
 from swiftkv_platform.evaluation.harness import builtin
-from swiftkv_platform.evaluation.harness.builtin import found, needle_lengths, needle_prompt
+from swiftkv_platform.evaluation.harness.builtin import choose_needle_lengths, make_needle_prompt, score_needle
 from swiftkv_platform.evaluation.harness.tasks import is_instruction_tuned, resolve_tasks
 from swiftkv_platform.specs import EvaluationSpec, TaskSpec
 from tests.support.fakes.tokenizers import byte_tokenizer
@@ -31,22 +31,22 @@ def test_models_with_markers_of_their_own_are_instruction_tuned() -> None:
 
 def test_needles_are_looked_for_where_the_context_holds_them() -> None:
     spec = EvaluationSpec()
-    assert needle_lengths(spec, instruct=True, context_length=8192) == (1024, 4096)
-    assert needle_lengths(spec, instruct=True, context_length=2048) == (1024,)
-    assert needle_lengths(spec, instruct=False, context_length=8192) == ()
-    assert needle_lengths(EvaluationSpec(needle_lengths=(512,)), instruct=False, context_length=8192) == (512,)
+    assert choose_needle_lengths(spec, instruct=True, context_length=8192) == (1024, 4096)
+    assert choose_needle_lengths(spec, instruct=True, context_length=2048) == (1024,)
+    assert choose_needle_lengths(spec, instruct=False, context_length=8192) == ()
+    assert choose_needle_lengths(EvaluationSpec(needle_lengths=(512,)), instruct=False, context_length=8192) == (512,)
 
 
 def test_a_needle_prompt_has_its_length_its_needle_and_a_place_of_its_own() -> None:
     tokenizer, places = byte_tokenizer(), []
     for number in range(4):
-        prompt, answer = needle_prompt(tokenizer, 1000, number, 4)
+        prompt, answer = make_needle_prompt(tokenizer, 1000, number, 4)
         assert 850 < len(prompt.encode()) <= 1000
         assert prompt.count(answer) == 1
-        assert found({"answer": answer}, [f"It is {answer}."]) == {"found": 1.0}
-        assert found({"answer": answer}, ["It is 12."]) == {"found": 0.0}
+        assert score_needle({"answer": answer}, [f"It is {answer}."]) == {"found": 1.0}
+        assert score_needle({"answer": answer}, ["It is 12."]) == {"found": 0.0}
         places.append(prompt.index(answer) / len(prompt))
-        assert needle_prompt(tokenizer, 1000, number, 4) == (prompt, answer)
+        assert make_needle_prompt(tokenizer, 1000, number, 4) == (prompt, answer)
     assert places == sorted(places)
     assert places[0] < 0.35 < 0.65 < places[-1]
 
@@ -66,36 +66,36 @@ def test_a_needle_prompt_has_its_length_its_needle_and_a_place_of_its_own() -> N
 )
 def test_a_call_is_json_then_valid_then_right(text: str, scores: tuple[int, int, int]) -> None:
     document = {"call": json.dumps({"name": "get_time", "arguments": {"city": "Oslo"}})}
-    assert tuple(builtin.score_call(document, [text]).values()) == scores
+    assert tuple(builtin.score_tool_call(document, [text]).values()) == scores
 
 
 def test_prompts_of_tool_calls_offer_what_is_asked_for() -> None:
-    prompts = builtin.call_prompts()
+    prompts = builtin.make_call_prompts()
     assert len({text for text, _ in prompts}) == 30
     for text, call in prompts:
         assert f'"name": "{call["name"]}"' in text
         assert next(iter(call["arguments"].values())) in text
-    assert builtin.call_prompts() == prompts
+    assert builtin.make_call_prompts() == prompts
 
 
 def test_sentences_end_where_white_space_follows() -> None:
-    assert builtin.sentences('One (1.5). "Two!" Three? four') == ["One (1.5).", '"Two!', "Three?", "four"]
+    assert builtin.split_sentences('One (1.5). "Two!" Three? four') == ["One (1.5).", '"Two!', "Three?", "four"]
 
 
 def test_ifeval_says_what_is_missing_or_scores_instructions(tmp_path: Path) -> None:
     required_module("langdetect")
-    builtin.ifeval(str(tmp_path))
+    builtin.build_ifeval_task(str(tmp_path))
     document = {
         "key": 1,
         "prompt": "Say it in three sentences, no commas.",
         "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_sentences"],
         "kwargs": [{"num_sentences": None}, {"num_sentences": 3, "relation": "at least"}],
     }
-    both = builtin.follows(document, ["One. Two! Three?"])
+    both = builtin.score_instructions(document, ["One. Two! Three?"])
     assert (both["prompt_level_strict_acc"], both["inst_level_strict_acc"]) == (1.0, [True, True])
-    one = builtin.follows(document, ["One, two. Three! Four?"])
+    one = builtin.score_instructions(document, ["One, two. Three! Four?"])
     assert (one["prompt_level_strict_acc"], one["inst_level_strict_acc"]) == (0.0, [False, True])
-    assert builtin.share_of_instructions([[True, True], [False]]) == pytest.approx(2 / 3)
+    assert builtin.average_over_instructions([[True, True], [False]]) == pytest.approx(2 / 3)
 
 
 def test_the_name_of_a_directory_of_questions_is_no_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

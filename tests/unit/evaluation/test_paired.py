@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swiftkv_platform.evaluation.harness.run import loss_interval
+from swiftkv_platform.evaluation.harness.run import compute_loss_interval
 from swiftkv_platform.evaluation.paired import (
     HeldOutIntervals,
     bootstrap_interval,
-    mean_of,
-    samples_to_decide,
+    estimate_samples_to_decide,
+    mean_interval,
     share_interval,
     unpaired_interval,
 )
@@ -49,7 +49,7 @@ def test_intervals_of_held_out_text_cover_the_truth_where_texts_differ(num_texts
             SampleSums(i, i, int(n), 2.0 * n, 2.0 * n + n * kl, float(n * kl), int(n * (1 - kl)))
             for i, (n, kl) in enumerate(zip(lengths, levels, strict=True))
         ]
-        found = HeldOutIntervals.of(samples)
+        found = HeldOutIntervals.from_samples(samples)
         assert found is not None
         assert (found.unit, found.num_units) == ("text" if num_texts >= 10 else "row", num_texts)
         covered += found.kl[0] <= 0.1 <= found.kl[1]
@@ -57,7 +57,7 @@ def test_intervals_of_held_out_text_cover_the_truth_where_texts_differ(num_texts
     assert covered / 300 >= 0.9
     assert wide / 300 >= 0.9
     parts = [replace(one, text=i % 10) for i, one in enumerate(samples)]
-    assert HeldOutIntervals.of(parts).num_units == min(num_texts, 10), "parts of one text are drawn together"
+    assert HeldOutIntervals.from_samples(parts).num_units == min(num_texts, 10), "parts of one text are drawn together"
 
 
 def test_pairs_are_narrower_than_two_independent_scores() -> None:
@@ -75,15 +75,17 @@ def test_a_bootstrap_needs_samples_and_finite_scores() -> None:
     assert bootstrap_interval(teacher, student, np.mean) == pytest.approx((-0.2, -0.2)), "every sample loses the same"
     assert bootstrap_interval(teacher[:10], student[:10], np.mean) is None
     assert bootstrap_interval(teacher, student, lambda _: math.inf) is None
-    assert mean_of([(0.0, 2.0), (2.0, 4.0)]) == pytest.approx((2.0 - math.sqrt(2) / 2, 2.0 + math.sqrt(2) / 2))
+    assert mean_interval([(0.0, 2.0), (2.0, 4.0)]) == pytest.approx((2.0 - math.sqrt(2) / 2, 2.0 + math.sqrt(2) / 2))
 
 
 @pytest.mark.parametrize("losses", [[0.0] * 5, [1.0] + [0.0] * 99, [1.0] * 3 + [-1.0] * 2 + [0.0] * 195])
 def test_that_many_samples_do_decide(losses: list[float]) -> None:
     limit, mean = 0.05, float(np.mean(losses))
-    assert samples_to_decide((-2.0, 4.0), 1.0, 2.0, 100) == 900, "nine times the samples for a third of the width"
-    assert samples_to_decide((-2.0, 4.0), 2.0, 2.0, 100) is None, "at the limit no number is enough"
-    needed = samples_to_decide(share_interval(losses), mean, limit, len(losses), share=1.0)
+    assert estimate_samples_to_decide((-2.0, 4.0), 1.0, 2.0, 100) == 900, (
+        "nine times the samples for a third of the width"
+    )
+    assert estimate_samples_to_decide((-2.0, 4.0), 2.0, 2.0, 100) is None, "at the limit no number is enough"
+    needed = estimate_samples_to_decide(share_interval(losses), mean, limit, len(losses), share=1.0)
     rate = np.array([losses.count(value) for value in (1.0, -1.0)]) / len(losses)
 
     def upper(num_samples: int) -> float:
@@ -106,7 +108,7 @@ def answers(values: dict[str, list[float]], score: float, **results: float) -> d
 
 def test_a_tasks_samples_are_paired_by_their_number() -> None:
     teacher, student = [1.0, 0.0, 1.0, 1.0], [1.0, 0.0, 0.0, 1.0]
-    found = loss_interval("t", "acc,none", answers({"t": teacher}, 0.75), answers({"t": student}, 0.5), {})
+    found = compute_loss_interval("t", "acc,none", answers({"t": teacher}, 0.75), answers({"t": student}, 0.5), {})
     assert found == pytest.approx(share_interval([0.0, 0.0, 1.0, 0.0]))
 
 
@@ -114,8 +116,10 @@ def test_a_tasks_samples_are_paired_by_their_number() -> None:
 def test_a_group_is_weighted_as_its_score_is(score: float, pooled: bool) -> None:
     values = {"a": [1.0], "b": [1.0, 1.0, 0.0]}
     both = answers(values, score)
-    found = loss_interval("group", "acc,none", both, both, {})
-    expected = share_interval([0.0] * 4) if pooled else mean_of([share_interval([0.0]), share_interval([0.0] * 3)])
+    found = compute_loss_interval("group", "acc,none", both, both, {})
+    expected = (
+        share_interval([0.0] * 4) if pooled else mean_interval([share_interval([0.0]), share_interval([0.0] * 3)])
+    )
     assert found == pytest.approx(expected)
 
 
@@ -128,9 +132,9 @@ def test_values_that_are_no_shares_are_drawn_anew_or_take_the_harness_errors() -
         return math.exp(sum(a for a, _ in pairs) / sum(b for _, b in pairs))
 
     both = [answers({"t": values}, perplexity(values)) for values in (rows, worse)]
-    low, high = loss_interval("t", "acc,none", *both, {"t": {"acc": perplexity}})
+    low, high = compute_loss_interval("t", "acc,none", *both, {"t": {"acc": perplexity}})
     assert low < perplexity(rows) - perplexity(worse) < high
-    assert loss_interval("t", "acc,none", *both, {}) is None, "neither samples nor a standard error"
+    assert compute_loss_interval("t", "acc,none", *both, {}) is None, "neither samples nor a standard error"
     errors = {"acc_stderr,none": 0.1}
     both = [answers({"t": values}, 2.0, **errors) for values in (rows, worse)]
-    assert loss_interval("t", "acc,none", *both, {}) == pytest.approx(unpaired_interval(0.0, 0.1, 0.1))
+    assert compute_loss_interval("t", "acc,none", *both, {}) == pytest.approx(unpaired_interval(0.0, 0.1, 0.1))

@@ -13,7 +13,7 @@ from swiftkv_platform.errors import QualityGateError
 from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
 from swiftkv_platform.evaluation.paired import share_interval
 from swiftkv_platform.evaluation.prefill_cost import ModeCost, PrefillCost
-from swiftkv_platform.evaluation.quality import NUM_EXIT_BINS, ExitCounts, SampleSums, Totals
+from swiftkv_platform.evaluation.quality import NUM_EXIT_BINS, ExitCounts, HeldOutTotals, SampleSums
 from swiftkv_platform.evaluation.report import Report
 from swiftkv_platform.planning.gates import (
     NEEDLE_LENGTHS,
@@ -33,18 +33,18 @@ COST = PrefillCost(128, ModeCost(100.0, 64.0, 4.0), ModeCost(60.0, 48.0, 3.0))
 TEXTS = 12
 
 
-def totals(kl: float, *, exit_head: ExitCounts | None = None, spread: float = 0.0, texts: int = TEXTS) -> Totals:
+def totals(kl: float, *, exit_head: ExitCounts | None = None, spread: float = 0.0, texts: int = TEXTS) -> HeldOutTotals:
     """Sums of texts of ten positions each, whose KL is `kl` more or less `spread`."""
     samples = tuple(
         SampleSums(i, i, 10, 10.0, 11.0, 10 * (kl + spread * (i % 2 * 2 - 1)), 8 - round(8 * spread) * (i % 2))
         for i in range(texts)
     )
     sums = (sum(getattr(one, name) for one in samples) for name in ("teacher_nll", "student_nll", "kl", "agreements"))
-    return Totals(10 * texts, *sums, exit_head=exit_head or ExitCounts(), samples=samples)
+    return HeldOutTotals(10 * texts, *sums, exit_head=exit_head or ExitCounts(), samples=samples)
 
 
 def report(
-    kl: float = 0.25, *tasks: TaskScore, instruct: bool = False, measured: Totals | None = None, **limits: Any
+    kl: float = 0.25, *tasks: TaskScore, instruct: bool = False, measured: HeldOutTotals | None = None, **limits: Any
 ) -> Report:
     spec, scores = EvaluationSpec(**limits), TaskResults(tasks)
     return Report.build(spec, distilled=measured or totals(kl), cost=COST, tasks=scores, instruct=instruct)
@@ -120,10 +120,14 @@ def test_the_exit_head_by_confidence() -> None:
 @pytest.mark.parametrize(
     ("limits", "kl", "message"),
     [
-        ({"max_kl": 0.2}, 0.25, r"held-out KL in nats is 0.25, and evaluation.max_kl is 0.2"),
+        ({"max_kl": 0.2}, 0.25, r"held-out KL in nats is 0.25, and the limit evaluation.max_kl is 0.2"),
         ({"max_kl": 0.2}, math.nan, "KL in nats is nan"),
         ({"max_perplexity_ratio": 1.1}, 0.1, r"relative to the teacher's is 1.105, and .* is 1.1"),
-        ({"min_top1_agreement": 0.81}, 0.1, "top-1 agreement is 0.8, and evaluation.min_top1_agreement is 0.81"),
+        (
+            {"min_top1_agreement": 0.81},
+            0.1,
+            "top-1 agreement is 0.8, and the limit evaluation.min_top1_agreement is 0.81",
+        ),
     ],
 )
 def test_a_gate_refuses_with_the_figures(limits: dict[str, float], kl: float, message: str) -> None:
@@ -138,7 +142,9 @@ def test_limits_that_are_kept_pass_and_every_failed_gate_is_named() -> None:
     built.check_gates()
     kept = ("max_kl", "max_perplexity_ratio", "max_drop", "min_top1_agreement")
     assert {gate.field: gate.passed for gate in built.gates} == {f"evaluation.{field}": True for field in kept}
-    named = r"and evaluation.max_kl is 0.1 .*; .*points lost on trivia is 2, and evaluation.max_drop is 1"
+    named = (
+        r"the limit evaluation.max_kl is 0.1 .*; .*points lost on trivia is 2, and the limit evaluation.max_drop is 1"
+    )
     with pytest.raises(QualityGateError, match=named):
         report(0.25, score(0.50, 0.48), max_kl=0.1, max_drop=1.0).check_gates()
 
@@ -188,7 +194,7 @@ def test_points_lost_are_judged_only_with_samples_enough(
     (gate,) = built.gates
     assert (gate.outcome, gate.passed, gate.samples_needed) == (outcome, outcome == "passed", samples)
     if outcome == "undecided":
-        said = "its samples do not give an interval" if samples is None else f"{samples:,} samples are needed"
+        said = "there is no interval" if samples is None else f"use {samples:,} samples"
         assert re.search(f"undecided, .*{said}", gate.reason)
         built.check_gates()
     assert find_worst_verdict(built.model_dump(mode="json")) == outcome

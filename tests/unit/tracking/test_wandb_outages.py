@@ -16,7 +16,7 @@ import pytest
 
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import WandbSpec
-from swiftkv_platform.tracking.recorded import RecordedRun, drop_steps, last_step, upload
+from swiftkv_platform.tracking.recorded import RecordedRun, drop_steps, fetch_last_step, upload_run
 from swiftkv_platform.tracking.tracker import BackgroundTracker, TrackingInfo, WandbTracker
 from tests.support.requirements import required_module
 from tests.support.wandb_server import WandbServer, wandb_server
@@ -112,10 +112,10 @@ def test_what_a_server_missed_at_the_end_and_what_was_offline_become_one_run(
 
     server.outage = None
     for _ in range(2):  # the second time changes nothing
-        last = last_step("swiftkv", None, "job-1")
+        last = fetch_last_step("swiftkv", None, "job-1")
         for path in (begun, resumed):
             last = drop_steps(RecordedRun(path), last)
-            upload(RecordedRun(path))
+            upload_run(RecordedRun(path))
         assert last == 69
         assert server.runs["job-1"].steps == list(range(70))
 
@@ -128,7 +128,7 @@ def test_a_record_that_is_cut_off_ends_what_is_uploaded(server: WandbServer, tmp
     last = drop_steps(RecordedRun(files), 99)
     assert 99 < last < 2999
     server.outage = None
-    upload(RecordedRun(files))
+    upload_run(RecordedRun(files))
     assert server.runs["job-1"].steps == list(range(100, last + 1))
 
 
@@ -179,7 +179,7 @@ def test_the_queue_is_bounded_and_the_end_does_not_wait_for_ever() -> None:
         told.append(info)
         return True
 
-    tracker = BackgroundTracker(stuck, on_info=tell, most_waiting=3, finish_s=0.2)
+    tracker = BackgroundTracker(stuck, on_info=tell, max_queued_calls=3, finish_timeout_s=0.2)
     tracker.start("r", {})
     _wait_for(tracker._calls.empty)
     for step in range(100):
@@ -202,5 +202,5 @@ def _wait_for(condition: Any) -> None:
 def test_no_key_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     with pytest.raises(Exception, match="WANDB_API_KEY is not set"):
-        last_step("p", None, "r")
+        fetch_last_step("p", None, "r")
     assert "WANDB_API_KEY" not in os.environ

@@ -13,7 +13,7 @@ import structlog
 from PIL import Image
 
 from swiftkv_platform.specs import WandbSpec
-from swiftkv_platform.tracking.recorded import _records
+from swiftkv_platform.tracking.recorded import _read_records
 from swiftkv_platform.tracking.tracker import TrackingInfo, WandbTracker
 from tests.support.rays import free_port
 from tests.support.requirements import required_module
@@ -25,7 +25,7 @@ def records(path: Path) -> Iterator[Any]:
     """The protobuf records of a `.wandb` file."""
     from wandb.proto import wandb_internal_pb2
 
-    for data in _records(path.read_bytes()):
+    for data in _read_records(path.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         yield record

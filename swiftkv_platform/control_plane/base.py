@@ -1,4 +1,4 @@
-"""Values that all rooms of the control plane share: callers, the clock, pages of lists, fencing tokens, ids."""
+"""Values shared by the whole control plane: callers, the clock, pages of lists, fencing tokens, ids."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Clock = Callable[[], float]
 
 
 def is_due(at: float, now: float, *, within: float) -> bool:
-    """Whether a time has come that was at most `within` seconds away when it was chosen. One that is farther away has,
-    too: the clock has been set back since, and by nothing longer."""
+    """Whether the time `at` has come. It was chosen at most `within` seconds ahead; if it is farther away now, the
+    clock has been set back, and it counts as due."""
     return not 0.0 < at - now <= within
 
 
@@ -26,7 +26,7 @@ class Page:
     """A request for part of a list."""
 
     after: str | None = None
-    """Id of the last item already seen, in the chosen order."""
+    """Id of the last item of the previous page."""
     limit: int = 20
     order: Literal["asc", "desc"] = "desc"
     """Order by time of creation."""
@@ -34,22 +34,22 @@ class Page:
 
 @dataclass(frozen=True)
 class Slice(Generic[T]):
-    """Part of a list."""
+    """A page of a list."""
 
     items: Sequence[T]
     has_more: bool
     unreadable_ids: Sequence[str] = ()
-    """Ids of rows of this part that cannot be read."""
+    """Ids of rows of this page that cannot be read."""
 
 
 @dataclass(frozen=True)
 class Fence:
-    """Fencing token of a held lease. Writes made under it are refused once another holder has the lease."""
+    """Fencing token of a held lease. Writes with it are refused after another holder has acquired the lease."""
 
     name: str
     holder: str
     token: int
-    """Increases each time that another holder takes the lease."""
+    """Increases whenever another holder acquires the lease."""
 
 
 @dataclass(frozen=True)
@@ -61,5 +61,5 @@ class Caller:
 
 
 def new_id(prefix: Literal["job", "evt", "mdl", "dep", "prm"]) -> str:
-    """A fresh id such as `job_01J...`; ids of one kind sort by the time they were made."""
+    """Return a new id such as `job_01J...`; ids with the same prefix sort by creation time."""
     return f"{prefix}_{ULID()}"

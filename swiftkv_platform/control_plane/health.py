@@ -1,4 +1,4 @@
-"""`/healthz`, `/readyz` and `/metrics`, for probes and Prometheus, and what they report."""
+"""`/healthz`, `/readyz` and `/metrics`: routes for probes and Prometheus."""
 
 from __future__ import annotations
 
@@ -35,34 +35,33 @@ def _make_histogram(name: str, text: str, buckets: Sequence[float], labels: Sequ
 
 
 class ControlPlaneHistograms:
-    """Histograms and counters that live as long as the application, however often it starts."""
+    """Histograms and counters of the application; they survive restarts of its lifespan."""
 
     def __init__(self) -> None:
-        text = "Time from a request's arrival to the head of its answer, by route template."
+        text = "Time from request to response headers, by route template."
         labels = ("method", "route", "status")
         self._requests = _make_histogram("swiftkv_http_request_duration_seconds", text, _REQUEST_BUCKETS_S, labels)
-        text = "Steps of the control loops that this control plane leads."
+        text = "Duration of control loop steps on the leader."
         self._ticks = _make_histogram("swiftkv_loop_tick_duration_seconds", text, _STEP_BUCKETS_S, ("loop",))
-        text = "Time in the queue of each attempt that left it."
+        text = "Time that an attempt waited in the queue."
         self.waits = _make_histogram("swiftkv_job_queue_wait_seconds", text, _WAIT_BUCKETS_S)
         self.lags = _make_histogram(
-            "swiftkv_event_lag_seconds", "Time from an event until it was read.", _LAG_BUCKETS_S
+            "swiftkv_event_lag_seconds", "Time from an event until the control plane read it.", _LAG_BUCKETS_S
         )
-        text = "Runs that a tracker such as W&B did not receive, or only in part."
+        text = "Runs that a tracker such as W&B did not receive completely."
         self.untracked = Counter("swiftkv_untracked_runs", text, registry=None)
 
     def register(self, registry: CollectorRegistry) -> None:
-        """Register them with `registry`."""
         for each in (self._requests, self._ticks, self.waits, self.lags, self.untracked):
             registry.register(each)
 
     def observe_request(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Observe a request that took `seconds`. `route` is the template, such as `/jobs/{job_id}`, which keeps labels
-        few."""
+        """Observe a request's duration. `route` is the template, such as `/jobs/{job_id}`, which keeps the number of
+        labels small."""
         self._requests.labels(method, route, f"{status // 100}xx").observe(seconds)
 
     def time_step(self, loop: str, step: Callable[[], None]) -> Callable[[], None]:
-        """Wrap `step` so that the duration of each run is observed, also of one that fails."""
+        """Wrap `step` to observe the duration of each run, including failed runs."""
         ticks = self._ticks.labels(loop)
 
         def run() -> None:
@@ -75,11 +74,11 @@ class ControlPlaneHistograms:
 _COUNTS_TTL_S = 10.0
 """Seconds that counts are kept: counting reads a whole index."""
 _SCRAPE_TIMEOUT_S = 3.0
-"""Longest wait of a scrape in seconds; Prometheus itself gives up after 10."""
+"""Max seconds that a scrape waits; Prometheus gives up after 10."""
 
 
 def catch_error_message(check: Callable[[], object]) -> Callable[[], str | None]:
-    """Wrap `check` to return the message of the `SwiftKVError` that it raises; None if it raises none."""
+    """Wrap `check` to return the message of its `SwiftKVError`; None without an error."""
 
     def ask() -> str | None:
         try:
@@ -93,22 +92,22 @@ def catch_error_message(check: Callable[[], object]) -> Callable[[], str | None]
 
 @dataclass(eq=False)
 class ControlPlaneMetrics:
-    """Collector of one control plane's jobs, deliveries, loops and operator files, read at each scrape.
+    """Prometheus collector of one control plane's jobs, deliveries, loops and operator files, read at each scrape.
 
-    It also reports what the sweeper counted last and has removed; a standby control plane has counted nothing. Counts
-    that the database does not return within seconds are left out.
+    Also reports the counts and removals of this process's retention, which are empty on a standby. Counts that the
+    database does not return in time are omitted.
     """
 
     parts: Components
     loops: Sequence[ControlLoop]
     reconciler: Reconciler
     files: Mapping[str, Callable[[], bool]]
-    """Whether the newest version of each of the operator's files is usable, by name."""
+    """Whether the newest version of each operator file is usable, by name."""
     sweeper: RetentionSweeper
     orphans: OrphanCleaner
     deployments: DeploymentReconciler
     checks: Mapping[str, CachedCall[str | None]]
-    """Complaint about each dependency, by name. The serving cluster is added here: `/readyz` does not check it."""
+    """Problem of each dependency, by name. The serving cluster is added here; `/readyz` does not check it."""
 
     def __post_init__(self) -> None:
         cached = partial(CachedCall, clock=self.parts.clock, ttl_s=_COUNTS_TTL_S)
@@ -125,7 +124,7 @@ class ControlPlaneMetrics:
         jobs, deliveries = self._jobs.get_future(), self._deliveries.get_future()
         asked: list[Future[Any]] = [*up.values(), jobs, deliveries]
         answered = wait(asked, timeout=_SCRAPE_TIMEOUT_S).done
-        text = "Whether the dependency answers and can be used."
+        text = "1 if the dependency is available."
         good = {answer for answer in answered if answer.exception() is None}
         values = {name: answer in good and answer.result() is None for name, answer in up.items()}
         yield _make_gauge("swiftkv_dependency_up", text, "dependency", values)
@@ -135,32 +134,32 @@ class ControlPlaneMetrics:
             text = "Webhook deliveries by status."
             yield _make_gauge("swiftkv_webhook_deliveries", text, "status", deliveries.result())
         usable = {name: is_usable() for name, is_usable in self.files.items()}
-        text = "Whether a file's newest version is usable and in effect."
+        text = "1 if the newest version of the file is valid and in use."
         yield _make_gauge("swiftkv_operator_file_usable", text, "file", usable)
-        text = "Jobs that could not be handled in the latest round and are tried again."
+        text = "Jobs that failed in the latest round and will be retried."
         yield GaugeMetricFamily("swiftkv_jobs_put_off", text, value=self.reconciler.num_backed_off_jobs)
-        text = "Deployments whose rows cannot be read; they keep serving unchanged."
+        text = "Deployments with unreadable rows; they keep serving unchanged."
         unreadable = len(self.deployments.unreadable)
         yield GaugeMetricFamily("swiftkv_deployments_unreadable", text, value=unreadable)
         stalled = {loop.name: loop.is_stalled for loop in self.loops}
-        text = "Whether a control loop is stalled; /readyz is 503 then."
+        text = "1 if the control loop is stalled; /readyz then returns 503."
         yield _make_gauge("swiftkv_loop_stalled", text, "loop", stalled)
         ticks = {loop.name: loop.last_success or 0.0 for loop in self.loops}
-        text = "When a control loop last completed a round."
+        text = "Unix time of the control loop's last completed round."
         yield _make_gauge("swiftkv_loop_last_success_timestamp_seconds", text, "loop", ticks)
         counts = self.sweeper.stored
-        yield _make_gauge("swiftkv_database_rows", "Rows by table, when they were last counted.", "table", counts.rows)
+        yield _make_gauge("swiftkv_database_rows", "Rows by table at the last count.", "table", counts.rows)
         for what, stored in (("objects", counts.objects), ("bytes", counts.bytes)):
-            text = f"{what.capitalize()} in the store by kind, when they were last counted."
+            text = f"{what.capitalize()} in the object store by kind at the last count."
             yield _make_gauge(f"swiftkv_store_{what}", text, "kind", stored)
         for what in ("rows", "objects", "bytes"):
-            text = f"{what.capitalize()} that this process has removed."
+            text = f"{what.capitalize()} removed by this process."
             removed = CounterMetricFamily(f"swiftkv_swept_{what}", text, labels=["kind"])
             for kind, total in self.sweeper.removed.items():
                 if getattr(total, what):
                     removed.add_metric([kind], getattr(total, what))
             yield removed
-        text = "Attempts without a job that were stopped."
+        text = "Stopped attempts that had no job."
         yield CounterMetricFamily("swiftkv_orphans_stopped", text, value=self.orphans.stopped)
 
 
@@ -181,10 +180,14 @@ _PING_TTL_S = 30.0
 
 @router.get("/healthz", response_model=None, openapi_extra=OPEN)
 async def healthz(request: Request) -> Response:
-    """Liveness. 503 if a loop has hung in one step for minutes, which only a restart ends; `/readyz` reports steps that
-    fail and dependencies that do not answer."""
+    """Liveness. Returns 503 if a step of a loop has hung for minutes, which only a restart ends; `/readyz` reports
+    failing steps and unavailable dependencies."""
     readiness: Readiness = request.app.state.readiness
-    hung = {f"loop {loop.name}": "one of its steps has hung for minutes" for loop in readiness.loops if loop.is_hung}
+    hung = {
+        f"loop {loop.name}": "a step has hung for minutes; restart the control plane"
+        for loop in readiness.loops
+        if loop.is_hung
+    }
     if hung:
         return _make_readiness_response(request, hung)
     return JSONResponse({"status": "ok"})
@@ -192,15 +195,14 @@ async def healthz(request: Request) -> Response:
 
 @router.get("/readyz", response_model=None, openapi_extra=OPEN)
 async def readyz(request: Request) -> Response:
-    """Readiness: database, Ray and object store answer, and the control loops make progress; 503 names those that do
-    not."""
+    """Readiness: 503 names the unavailable dependencies (database, Ray, object store) and the stalled control loops."""
     readiness: Readiness = request.app.state.readiness
     return _make_readiness_response(request, await readiness.find_problems())
 
 
 @router.get("/readyz/{check}", response_model=None, openapi_extra=OPEN)
 async def readyz_of(check: Literal["database", "ray", "object_store"], request: Request) -> Response:
-    """Readiness of one dependency. A load balancer asks for the database alone, without which no route works."""
+    """Readiness of one dependency. A load balancer checks the database alone, since no route works without it."""
     readiness: Readiness = request.app.state.readiness
     return _make_readiness_response(request, {check: await _get_problem(readiness.checks[check])})
 
@@ -214,7 +216,7 @@ def _make_readiness_response(request: Request, complaints: Mapping[str, str | No
 
 
 class Readiness:
-    """Whether a control plane can do its work. Answers are kept for seconds, since the routes need no API key."""
+    """Checks whether a control plane is ready. Results are cached for seconds, since the routes need no API key."""
 
     def __init__(self, parts: Components, loops: Sequence[ControlLoop]) -> None:
         self.checks = {
@@ -228,10 +230,10 @@ class Readiness:
         self.loops = loops
 
     async def find_problems(self) -> dict[str, str | None]:
-        """Return what is wrong with each dependency, None if nothing is, and with each loop that is stalled."""
+        """Return the problem of each dependency, None without one, and of each stalled loop."""
         found = await asyncio.gather(*(_get_problem(check) for check in self.checks.values()))
         return dict(zip(self.checks, found, strict=True)) | {
-            f"loop {loop.name}": "none of its steps has completed for minutes; the log says why"
+            f"loop {loop.name}": "no step has completed for minutes; see the log"
             for loop in self.loops
             if loop.is_stalled
         }

@@ -24,11 +24,12 @@ from swiftkv_platform.logs import get_logger
 
 _NOT_HELD = ""
 _MAX_AHEAD_S = 120.0
-"""Seconds ahead to which no lease goes, with room for clocks that differ."""
+"""Max seconds from now until a lease expires, with a margin for clocks that differ."""
 
 
 class Leases(Repository):
-    """Leases, each held by one process at a time, until a time. Both methods raise `DatabaseUnavailableError`."""
+    """Leases in the database, each held by one process until it expires. Both methods raise
+    `DatabaseUnavailableError`."""
 
     def acquire(self, name: str, holder: str, *, now: float, until: float) -> int | None:
         """Take or renew a lease. Returns its token, or None while another holder's lease has not expired.
@@ -52,14 +53,14 @@ class Leases(Repository):
         return 1
 
     def release(self, name: str, holder: str) -> None:
-        """Free the lease if `holder` has it."""
+        """Release the lease if `holder` has it."""
         mine = update(LeaseRow).where(LeaseRow.name == name, LeaseRow.holder == holder)
         with self._database.writing() as session:
             session.execute(mine.values(holder=_NOT_HELD, expires_at=0.0))  # the row keeps the token
 
 
 def is_lease_held(fence: Fence) -> ColumnElement[bool]:
-    """Return the condition that the fence's holder still has the lease, for the statement that it guards."""
+    """Return the SQL condition that the fence's holder still has the lease, to guard a statement."""
     return exists(
         select(LeaseRow.name).where(
             LeaseRow.name == fence.name, LeaseRow.holder == fence.holder, LeaseRow.token == fence.token
@@ -68,7 +69,7 @@ def is_lease_held(fence: Fence) -> ColumnElement[bool]:
 
 
 def check_fence(session: Session, fence: Fence | None) -> None:
-    """Raise `LeaseLostError` if another holder has taken the lease."""
+    """Raise `LeaseLostError` if another holder has acquired the lease."""
     if fence is not None and not session.scalar(select(is_lease_held(fence))):
         raise _lease_lost_error(fence.name)
 
@@ -79,16 +80,16 @@ def _lease_lost_error(name: str) -> LeaseLostError:
 
 
 LEASE_S = 5.0
-"""Most seconds until another control plane takes over from one that has died."""
+"""Max seconds until another control plane replaces a dead one."""
 MAX_LEASE_S = 60.0
-"""The same with a database so slow that a shorter lease would expire before it is granted."""
+"""The same for a slow database, where a shorter lease would expire before it is granted."""
 _RENEWALS_PER_LEASE = 3
 _ACQUISITIONS_PER_LEASE = 4
 
 
 class Leadership:
-    """Leadership of the loop `name`, which the process `holder` has or waits for. `lease_s`: seconds that the lease
-    lasts unless it is renewed."""
+    """Leader election for the loop `name`: the process `holder` leads, or stands by. `lease_s`: seconds of the lease
+    unless it is renewed."""
 
     def __init__(self, leases: Leases, name: str, holder: str, clock: Clock, *, lease_s: float = LEASE_S) -> None:
         self._leases = leases
@@ -97,27 +98,27 @@ class Leadership:
         self._clock = clock
         self._lease_s = lease_s
         self._acquire_seconds = 0.0
-        """Seconds that the database needed for the latest lease."""
+        """Seconds that acquiring the latest lease took."""
         self._until = 0.0
         self._fence: Fence | None = None
         self._log = get_logger(loop=name)
 
     @property
     def fence(self) -> Fence:
-        """Fencing token for what is stored under the lease. Raises `LeaseLostError` while another process leads."""
+        """Fencing token for writes under the lease. Raises `LeaseLostError` while another process leads."""
         fence = self._fence
         if fence is None:
             raise _lease_lost_error(self._name)
         return fence
 
     def check_leading(self) -> None:
-        """Raise `LeaseLostError` unless this process leads at this moment."""
+        """Raise `LeaseLostError` unless this process leads now."""
         if self._fence is None or self._clock() >= self._until:
             raise _lease_lost_error(self._name)
 
     def guard_step(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Wrap `step` so that it does nothing while another process leads. Raises `DatabaseUnavailableError`, and
-        `LeaseLostError` if the lease expires during the step, so that a loop to which this always happens stalls."""
+        """Wrap `step` to do nothing while another process leads. Raises `DatabaseUnavailableError`, and
+        `LeaseLostError` if the lease expires during the step; a loop whose lease always expires thus stalls."""
 
         def guarded() -> None:
             led = self._fence is not None
@@ -132,7 +133,7 @@ class Leadership:
         return guarded
 
     def release(self) -> None:
-        """Give up the lease, so that another process may lead at once. Raises `DatabaseUnavailableError`."""
+        """Release the lease, so that another process may lead at once. Raises `DatabaseUnavailableError`."""
         if self._fence is not None:
             self._leases.release(self._name, self._holder)
             self._fence = None
@@ -170,7 +171,7 @@ class Leadership:
 
 @dataclass
 class Backoff:
-    """Pauses that double with every failure in a row, by name."""
+    """Exponential backoff per name."""
 
     first_s: float
     max_s: float
@@ -181,7 +182,7 @@ class Backoff:
         return is_due(self._not_before.get(name, now), now, within=self.max_s)
 
     def record_failure(self, name: str, now: float) -> float:
-        """Count a failure, and return the seconds until the next try."""
+        """Count a failure. Returns the seconds until the next attempt."""
         failures = self._failures.get(name, 0)
         delay = min(self.first_s * 2.0 ** min(failures, 16), self.max_s)
         self._failures[name] = failures + 1
@@ -189,11 +190,11 @@ class Backoff:
         return delay
 
     def list_failed(self) -> set[str]:
-        """Names that have failed and not succeeded since."""
+        """Return the names whose latest attempt failed."""
         return set(self._failures)
 
     def list_waiting(self, now: float) -> set[str]:
-        """Return the names whose next try is not due yet."""
+        """Return the names whose next attempt is not due yet."""
         return {name for name in self._not_before if not self.is_ready(name, now)}
 
     def record_success(self, name: str) -> None:
@@ -201,23 +202,22 @@ class Backoff:
         self._not_before.pop(name, None)
 
     def retain_only(self, names: Set[str]) -> None:
-        """Forget all names but these."""
+        """Forget all other names."""
         for name in [*(self._failures.keys() - names)]:
             self.record_success(name)
 
 
 _MAX_PAUSE_S = 30.0
 _STALLED_AFTER_S = 90.0
-"""Longest time, in addition to the usual pause, without a completed step: three of the longest pauses after
-failures."""
+"""Max seconds without a completed step, in addition to the interval: three max pauses after failures."""
 
 
 _HUNG_AFTER_S = 300.0
-"""Longest time that one step may take: each is of bounded size, and its requests answer or fail sooner."""
+"""Max seconds of one step. Steps have a bounded size, and their requests have shorter timeouts."""
 
 
 class ControlLoop:
-    """Thread that runs `step` every `interval_s` seconds, and less often while it fails for any reason."""
+    """Thread that runs `step` every `interval_s` seconds, and less often after failures."""
 
     def __init__(self, name: str, step: Callable[[], None], *, interval_s: float, clock: Clock) -> None:
         self.name = name
@@ -235,14 +235,14 @@ class ControlLoop:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether steps fail, or one hangs, for longer than a short outage lasts. False while the loop stands by."""
+        """Whether no step has completed for longer than a short outage takes. False while the loop stands by."""
         since = self._started if self.last_success is None else self.last_success
         return since is not None and self._clock() - since > self._interval_s + _STALLED_AFTER_S
 
     @property
     def is_hung(self) -> bool:
-        """Whether a step has run for so long that it never will return, or the thread has ended, so that only a restart
-        of the process helps. Failing steps do not count."""
+        """Whether a step has run for so long that it will never return, or the thread has ended; only a restart of
+        the process helps. Failed steps do not count."""
         if self._started is None or self._stop.is_set():
             return False
         began = self._step_began
@@ -253,7 +253,7 @@ class ControlLoop:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Ask the loop to end, and wait up to `timeout_s`. A step that takes longer ends with the process, as in a
+        """Stop the loop, and wait up to `timeout_s` for its step. A longer step ends with the process, as in a
         crash."""
         self._stop.set()
         self._thread.join(timeout_s)
@@ -263,7 +263,7 @@ class ControlLoop:
             self._stop.wait(self._run_step())
 
     def _run_step(self) -> float:
-        """Do the step; returns the seconds to wait before the next one."""
+        """Run the step. Returns the seconds until the next one."""
         self._step_began = self._clock()
         try:
             self._step()

@@ -1,4 +1,4 @@
-"""Parser processes: each call reads a tenant's files in a process of its own, with bounded memory and CPU time.
+"""Parser processes: each call reads a tenant's files in its own process, with bounded memory and CPU time.
 
 In the event process, parsing would hold the GIL while other tenants wait. A parser process is forked from a server
 process that has imported the parsers (milliseconds), and killed when its call ends, its client leaves, or the control
@@ -46,31 +46,31 @@ from swiftkv_platform.web.limiters import ConcurrencyLimiter, ConcurrencyLimits
 _NICENESS = 10
 """CPU priority of a parser process, below that of the control plane."""
 _OOM_SCORE = "1000"
-"""`oom_score_adj` of the process that the kernel kills first if memory runs out."""
+"""`oom_score_adj` of parsers: the kernel kills them first if memory runs out."""
 
 
 @dataclass(frozen=True)
 class ParserLimits:
-    """Bounds of one parser process."""
+    """Limits of one parser process."""
 
     subject: str
-    """Name of the parsed thing, in messages."""
+    """Name of the parsed object, for messages."""
     cpu_seconds: int
     seconds: float
-    """Elapsed time, waiting for a free parser not included."""
+    """Max elapsed seconds, without waiting for a free process."""
     field: str | None = None
-    """Field of the request that messages name."""
+    """Field of the request, for messages."""
     memory: int = PARSER_BYTES.default
-    """Bytes of address space."""
+    """Max bytes of address space."""
 
     def exceeded_error(self, limit: str) -> InvalidInputError:
         """Return the error for a call that exceeds `limit`."""
-        message = f"checking {self.subject} takes more than {limit}, which is the limit; use fewer or smaller files"
+        message = f"checking {self.subject} exceeds the limit of {limit}; use fewer or smaller files"
         return InvalidInputError(message, field=self.field)
 
 
 def run_parser(answer: Connection, bounds: ParserLimits, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Run in a parser process: call the function, send whether it returned, and its result or exception."""
+    """Entry point of a parser process: call the function, and send whether it returned, and its result or exception."""
     _apply_limits(bounds)
     try:
         outcome = True, function(*args, **kwargs)
@@ -84,7 +84,7 @@ def run_parser(answer: Connection, bounds: ParserLimits, function: Callable[...,
 
 
 def _apply_limits(bounds: ParserLimits) -> None:
-    """Bound this process, and end it with the control plane."""
+    """Limit this process's resources, and end it with the control plane."""
     gc.freeze()  # collections would visit, and copy, what the server process shares with this one
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the control plane decides
     os.nice(_NICENESS)
@@ -102,7 +102,7 @@ def _apply_limits(bounds: ParserLimits) -> None:
 
 
 def _exit_with_control_plane() -> None:
-    """End this process when the control plane has ended, however that ended."""
+    """End this process when the control plane has ended for any reason."""
     control_plane = multiprocessing.parent_process()
     assert control_plane is not None, "a parser process has a parent"
     control_plane.join()
@@ -117,11 +117,11 @@ _PRELOADED_MODULES = (
 )
 """Modules that the server process imports before it forks."""
 _EXIT_TIMEOUT_S = 5.0
-"""Seconds within which a process that has answered, or is killed, ends."""
+"""Max seconds until a process ends after it has responded or was killed."""
 _RETRY_AFTER_S = 5.0
 
 _MAX_DIRECTORY_CHARS = 70
-"""Characters of a directory for temporary files that leave room for the name of a socket, of 107 in all."""
+"""Max characters of a temporary directory, so that the path of a socket in it fits its 107 characters."""
 
 _processes = multiprocessing.get_context("forkserver")
 
@@ -130,7 +130,7 @@ T = TypeVar("T")
 
 
 class ParserPool:
-    """Parser processes of one kind. `at_once`: most that run at a time; further calls wait for one to end."""
+    """Parser processes of one kind. `at_once`: max concurrent processes; further calls wait."""
 
     def __init__(self, bounds: ParserLimits, at_once: int) -> None:
         _processes.set_forkserver_preload(list(_PRELOADED_MODULES))
@@ -148,7 +148,7 @@ class ParserPool:
             ClientDisconnect: the client has left.
         """
         if not self._slots.acquire(timeout=self._limits.seconds):
-            raise self._overloaded_error("waited too long for others'")
+            raise self._overloaded_error("waited too long for a free parser process")
         try:
             return self._run_in_process(client, function, args, kwargs)
         finally:
@@ -197,7 +197,7 @@ class ParserPool:
 
 
 class LimitedParserPool(ParserPool):
-    """Parser processes for long requests. `limiter`: limits how many of these requests there are at a time."""
+    """Parser processes for long requests. `limiter`: limits these requests per key and tenant."""
 
     def __init__(self, bounds: ParserLimits, at_once: int, limiter: ConcurrencyLimiter) -> None:
         super().__init__(bounds, at_once)
@@ -205,8 +205,8 @@ class LimitedParserPool(ParserPool):
 
 
 def _set_socket_directory() -> None:
-    """Let the server process listen below /tmp if the path of the directory for temporary files is too long for a
-    socket, as Python does itself from 3.14 on."""
+    """Let the fork server listen below /tmp if the path of the temporary directory is too long for a socket, as
+    Python does from 3.14 on."""
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # which 3.14 sets
     if config.get("tempdir") is None and len(tempfile.gettempdir()) > _MAX_DIRECTORY_CHARS:
         config["tempdir"] = directory = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
@@ -214,12 +214,10 @@ def _set_socket_directory() -> None:
 
 
 def make_spec_parsers() -> ParserPool:
-    """Make the limit of specs that are checked at a time."""
     return ParserPool(ParserLimits("the spec", CHECK_CPU_SECONDS.default, CHECK_SECONDS.default), CHECKS.default)
 
 
 def make_upload_parsers() -> LimitedParserPool:
-    """Make the limits of uploads that are read, and checked, at a time."""
     bounds = ParserLimits("the upload", UPLOAD_CPU_SECONDS.default, UPLOAD_SECONDS.default, field="file")
     limits = ConcurrencyLimits(UPLOADS_OF_KEY.default, UPLOADS_OF_TENANT.default, UPLOADS.default)
     return LimitedParserPool(
@@ -228,7 +226,6 @@ def make_upload_parsers() -> LimitedParserPool:
 
 
 def make_import_parsers() -> LimitedParserPool:
-    """Make the limit of models that are imported at a time."""
     bounds = ParserLimits("the model", CHECK_CPU_SECONDS.default, CHECK_SECONDS.default, field="source")
     limits = ConcurrencyLimits(IMPORTS_OF_TENANT.default, IMPORTS_OF_TENANT.default, IMPORTS.default)
     return LimitedParserPool(

@@ -55,15 +55,15 @@ from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_
 
 _TERMINAL_STATUSES = [status.value for status in JobStatus if status.is_terminal]
 _PARENT_NAME = JobRow.spec["training"]["from"].as_string()
-"""Name of the checkpoint or model that a job continues from."""
+"""Name of the checkpoint or model that a job is trained from."""
 _BATCH_ROWS = 500
-"""Rows of a job that are deleted at once."""
+"""Rows of a job that are deleted per transaction."""
 _TABLES_OF_JOB = (DeliveryRow, EventRow, PointRow, IdempotencyRow, UseRow, ModelRow)
-"""Tables with rows of a job, in the order in which they can be removed."""
+"""Tables with rows of a job, in order of removal."""
 
 
 class JobDataKind(StrEnum):
-    """Kinds of an ended job's data that are removed, while the job's own record stays."""
+    """Kinds of an ended job's data that retention removes; the job's record remains."""
 
     EVENTS = "events"
     METRICS = "metrics"
@@ -75,7 +75,7 @@ class JobDataKind(StrEnum):
 
     @property
     def swept_bit(self) -> int:
-        """Bit that marks the kind as removed in a job's row. It is stored, so the order of kinds must not change."""
+        """Bit of the kind in `JobRow.swept`. It is stored, so the order of kinds must not change."""
         return 1 << list(JobDataKind).index(self)
 
 
@@ -94,23 +94,24 @@ _OLD_ROWS: Mapping[str, tuple[type[Base], InstrumentedAttribute[Any], _DueCondit
     "audit": (AuditRow, AuditRow.id, lambda before: (AuditRow.created_at <= before,)),
     "sessions": (SessionRow, SessionRow.id_sha256, lambda before: (SessionRow.expires_at <= before,)),
 }
-"""Tables whose rows are removed after a time, with their keys and the rows that are due: finished deliveries and audit
-entries by their own age, idempotency keys by their job's, and sessions that have ended."""
+"""Tables whose rows are removed after a time, with their keys and conditions: finished deliveries and audit entries
+by age, idempotency keys by their job's age, and expired sessions."""
 
 
 class RetentionRepository(Repository):
-    """Rows that retention removes. Transactions that remove rows in bulk are bounded by `limit`. Every method raises
-    `DatabaseUnavailableError`."""
+    """Queries for, and removal of, rows that have exceeded their retention. Bulk removals are bounded by `limit`.
+    Every method raises `DatabaseUnavailableError`."""
 
     def list_ended_jobs(self, kind: JobDataKind, *, before: float, limit: int, after: str | None) -> Sequence[str]:
-        """Return ascending ids after `after` of jobs that ended by `before` and still have data of this kind."""
+        """Return ids of jobs that ended by `before` and still have data of this kind, in ascending order after
+        `after`."""
         query = _select_ended(before).where(JobRow.swept.op("&")(kind.swept_bit) == 0)
         if kind is JobDataKind.CHECKPOINTS:
             query = query.where(JobRow.id.not_in(self._list_parent_jobs()))
         return self._fetch_ids(query, JobRow.id, limit, after)
 
     def _list_parent_jobs(self) -> set[str]:
-        """Ids of the jobs from whose checkpoints unfinished jobs continue."""
+        """Return ids of jobs whose checkpoints unfinished jobs are trained from."""
         query = select(_PARENT_NAME).where(
             JobRow.status.not_in(_TERMINAL_STATUSES), _PARENT_NAME.startswith("job_", autoescape=True)
         )
@@ -118,20 +119,20 @@ class RetentionRepository(Repository):
             return {name.partition(":")[0] for name in session.scalars(query.distinct()) if name is not None}
 
     def mark_swept(self, job_id: str, kind: JobDataKind) -> None:
-        """Record that the job has no such data any more."""
+        """Record that the job's data of this kind is removed."""
         swept = JobRow.swept.op("|")(kind.swept_bit)
         with self._database.writing() as session:
             session.execute(update(JobRow).where(JobRow.id == job_id).values(swept=swept))
 
     def remove_events(self, job_id: str, *, limit: int, dry_run: bool = False) -> int:
-        """Remove up to `limit` events of a job, except changes of status; with `dry_run`, only count all of them.
-        Returns how many."""
+        """Remove up to `limit` events of a job, except status events; with `dry_run`, only count all of them.
+        Returns their number."""
         where = EventRow.job_id == job_id, EventRow.type != "status"
         return self._remove_matching(EventRow, EventRow.sequence, *where, limit=limit, dry_run=dry_run)
 
     def thin_points(self, job_id: str, *, most: int, limit: int, dry_run: bool = False) -> int:
-        """Remove up to `limit` points of the time series until `most` evenly spread ones are left; with `dry_run`, only
-        count all of them. Returns how many."""
+        """Remove up to `limit` points of a job's time series, until `most` evenly spread points remain; with
+        `dry_run`, only count all of them. Returns their number."""
         of_job = PointRow.job_id == job_id
         summary = select(func.count(), func.min(PointRow.step), func.max(PointRow.step)).where(of_job)
         with self._database.reading() as session:
@@ -150,7 +151,7 @@ class RetentionRepository(Repository):
         return self._remove_matching(table, key, *are_due(before), limit=limit, dry_run=dry_run)
 
     def trim_promotions(self, *, before: float, keep: int, dry_run: bool) -> int:
-        """Trim the beginning of the aliases' histories, as `registry.superseded` decides."""
+        """Remove the oldest promotions of all aliases, as `registry.count_superseded` decides."""
         with self._database.reading() as session:
             oldest = select(PromotionRow.tenant, PromotionRow.alias).where(PromotionRow.created_at <= before)
             aliases = [(tenant, alias) for tenant, alias in session.execute(oldest.distinct())]
@@ -172,7 +173,7 @@ class RetentionRepository(Repository):
             return number
 
     def list_superseded_models(self, *, before: float, limit: int, after: str | None) -> Sequence[str]:
-        """Return ids, ascending, of models that are in no alias's history and have a newer model of the same name."""
+        """Return ascending ids of models that are in no alias's history and have a newer model of the same name."""
         newer = aliased(ModelRow)
         came = select(newer.id).where(
             newer.tenant == ModelRow.tenant,
@@ -184,13 +185,12 @@ class RetentionRepository(Repository):
         return self._fetch_ids(select(ModelRow.id).where(came.exists(), ~promoted.exists()), ModelRow.id, limit, after)
 
     def list_expired_jobs(self, *, before: float, limit: int, after: str | None) -> Sequence[str]:
-        """Return ids, ascending, of jobs that ended by `before` and have no model."""
+        """Return ascending ids of jobs that ended by `before` and have no model."""
         has_model = select(ModelRow.id).where(ModelRow.job_id == JobRow.id).exists()
         return self._fetch_ids(_select_ended(before).where(~has_model), JobRow.id, limit, after)
 
     def preview_job_deletion(self, job_id: str) -> tuple[int, str]:
-        """Return the number of rows that deleting a job removes, and the prefix of its objects. Raises as
-        `delete_job`."""
+        """Return the number of rows to delete with a job, and the prefix of its objects. Raises as `delete_job`."""
         with self._database.reading() as session:
             _check_job_deletable(session, get_owned(session, JobRow, job_id, None))
         return 1 + sum(self._count(table, table.job_id == job_id) for table in _TABLES_OF_JOB), f"jobs/{job_id}"
@@ -203,10 +203,10 @@ class RetentionRepository(Repository):
             return 1, to_dataclass(Model, model).prefix
 
     def delete_job(self, job_id: str, *, by: str, now: float, tenant: str | None = None) -> int:
-        """Delete a job with its model and all their rows, and record that its objects are to be deleted. Returns the
+        """Delete a job with its model and all their rows, and record that its objects must be removed. Returns the
         number of rows.
 
-        Raises `NotFoundError`, also for another tenant's job, and `ConflictError` that names the holder.
+        Raises `NotFoundError`, also for another tenant's job, and `ConflictError` with the object that uses it.
         """
         with self._database.reading() as session:
             _check_job_deletable(session, get_owned(session, JobRow, job_id, tenant))
@@ -222,8 +222,8 @@ class RetentionRepository(Repository):
             return number
 
     def _remove_history(self, job_id: str) -> int:
-        """Remove most events and the time series of a job that is being deleted, in parts: all at once would keep other
-        writers waiting. Returns how many rows."""
+        """Remove most events and the time series of a job in batches before its deletion, since one large
+        transaction would block other writers. Returns the number of rows."""
         number, remove_points = 0, partial(self._remove_matching, PointRow, PointRow.step, PointRow.job_id == job_id)
         for remove in (partial(self.remove_events, job_id), remove_points):
             while removed := remove(limit=_BATCH_ROWS):
@@ -231,7 +231,7 @@ class RetentionRepository(Repository):
         return number
 
     def delete_model(self, model_id: str, *, by: str, now: float, tenant: str | None = None) -> int:
-        """Delete a model, and record that its objects are to be deleted; its job stays. Returns and raises as
+        """Delete a model, and record that its objects must be removed; its job remains. Returns and raises as
         `delete_job`."""
         with self._database.writing() as session:
             model = get_owned(session, ModelRow, model_id, tenant)
@@ -245,12 +245,12 @@ class RetentionRepository(Repository):
             return _delete_rows(session, ModelRow, ModelRow.id == model_id)
 
     def list_due_deletions(self, *, now: float, limit: int, after: str | None) -> Sequence[str]:
-        """Return prefixes, ascending, whose objects are due for deletion."""
+        """Return ascending prefixes whose objects are due for removal."""
         due = select(DeletionRow.prefix).where(DeletionRow.created_at <= now)
         return self._fetch_ids(due, DeletionRow.prefix, limit, after)
 
     def finish_deletion(self, prefix: str) -> None:
-        """Remove the record of a deletion, once the prefix's objects are gone."""
+        """Remove the record of a deletion after the prefix's objects have been removed."""
         with self._database.writing() as session:
             session.execute(delete(DeletionRow).where(DeletionRow.prefix == prefix))
 
@@ -263,7 +263,7 @@ class RetentionRepository(Repository):
             }
 
     def _lock_tenant(self, session: Session, tenant: str) -> None:
-        """Wait until no other transaction changes the tenant's deployments or aliases."""
+        """Lock the tenant's deployments and aliases until the transaction ends."""
         self._database.lock(session, deployments_lock_key(tenant))
 
     def _fetch_ids(
@@ -293,8 +293,7 @@ class RetentionRepository(Repository):
     def _remove_selected(
         self, table: type[Base], key: InstrumentedAttribute[Any], query: Select[Any], *where: ColumnElement[bool]
     ) -> int:
-        """Remove the rows whose keys the query finds; it runs before the transaction that writes, which it would make
-        last longer."""
+        """Remove the rows whose keys the query returns. The query runs first, to keep the write transaction short."""
         with self._database.reading() as session:
             keys = session.scalars(query).all()
         if not keys:
@@ -312,7 +311,7 @@ def _delete_rows(session: Session, table: type[Base], *where: ColumnElement[bool
 
 
 def _record_deletion(session: Session, prefix: str, by: str, now: float, *, tenant: str, size: int) -> None:
-    """Record that a prefix's objects are to be deleted. `size`: bytes that the tenant's quota counts until then."""
+    """Record that a prefix's objects must be removed. `size`: bytes that the tenant's quota counts until then."""
     known = session.get(DeletionRow, prefix)
     if known is None:
         values = {"prefix": prefix, "created_at": int(now), "by": by, "tenant": tenant, "size": size}
@@ -335,8 +334,8 @@ def _raise_if_blocked(what: str, hold: str | None, *, field: str) -> None:
 
 
 def _find_blocker(session: Session, job: JobRow | None, model: str | None, tenant: str) -> str | None:
-    """Return what protects a tenant's job or model from deletion; None if nothing does. Only objects of the same tenant
-    do. `job`: None for an imported model, which needs no ended job."""
+    """Return why a tenant's job or model must not be deleted; None if it may be. Only the tenant's own objects
+    count. `job`: None for an imported model."""
     job_id, status = ("", JobStatus.SUCCEEDED) if job is None else (job.id, JobStatus(job.status))
     if status is JobStatus.PAUSED:
         return "its job is paused and can be resumed; cancel it first"
@@ -351,7 +350,7 @@ def _find_blocker(session: Session, job: JobRow | None, model: str | None, tenan
         alias = session.scalar(select(PromotionRow.alias).where(*promoted).limit(1))
         if alias is not None:
             return (
-                f"{model} is in the history of alias {alias!r}, which stands for it or can be rolled back to it; "
+                f"{model} is in the history of alias {alias!r}, which points to it or can be rolled back to it; "
                 "promote other models until retention has trimmed that history"
             )
     names = [name for name in (job_id, model) if name]
@@ -366,14 +365,14 @@ _NAMES_OF_KIND: Mapping[JobDataKind, Sequence[str]] = {
     JobDataKind.LOGS: ("logs.txt", "logs.json"),
     JobDataKind.TRACKING: ("tracking",),
 }
-"""Names below an attempt's prefix."""
+"""Names of objects and directories below an attempt's prefix."""
 _KIND_OF_NAME = {name: kind for kind, names in _NAMES_OF_KIND.items() for name in names}
 _ATTEMPT_OBJECT = re.compile(r"jobs/[^/]+/(?:trials/[^/]+/jobs/[^/]+/)?attempts/\d+/([^/]+)")
 
 
 @dataclass(frozen=True)
 class RemovedAmount:
-    """Amount of one kind of data that was removed, or would be."""
+    """Amount of one kind of data that was removed, or would be in a dry run."""
 
     kind: str
     rows: int = 0
@@ -386,7 +385,7 @@ class RemovedAmount:
 
 @dataclass(frozen=True)
 class StoredAmounts:
-    """Size of database and store when they were last counted."""
+    """Size of database and object store at the last count."""
 
     rows: Mapping[str, int] = field(default_factory=dict)
     """By table."""
@@ -406,21 +405,21 @@ class ObjectBatch:
 
 
 class RetentionStore:
-    """Objects that retention removes. Every method raises `StorageError`."""
+    """Objects that have exceeded their retention. Every method raises `StorageError`."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
     def list_locations(self, job_id: str, kind: JobDataKind) -> Sequence[str]:
-        """Return prefixes and keys of one kind of a job's data, including a sweep's trials, which have stores of their
-        own."""
+        """Return prefixes and keys of one kind of a job's data, including those of a sweep's trials, which have
+        attempts of their own."""
         own, trials = attempts_prefix(job_id), trials_prefix(job_id)
         roots = [own, *(f"{trials}/{name}/{own}" for name in self._store.list_directories(trials))]
         attempts = [f"{root}/{number}" for root in roots for number in self._store.list_directories(root)]
         return [f"{attempt}/{name}" for attempt in attempts for name in _NAMES_OF_KIND[kind]]
 
     def remove(self, place: str, *, limit: int) -> ObjectBatch:
-        """Remove at most `limit` objects at a place: manifests first, so that no directory looks complete."""
+        """Remove up to `limit` objects at a location, manifests first, so that no directory looks complete."""
         if (itself := self._store.head(place)) is not None:
             self._store.delete(place)
             return ObjectBatch(1, itself.size, None)
@@ -434,7 +433,7 @@ class RetentionStore:
         return ObjectBatch(len(found), sum(info.size for info in found), last)
 
     def _remove_manifests(self, place: str) -> None:
-        """Remove the manifests of the directory and of those in it, so that none looks complete while its files go."""
+        """Remove the manifests of the directory and its subdirectories, so that none looks complete during removal."""
         directories = [place, *(join_key(place, name) for name in self._store.list_directories(place))]
         for directory in directories:
             self._store.delete(join_key(directory, MANIFEST))
@@ -447,13 +446,13 @@ class RetentionStore:
         return ObjectBatch(len(found), sum(info.size for info in found), last)
 
     def list_objects(self, prefix: str, *, limit: int, after: str | None) -> tuple[Sequence[ObjectInfo], str | None]:
-        """Return at most `limit` objects, and the key of the last one if there are more."""
+        """Return up to `limit` objects, and the key of the last one if there are more."""
         found = list(islice(self._store.list(prefix, start_after=after), limit + 1))
         return (found, None) if len(found) <= limit else (found[:limit], found[limit - 1].key)
 
 
 def classify_object(key: str) -> str:
-    """Return the kind of an object, as counts name it."""
+    """Return the kind of an object for the counts."""
     if key.startswith(f"{IMPORTED}/"):
         return "artifacts"
     match = _ATTEMPT_OBJECT.match(key)
@@ -465,39 +464,35 @@ def classify_object(key: str) -> str:
 
 DAY_S = 86400.0
 SWEEPER = "retention"
-"""Author of deletions that no request caused."""
+"""Author of deletions by retention."""
 _IDS_PER_QUERY = 100
-"""Jobs or models per query."""
 _MAX_ROWS_PER_TRANSACTION = 2000
-"""Most rows that one transaction removes."""
 _MAX_OBJECTS_PER_STEP = 500
-"""Most objects that one step removes."""
 _MAX_COUNTED_PER_STEP = 2000
-"""Most objects that one step counts."""
 _DELETIONS_INTERVAL_S = 60.0
-"""Seconds between two removals of deleted objects."""
+"""Seconds between two removals of the objects of deleted jobs and models."""
 _MAX_TICK_S = 1.0
-"""Seconds after which a tick begins no further step."""
+"""Seconds after which a tick starts no further step."""
 _MAX_FAILURES = 3
-"""Failures of the store in a row after which a round ends."""
+"""Consecutive failures of the object store after which a round ends."""
 
 
 @dataclass
 class RetentionSweeper:
-    """Removes what is kept no longer, in rounds; each tick does a bounded part of a round."""
+    """Removes data that has exceeded its retention, in rounds; each tick runs a bounded part of a round."""
 
     rows: RetentionRepository
     objects: RetentionStore
     settings: Settings
-    """Says how long what is kept: 0 days for ever."""
+    """Has the retention periods; 0 days means forever."""
     clock: Clock
     _: KW_ONLY
     monotonic: Callable[[], float] = time.monotonic
-    """Clock by which a tick's time is limited."""
+    """Clock that limits a tick's time."""
     stored: StoredAmounts = field(default=StoredAmounts(), init=False)
-    """Empty until this process has counted."""
+    """Empty until the first count of this process."""
     removed: dict[str, RemovedAmount] = field(default_factory=dict, init=False)
-    """Amounts that this process has removed, by kind."""
+    """Amounts removed by this process, by kind."""
     _round: Iterator[RemovedAmount] | None = field(default=None, init=False)
     _next_round: float = field(default=0.0, init=False)
     _next_deletions: float = field(default=0.0, init=False)
@@ -530,14 +525,14 @@ class RetentionSweeper:
         self._next_round = self.clock() + self.settings.sweep_interval_s
 
     def _run_deletions(self) -> Iterator[RemovedAmount]:
-        """Remove the objects of what was deleted since: their tenant's quota counts them until then."""
+        """Remove objects of recently deleted jobs and models, which count toward their tenant's quota until then."""
         self._failures = 0
         yield from self._sweep_deletions(dry_run=False)
         self._next_deletions = self.clock() + _DELETIONS_INTERVAL_S
 
     def run_round(self, *, dry_run: bool = False) -> Iterator[RemovedAmount]:
-        """Remove everything that is kept no longer, in steps of bounded size, and yield what each has removed.
-        `dry_run`: remove nothing, and yield what a round would remove. Raises `DatabaseUnavailableError`, and
+        """Remove all data that has exceeded its retention, in bounded steps, and yield each step's amount.
+        `dry_run`: remove nothing, and yield what would be removed. Raises `DatabaseUnavailableError`, and
         `StorageError` if the store fails several times in a row."""
         now, rows = self.clock(), self.rows
         self._failures = 0
@@ -558,7 +553,7 @@ class RetentionSweeper:
             yield from self._sweep_deletions(dry_run=False)
 
     def _get_cutoff(self, kind: str, now: float) -> float | None:
-        """Return the time until which rows or objects of this kind are due; None if they are kept for ever."""
+        """Return the time up to which data of this kind is due; None if it is kept forever."""
         days: float = getattr(self.settings, f"retention_{kind}_days")
         return now - days * DAY_S if days else None
 
@@ -603,7 +598,7 @@ class RetentionSweeper:
                 return
 
     def _sweep_old_rows(self, now: float, *, dry_run: bool) -> Iterator[RemovedAmount]:
-        """Remove old rows, page by page. Sessions have an end of their own."""
+        """Remove old rows in batches. Sessions have their own expiry."""
         trim = partial(self.rows.trim_promotions, keep=self.settings.retention_rollbacks)
         removals: dict[str, Callable[..., int]] = {"promotions": trim}
         for kind in ("sessions", "deliveries", "idempotency_keys", "audit"):
@@ -622,7 +617,7 @@ class RetentionSweeper:
         *,
         dry_run: bool,
     ) -> Iterator[RemovedAmount]:
-        """Remove those of these jobs or models that nothing uses."""
+        """Remove the unused ones of these jobs or models."""
         kind = f"{what}s"
         for each in ids:
             try:
@@ -636,8 +631,7 @@ class RetentionSweeper:
                 get_logger(loop=SWEEPER).debug(f"{what} stays", **{f"{what}_id": each}, reason=error.message)
 
     def _sweep_deletions(self, *, dry_run: bool) -> Iterator[RemovedAmount]:
-        """Remove the objects of deleted jobs and models. A prefix whose objects cannot be removed is tried again in the
-        next round."""
+        """Remove the objects of deleted jobs and models. A prefix that fails is retried in the next round."""
         for prefix in _iterate_pages(partial(self.rows.list_due_deletions, now=self.clock())):
             try:
                 yield from self._sweep_prefix(prefix, "deleted", dry_run=dry_run)
@@ -649,7 +643,7 @@ class RetentionSweeper:
                 self.rows.finish_deletion(prefix)
 
     def _note_failure(self, subject: str, error: StorageError) -> None:
-        """Log a failure of the store; raise it if the store has failed several times in a row."""
+        """Log a failure of the store; raise it after several consecutive failures."""
         self._failures += 1
         get_logger(loop=SWEEPER).warning("not swept", subject=subject, reason=error.message)
         if self._failures >= _MAX_FAILURES:
@@ -670,7 +664,7 @@ class RetentionSweeper:
 
 
 def _remove_rows(kind: str, remove: Callable[..., int], *, dry_run: bool) -> Iterator[RemovedAmount]:
-    """Remove rows, a bounded number at a time; a dry run counts them all at once."""
+    """Remove rows in bounded transactions; a dry run counts them all at once."""
     while gone := remove(dry_run=dry_run):
         yield RemovedAmount(kind, rows=gone)
         if dry_run:
@@ -678,7 +672,7 @@ def _remove_rows(kind: str, remove: Callable[..., int], *, dry_run: bool) -> Ite
 
 
 def _iterate_pages(page: Callable[..., Sequence[str]]) -> Iterator[str]:
-    """Ids of all pages."""
+    """Yield the ids of all pages."""
     after: str | None = None
     while ids := page(limit=_IDS_PER_QUERY, after=after):
         yield from ids

@@ -160,7 +160,7 @@ def test_an_aliass_history_keeps_its_newest_changes(registry: ModelRepository, m
         ("rollback", 10),
         ("rollback", 11),
     ]
-    with pytest.raises(ConflictError, match=f"stood for no model before {models[0].id}"):
+    with pytest.raises(ConflictError, match=f"has no model before {models[0].id}"):
         promotions.roll_back("production", tenant=TENANT, by="ann", reason="worse")
     assert promotions.find("production", TENANT).id == models[0].id
 

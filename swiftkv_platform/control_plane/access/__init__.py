@@ -1,1 +1,1 @@
-"""Callers and what they may do: tenants, sessions, quotas and the audit trail."""
+"""Authentication and authorization of callers: tenants, sessions, quotas and the audit trail."""

@@ -39,9 +39,9 @@ class AuditEntry:
     created_at: float
     """Unix seconds."""
     request_id: str
-    """Value of the answer's `X-Request-ID`."""
+    """`X-Request-ID` of the response."""
     actor: str | None
-    """Name of the caller; None where none was known."""
+    """Name of the caller; None if unknown."""
     credential: str | None
     """Id of the key, or issuer and subject of the token."""
     tenant: str | None
@@ -50,11 +50,11 @@ class AuditEntry:
     route: str
     """Template of the route, such as `/jobs/{job_id}/cancel`."""
     object: str | None
-    """Id of what the request was about."""
+    """Id of the object of the request."""
     status: int
-    """HTTP status of the answer."""
+    """HTTP status of the response."""
     left_out: int = 0
-    """Number of earlier refusals that were not recorded because there were too many."""
+    """Number of earlier refusals that were not recorded, to limit the size of the trail."""
 
 
 _FilterText = Annotated[str | None, Query(max_length=300)]
@@ -63,7 +63,7 @@ _FilterTime = Annotated[float | None, Query(ge=0.0, le=1e12, allow_inf_nan=False
 
 @dataclass(frozen=True)
 class AuditFilter:
-    """Values that entries must have, as the query of a request names them; None matches any."""
+    """Query parameters that select entries; None matches any value."""
 
     tenant: _FilterText = None
     actor: _FilterText = None
@@ -83,10 +83,10 @@ _EXACT_FIELDS = ("tenant", "actor", "credential", "address", "route", "object", 
 
 
 class AuditTrail(Repository):
-    """Audit entries, which do not change once their request is answered."""
+    """Stored audit entries. They do not change after their request has been answered."""
 
     def list_entries(self, page: Page, filters: AuditFilter) -> Slice[AuditEntry]:
-        """Return a page of matching entries in order of time. Raises `InvalidInputError` for an unknown cursor."""
+        """Return a page of matching entries, ordered by time. Raises `InvalidInputError` for an unknown cursor."""
         query = select(AuditRow)
         for name in _EXACT_FIELDS:
             value = getattr(filters, name)
@@ -105,7 +105,7 @@ class AuditTrail(Repository):
             return Slice([to_dataclass(AuditEntry, row) for row in rows.items], rows.has_more)
 
     def store_entry(self, entry: AuditEntry) -> None:
-        """Write an entry; if a transaction has already added it, update its status and object."""
+        """Store an entry; if a transaction has inserted it before, update its status and object."""
         with self._database.writing() as session:
             changed = update(AuditRow).where(AuditRow.id == entry.id)
             done = session.connection().execute(changed.values(status=entry.status, object=entry.object))
@@ -114,12 +114,12 @@ class AuditTrail(Repository):
 
 
 def _insert_entry(session: Session, entry: AuditEntry) -> None:
-    """Write an entry as a part of the session's transaction."""
+    """Insert an entry in the session's transaction."""
     session.execute(insert(AuditRow).values(**asdict(entry)))
 
 
 def _find_new_id(session: Session) -> str | None:
-    """Return the id of the job, deployment or file that the session is about to insert, if any."""
+    """Return the id of a job, deployment or file that the session is about to insert; None without one."""
     made = (row.id for row in session.new if isinstance(row, JobRow | DeploymentRow | FileRow))
     return next(made, None)
 
@@ -127,17 +127,17 @@ def _find_new_id(session: Session) -> str | None:
 REQUEST_ID_HEADER = "X-Request-ID"
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _READ_ONLY_POSTS = frozenset({"/jobs/validate"})
-"""`POST` routes that require a right to change something, but change nothing."""
+"""`POST` routes that need a write scope, but change nothing."""
 _REFUSAL_STATUSES = frozenset({401, 403, 429})
 _MAX_PER_ADDRESS, _BURST_PER_ADDRESS = 30, 20
-"""Refusals of one address that are recorded in a minute, and at once."""
+"""Max recorded refusals per address and minute, and at once."""
 _MAX_TOTAL, _BURST_TOTAL = 600, 200
 _MAX_ADDRESS_CHARS, _MAX_TEXT_CHARS = 64, 200
 _NO_ROUTE = "unmatched"
 
 
 class RequestAudit:
-    """The entry of a request that is under way."""
+    """The audit entry of a request in progress."""
 
     def __init__(self, request_id: str, address: str, method: str, now: float) -> None:
         self.entry = AuditEntry(
@@ -158,13 +158,13 @@ class RequestAudit:
         self._is_read_only = False
 
     def set_caller(self, request: Request, principal: Principal | None, *, name: str, tenant: str) -> None:
-        """Record the caller and the route."""
+        """Set the caller and the route."""
         credential = None if principal is None else principal.credential
         self.entry = replace(self.entry, actor=name, credential=credential, tenant=tenant)
         self.set_route(request.scope)
 
     def set_route(self, scope: Scope) -> None:
-        """Record the route, and the object that its path names."""
+        """Set the route, and the object id from its path."""
         route = getattr(scope.get("route"), "path", None) or _NO_ROUTE
         named = next(iter(scope.get("path_params", {}).values()), None)
         status = self.entry.status or getattr(scope.get("route"), "status_code", None) or 200
@@ -173,22 +173,22 @@ class RequestAudit:
 
     @property
     def is_change(self) -> bool:
-        """Whether the route changes something."""
+        """Whether the route may change data."""
         asks = self._is_read_only or self.entry.method in _SAFE_METHODS
         return not asks and self.entry.route not in (*_READ_ONLY_POSTS, _NO_ROUTE)
 
     def enable(self, *, is_read_only: bool = False) -> None:
-        """Let the next transaction include the entry, once the caller is admitted. `only_asks`: the route changes
-        nothing, whatever its method."""
+        """Include the entry in the next transaction. Called once the caller is admitted. `is_read_only`: the route
+        changes nothing, whatever its method."""
         self._is_read_only = is_read_only
         self._is_enabled = self.is_change
 
     def disable(self) -> None:
-        """Join no further transaction: the request is answered."""
+        """Stop including the entry in transactions: the request has been answered."""
         self._is_enabled = False
 
     def join_transaction(self, session: Session) -> Callable[[], None]:
-        """Prepare to add the entry to a transaction. Returns a function that adds it, to be called before the
+        """Prepare to insert the entry in a transaction. Returns a function that inserts it; call it before the
         commit."""
         if not self._is_enabled or self._is_stored:
             return lambda: None
@@ -212,7 +212,7 @@ class RequestAudit:
         self._is_stored = True
 
     def set_status(self, status: int) -> bool:
-        """Set the status of the answer. Returns whether the entry must still be written, or corrected."""
+        """Set the status of the response. Returns whether the stored entry is missing or has another status."""
         is_right = self._is_stored and status == self.entry.status
         self.entry = replace(self.entry, status=status)
         return not is_right
@@ -220,7 +220,7 @@ class RequestAudit:
 
 @dataclass
 class RefusalLimiter:
-    """Limits on how many refusals are recorded."""
+    """Limits the number of recorded refusals."""
 
     clock: Clock
 
@@ -231,7 +231,8 @@ class RefusalLimiter:
         self._num_suppressed = 0
 
     def admit_refusal(self, address: str) -> int | None:
-        """Return the number of refusals left out since the last recorded one; None if this one is left out too."""
+        """Count a refusal. Returns the number of unrecorded refusals since the last recorded one; None if this one
+        must not be recorded."""
         try:
             self._each.count_request(address)
             self._all.count_request("")
@@ -245,7 +246,7 @@ class RefusalLimiter:
 
 
 class AuditMiddleware:
-    """Middleware that writes the entries, and gives each answer its `X-Request-ID`."""
+    """Middleware that stores the audit entries and sets `X-Request-ID` in each response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -285,7 +286,6 @@ class AuditMiddleware:
 
 
 def get_request_audit(request: Request) -> RequestAudit:
-    """The entry of the request."""
     record: RequestAudit = request.state.audit
     return record
 
@@ -311,5 +311,5 @@ def _store_or_log(trail: AuditTrail, entry: AuditEntry) -> None:
 
 
 def _sanitize(value: str, max_chars: int) -> str:
-    """Replace characters that a database may refuse by `?`, and cut the value to `most` characters."""
+    """Replace non-printable and non-ASCII characters by `?`, and cut the value to `max_chars`."""
     return "".join(each if each.isascii() and each.isprintable() else "?" for each in value)[:max_chars]

@@ -1,4 +1,4 @@
-"""Authentication of callers, their scopes, and the streams and turns that their requests hold."""
+"""Authentication of callers, checks of their scopes, and limits on their streams and concurrent requests."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from swiftkv_platform.security.principals import Authenticator, Principal, Scope
 from swiftkv_platform.web.limiters import ConcurrencyLimiter, Sender
 
 SESSION_COOKIE = "swiftkv_session"
-"""Carries the id of the dashboard's session. No other site's page can make a browser send it (`SameSite=Strict`)."""
+"""Cookie with the id of the dashboard's session. Browsers do not send it with requests of other sites
+(`SameSite=Strict`)."""
 
 
 _LOCAL_CALLER = Caller(tenant="default", name="local")
-"""Caller of every request while no API key is configured."""
+"""Caller of every request if no API keys are configured."""
 
 
 _WRITE_SCOPES = frozenset({Scope.JOBS_WRITE, Scope.DEPLOY})
@@ -33,11 +34,11 @@ _WRITE_SCOPES = frozenset({Scope.JOBS_WRITE, Scope.DEPLOY})
 
 SIGN_IN_PATH = "/session"
 _AuthorizationHeader = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
-"""Shown as a padlock in the API's documentation; `authorization` reads the header itself."""
+"""Shows a padlock in the API's documentation; `get_authorization` reads the header itself."""
 
 
 def authenticate_request(request: Request) -> Principal | None:
-    """Authenticate the caller of a request, and count it once. Returns None if no keys are needed.
+    """Authenticate the caller, and count the request once. Returns None if no API keys are configured.
 
     Raises `UnauthenticatedError` and `RateLimitedError`.
     """
@@ -56,7 +57,8 @@ def authenticate_request(request: Request) -> Principal | None:
 
 
 async def admit_request(request: Request) -> Sender:
-    """Admit a request before its body is read. Raises as `identified`, and for sign-ins as `sign_ins.take`."""
+    """Authenticate a request before its body is read. Raises as `authenticate_request`, and `RateLimitedError` for
+    too many sign-ins."""
     if request.url.path == SIGN_IN_PATH:
         address = request.client.host if request.client else "unknown"
         if request.app.state.authenticator is not None:
@@ -68,7 +70,8 @@ async def admit_request(request: Request) -> Sender:
 
 
 def get_caller(request: Request, scopes: SecurityScopes, _header: _AuthorizationHeader) -> Caller:
-    """Return the caller, if it is allowed. Raises `UnauthenticatedError`, `RateLimitedError` and `ForbiddenError`."""
+    """Return the caller if it has the scopes. Raises `UnauthenticatedError`, `RateLimitedError` and
+    `ForbiddenError`."""
     key = authenticate_request(request)
     if key is not None:
         for scope in scopes.scopes:
@@ -81,10 +84,10 @@ def get_caller(request: Request, scopes: SecurityScopes, _header: _Authorization
 
 
 async def hold_stream(request: Request, scopes: SecurityScopes, header: _AuthorizationHeader) -> AsyncIterator[None]:
-    """Hold one of the caller's streams until the answer is sent. Raises as `get_caller`, and `OverloadedError`.
+    """Count a stream of the caller until the response is sent. Raises as `get_caller`, and `OverloadedError`.
 
-    Routes list it before their caller, so that one stream too many is refused without waiting for a turn. Routes of
-    events hold no stream for a caller that asks for a page instead.
+    Routes list it before their caller, so that an excess stream is refused without waiting in the tenant's queue. An
+    events route counts no stream if the caller accepts only JSON.
     """
     if not hasattr(request.state, "caller"):
         await run_in_threadpool(get_caller, request, scopes, header)
@@ -103,14 +106,15 @@ def accepts_event_stream(request: Request) -> bool:
 
 
 def get_authorization(request: Request) -> str | None:
-    """The caller's `Authorization`, or that of the dashboard's session. Raises `UnauthenticatedError`."""
+    """Return the `Authorization` header, or that of the dashboard's session. Raises `UnauthenticatedError`."""
     header = request.headers.get("authorization")
     found = get_session(request) if header is None else None
     return header if found is None else found.authorization
 
 
 def get_session(request: Request) -> Session | None:
-    """Return the session of the request's cookie, looked up once. Raises `UnauthenticatedError` if it has ended."""
+    """Return the session of the request's cookie, which is looked up once. Raises `UnauthenticatedError` if it has
+    expired."""
     cookie = request.cookies.get(SESSION_COOKIE)
     sessions: Sessions | None = request.app.state.sessions
     if not cookie or sessions is None:
@@ -137,20 +141,21 @@ def _make_caller_dependency(kind: RequestKind) -> Callable[..., AsyncIterator[Ca
 
 
 def require_caller(kind: RequestKind, *scopes: Scope) -> Security:
-    """Require these scopes of the caller, and hold its tenant's turn until the route's function returns. The body is
-    checked within the turn, and streams are sent after it. Raises as `get_caller`, and `OverloadedError`."""
+    """Require scopes of the caller, and count the request among its tenant's concurrent requests of this kind until
+    the route's function returns. Validation of the body is included, streaming is not. Raises as `get_caller`, and
+    `OverloadedError`."""
     return Security(_make_caller_dependency(kind), scopes=list(scopes), scope="function")
 
 
 Reader = Annotated[Caller, require_caller("reading", Scope.JOBS_READ)]
 Fetcher = Annotated[Caller, require_caller("fetching", Scope.JOBS_READ)]
-"""A `Reader` whose route asks a store or a cluster."""
+"""A `Reader` whose route calls an object store or a cluster."""
 Writer = Annotated[Caller, require_caller("changing", Scope.JOBS_WRITE)]
 Submitter = Annotated[Caller, require_caller("submitting", Scope.JOBS_WRITE)]
-"""A `Writer` of a job's spec, for which stores are asked."""
+"""A `Writer` of a job's spec; validation calls object stores."""
 Deployer = Annotated[Caller, require_caller("changing", Scope.DEPLOY)]
 Uploader = Annotated[Caller, Security(get_caller, scopes=[Scope.JOBS_WRITE])]
-"""A `Writer` of files. Uploads take long and have a limit of their own."""
+"""A `Writer` of files. Uploads take long, so `TheUploadParsers` limits them instead."""
 InferenceCaller = Annotated[Caller, Security(get_caller, scopes=[Scope.GENERATE])]
-"""A caller of a deployment, which limits its own requests."""
+"""A caller of a deployment, which limits its requests itself."""
 StreamSlot = Annotated[None, Depends(hold_stream)]

@@ -1,4 +1,4 @@
-"""Resources that jobs and deployments hold or ask for, compared with a tenant's limits."""
+"""Cluster resources of jobs and deployments, compared with a tenant's limits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 _LIMITS = {"max_running_jobs": "jobs", "max_gpus": "gpus", "max_cpus": "cpus", "max_replicas": "replicas"}
-"""Field of `Demand` that each limit of a tenant's policy bounds."""
+"""The field of `Demand` that each limit of a tenant's policy bounds."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Resources of the cluster that jobs and deployments hold, or ask for, counted at the most they may grow to."""
+    """Cluster resources of jobs and deployments, at their max size."""
 
     jobs: int = 0
     gpus: float = 0.0
@@ -37,14 +37,14 @@ class Demand:
         return Demand(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     def subtract_to_zero(self, other: Demand) -> Demand:
-        """Return the excess over `other`, part by part, and 0 where there is none."""
+        """Subtract `other` per field; negative results become 0."""
         return Demand(*(max(ours - theirs, 0) for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     def find_exceeded_limit(
         self, policy: TenantPolicy, *, adding: Demand | None = None
     ) -> tuple[str, float, float] | None:
-        """Return name, demand and limit of the first of a tenant's limits that this exceeds; None if it is within all.
-        With `adding`, the newly asked part, only limits on resources that it asks for count."""
+        """Return name, demand and limit of the first exceeded limit; None if no limit is exceeded. With `adding`,
+        only limits on resources that `adding` has count."""
         for limit, part in _LIMITS.items():
             asked, most = getattr(self, part), getattr(policy, limit)
             if most is not None and asked > most and (adding is None or getattr(adding, part) > 0):
@@ -52,6 +52,7 @@ class Demand:
         return None
 
     def dominant_share(self, total: Demand) -> float:
-        """Dominant share: the largest fraction of `total` among jobs, GPUs and CPUs."""
+        """Compute the dominant share (dominant resource fairness): the largest fraction of `total` among jobs, GPUs
+        and CPUs."""
         parts = ((self.jobs, total.jobs), (self.gpus, total.gpus), (self.cpus, total.cpus))
         return max((part / whole for part, whole in parts if whole), default=0.0)

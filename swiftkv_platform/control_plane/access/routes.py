@@ -1,4 +1,4 @@
-"""`/`, `/session` and `/audit`: the dashboard's files, signing in and out, and who changed what, or was refused."""
+"""`/`, `/session` and `/audit`: the dashboard's files, signing in and out, and the audit trail."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ router = APIRouter(tags=["operations"], route_class=BodyRoute)
 
 @router.get("/", include_in_schema=False)
 def index() -> FileResponse:
-    """The dashboard."""
+    """Return the dashboard's page."""
     return FileResponse(FILES / "index.html", headers=dict(PAGE_HEADERS))
 
 
@@ -38,7 +38,7 @@ class SignIn(FrozenModel):
 
 @router.post(SIGN_IN_PATH, status_code=status.HTTP_204_NO_CONTENT, include_in_schema=False)
 def sign_in(body: SignIn, request: Request, response: Response) -> None:
-    """Begin a session. Its id goes into a cookie that scripts cannot read, since an event stream cannot send a
+    """Create a session. Its id is sent in a cookie that scripts cannot read, since an event stream cannot send a
     header."""
     sessions: Sessions | None = request.app.state.sessions
     if sessions is None:
@@ -104,23 +104,23 @@ class AuditResponse(ResponseModel):
     created_at: float
     """Unix seconds."""
     request_id: str
-    """`X-Request-ID` of its answer."""
+    """`X-Request-ID` of the response."""
     actor: str | None
-    """Name of the key's owner, or issuer and subject of the token; null where the caller was not known."""
+    """Name of the key's owner, or issuer and subject of the token; null if unknown."""
     credential: str | None
     """Id of the key (`swiftkv keys list`), or issuer and subject."""
     tenant: str | None
     address: str
-    """Address of the caller, as a trusted proxy names it."""
+    """Address of the caller, as reported by a trusted proxy."""
     method: str
     route: str
     """Template of the route."""
     about: str | None
-    """Id of what the request was about."""
+    """Id of the object of the request."""
     status: int
-    """HTTP status of its answer."""
+    """HTTP status of the response."""
     left_out: int
-    """Number of earlier refusals that were not recorded because there were too many."""
+    """Number of earlier refusals that were not recorded, to limit the size of the trail."""
 
     @classmethod
     def of(cls, entry: AuditEntry) -> Self:
@@ -128,7 +128,7 @@ class AuditResponse(ResponseModel):
 
 
 def get_visible_tenant(request: Request, caller: Annotated[Caller, require_caller("reading")]) -> str | None:
-    """Return the tenant whose entries the caller may see; None for all tenants. Raises `ForbiddenError`."""
+    """Return the tenant whose entries the caller may read; None for all tenants. Raises `ForbiddenError`."""
     principal: Principal | None = getattr(request.state, "principal", None)
     if principal is None or principal.operator:
         return None
@@ -146,7 +146,9 @@ def list_audit(
     """List the audit trail, newest first: an operator's key sees all tenants, another key with `admin` its own."""
     asked = wanted.tenant
     if seen is not None and asked not in (None, seen):
-        message = f"tenant is {asked!r}; this key sees only the entries of {seen!r}, an operator's key those of all"
+        message = (
+            f"tenant is {asked!r}; this key may read only entries of tenant {seen!r}; use an operator's key to read all"
+        )
         raise ForbiddenError(message, field="tenant")
     trail: AuditTrail = request.app.state.audit
     found = trail.list_entries(page, replace(wanted, tenant=seen or asked))

@@ -25,13 +25,12 @@ from swiftkv_platform.security.keys import ApiKey
 from swiftkv_platform.security.principals import Authenticator, Principal
 
 _MAX_ENDED_AT_ONCE = 100
-"""Most excess sessions of a key that a new one ends; earlier versions did not limit them."""
+"""Max old sessions of a key that a new session ends. Earlier versions did not limit the number of sessions."""
 _ID_BYTES = 32
 _MAX_NAME_CHARS = 64
-"""Characters of a stored name."""
 _SEAL = b"swiftkv session seal\0"
 _MIN_INTERVAL_S = 60.0
-"""Least seconds between two stored uses of a key."""
+"""Min seconds between two stored uses of a key."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Session:
     """Value of the cookie."""
     key: Principal
     authorization: str
-    """The header that the browser would send if it could."""
+    """`Authorization` header of the session's key."""
     began_at: float
     """Unix seconds."""
     expires_at: float
@@ -50,8 +49,8 @@ class Session:
 
 
 class Sessions:
-    """Sessions of all control planes that share a database. `lifetime_s`: seconds from signing in to the end, however
-    much the session is used."""
+    """Sessions of all control planes that share a database. `lifetime_s`: seconds from signing in to expiry,
+    regardless of use."""
 
     def __init__(self, database: Database, authenticator: Authenticator, clock: Clock, *, lifetime_s: int) -> None:
         self._database = database
@@ -64,8 +63,8 @@ class Sessions:
         return self._authenticator.authenticate(f"Bearer {api_key}")
 
     def create(self, api_key: str, key: Principal) -> Session:
-        """Begin a session of `key`, the caller that `identify` returned for `api_key`. Sessions that have ended are
-        deleted, and the key's oldest ones beyond `SESSIONS`."""
+        """Create a session of `key`, which `authenticate` returned for `api_key`. Deletes expired sessions, and the
+        key's oldest sessions beyond `SESSIONS`."""
         session_id, now = secrets.token_urlsafe(_ID_BYTES), self._clock()
         expires_at = now + self._lifetime_s
         if key.expires_at is not None:
@@ -90,8 +89,8 @@ class Sessions:
         return Session(session_id, key, f"Bearer {api_key}", now, expires_at)
 
     def get(self, session_id: str) -> Session:
-        """Return the session of a cookie. Raises `UnauthenticatedError`; a session whose key is no longer valid is
-        ended."""
+        """Return the session of a cookie. Raises `UnauthenticatedError`; deletes the session if its key is no longer
+        valid."""
         with self._database.reading() as transaction:
             stored = transaction.get(SessionRow, _hash_id(session_id))
         if stored is None or stored.expires_at <= self._clock():
@@ -105,14 +104,14 @@ class Sessions:
         return Session(session_id, api_key, authorization, stored.created_at, stored.expires_at)
 
     def delete(self, session_id: str) -> None:
-        """End a session; no error if it has ended already."""
+        """Delete a session, if it exists."""
         with self._database.writing() as transaction:
             transaction.execute(delete(SessionRow).where(SessionRow.id_sha256 == _hash_id(session_id)))
 
 
 def _limit_name(key: Principal) -> str:
-    """Return the name by which a caller's sessions are counted: unique, or the digest of a unique name that is too
-    long, as those of token holders are."""
+    """Return a unique name of the caller to count its sessions by: hashed if it is too long for the column, as for
+    token holders."""
     name = f"{key.tenant}/{key.name}"
     return name if len(name) <= _MAX_NAME_CHARS else hashlib.sha256(name.encode()).hexdigest()
 
@@ -123,29 +122,29 @@ def _hash_id(session_id: str) -> str:
 
 
 def _xor_with_pad(session_id: str, text: bytes) -> bytes:
-    """Seal `text` with a session's id, or open a sealed text: a one-time pad, since an id seals one key.
+    """XOR `text` with a pad derived from the session's id; the same call encrypts and decrypts. Each pad encrypts one
+    key, so this is a one-time pad.
 
-    A sealed text that was tampered with opens to a key that the key file does not have.
+    A modified ciphertext decrypts to an unknown key.
     """
     pad = hashlib.shake_256(_SEAL + session_id.encode()).digest(len(text))
     return bytes(left ^ right for left, right in zip(text, pad, strict=True))
 
 
 class KeyUses:
-    """Recorder of the last uses of API keys. All control planes of a database together store one use per minute and
-    key."""
+    """Records the last use of each API key, at most once per minute and key in all control planes of a database."""
 
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database = database
         self._clock = clock
         self._last_recorded: dict[str, float] = {}
-        """Unix seconds by key id; as many as there are keys in the file."""
+        """Unix seconds by key id."""
         self._lock = threading.Lock()
 
     def record(self, principal: Principal) -> None:
-        """Store that a key was used now, unless that was done within the last minute.
+        """Store the use of a key now, unless a use within the last minute is stored.
 
-        Raises nothing if the database does not answer: the failure is logged, and a use a minute later is stored.
+        If the database is unavailable, the failure is logged and a later use is stored.
         """
         if not isinstance(principal, ApiKey):
             return
@@ -158,11 +157,11 @@ class KeyUses:
             self._store(principal.id, now)
         except DatabaseUnavailableError as error:
             get_logger().warning(
-                "use of a key not stored", key=principal.name, key_id=principal.id, reason=error.message
+                "last use of the key not stored", key=principal.name, key_id=principal.id, reason=error.message
             )
 
     def _store(self, key_id: str, now: float) -> None:
-        """Store a use, unless another control plane has stored one in the last minute."""
+        """Store a use, unless another control plane has stored a use within the last minute."""
         with self._database.writing() as session:
             self._database.lock(session, f"uses of {key_id}")
             seen = session.get(KeyUseRow, key_id)
@@ -173,6 +172,6 @@ class KeyUses:
 
 
 def list_last_uses(database: Database) -> Mapping[str, int]:
-    """Return Unix seconds of the last use by key id."""
+    """Return the last use of each key in Unix seconds, by key id."""
     with database.reading() as session:
         return {row.key_id: row.last_used_at for row in session.scalars(select(KeyUseRow))}

@@ -33,57 +33,58 @@ from swiftkv_platform.specs.publish import WebhookSpec
 
 
 class TenantPolicy(FiniteModel):
-    """Grants of one tenant; None is no limit. What a tenant stores is limited by default."""
+    """Quotas and permissions of one tenant; None means no limit. Stored objects are limited by default."""
 
     weight: Annotated[float, Field(gt=0.0)] = 1.0
-    """Share of the cluster relative to other tenants that wait, or have deployments."""
+    """Share of the cluster relative to other tenants with waiting jobs or deployments."""
     max_queued_jobs: Annotated[int, Field(ge=0)] | None = None
-    """Jobs that wait or are paused; another one is refused until one of them has started or ended."""
+    """Max queued and paused jobs; more are refused until one has started or ended."""
     max_unfinished_jobs: Annotated[int, Field(ge=0)] | None = UNFINISHED_JOBS.default
-    """Jobs that have not ended; another one is refused."""
+    """Max unfinished jobs; more are refused."""
     max_stored_jobs: Annotated[int, Field(ge=0)] | None = STORED_JOBS.default
-    """Jobs that are kept, including those that have ended; another one is refused until some are deleted."""
+    """Max stored jobs, including ended ones; more are refused until some are deleted."""
     max_running_jobs: Annotated[int, Field(ge=1)] | None = None
-    """Jobs on the cluster at a time; the others wait."""
+    """Max jobs on the cluster at a time; others wait."""
     max_gpus: Annotated[float, Field(ge=0.0)] | None = None
-    """GPUs that its jobs and deployments hold at a time; a single one that asks for more is refused."""
+    """Max GPUs of its jobs and deployments at a time; a single job or deployment that needs more is refused."""
     max_cpus: Annotated[float, Field(ge=0.0)] | None = None
-    """CPU cores that its jobs and deployments hold at a time; a single one that asks for more is refused."""
+    """Max CPU cores of its jobs and deployments at a time; a single job or deployment that needs more is refused."""
     max_replicas: Annotated[int, Field(ge=0)] | None = None
-    """Sum of its deployments' `max_replicas`; a deployment beyond that is refused."""
+    """Max sum of its deployments' `max_replicas`; a deployment beyond it is refused."""
     max_file_bytes: Annotated[int, Field(ge=1)] | None = None
-    """Bytes of one uploaded file, where that is less than the operator's `SWIFTKV_MAX_FILE_BYTES`."""
+    """Max bytes of an uploaded file, if less than the operator's `SWIFTKV_MAX_FILE_BYTES`."""
     max_file_rows: Annotated[int, Field(ge=1)] | None = None
-    """Rows of one uploaded file, where that is less than the operator's `SWIFTKV_MAX_FILE_ROWS`."""
+    """Max rows of an uploaded file, if less than the operator's `SWIFTKV_MAX_FILE_ROWS`."""
     max_stored_bytes: Annotated[int, Field(ge=0)] | None = STORED_BYTES.default
-    """Bytes of all its uploaded files and models; another file, import or job is refused until some are deleted."""
+    """Max bytes of all its uploaded files and models; more files, imports and jobs are refused until some are
+    deleted."""
     max_files: Annotated[int, Field(ge=0)] | None = FILES.default
-    """Uploaded files; another one is refused until some are deleted."""
+    """Max uploaded files; more are refused until some are deleted."""
     max_imported_models: Annotated[int, Field(ge=0)] | None = IMPORTED_MODELS.default
-    """Imported models; another one is refused until some are deleted. Jobs' models are limited with the jobs."""
+    """Max imported models; more are refused until some are deleted. Models of jobs are limited by `max_stored_jobs`."""
     max_deployments: Annotated[int, Field(ge=0)] | None = DEPLOYMENTS.default
-    """Deployments, including those that are being deleted; another one is refused."""
+    """Max deployments, including those being deleted; more are refused."""
     max_aliases: Annotated[int, Field(ge=0)] | None = ALIASES.default
-    """Aliases of models; another one is refused."""
+    """Max aliases of models; more are refused."""
     max_alias_changes: Annotated[int, Field(ge=1)] | None = ALIAS_CHANGES.default
-    """Promotions and rollbacks in the history of each alias; a further one removes the oldest."""
+    """Max promotions and rollbacks in the history of each alias; a further change removes the oldest."""
     max_pending_deliveries: Annotated[int, Field(ge=0)] | None = PENDING_DELIVERIES.default
-    """Webhook deliveries that wait to be sent; further ones count as failed."""
+    """Max pending webhook deliveries; further deliveries count as failed."""
     cost_cap: Annotated[float, Field(gt=0.0)] | None = None
-    """Most that one job may cost before it is paused, whatever its spec says."""
+    """Max cost of a job before it is paused, whatever its spec says."""
     route_prefixes: tuple[str, ...] = ()
     """Route prefixes outside `/t/{tenant}`, such as `/`, that its deployments may have if there are API keys."""
     chat_templates: bool = False
-    """Whether its deployments may have their own chat templates if there are API keys. Templates run in replicas,
-    sandboxed, but without a time limit."""
+    """Whether its deployments may use custom chat templates if there are API keys. Replicas run templates sandboxed,
+    but without a time limit."""
     hub_organizations: tuple[str, ...] | None = None
-    """Organisations of the hub whose models and data its specs may name, and repositories without an organisation by
-    their name. The platform reads the hub with one token for all tenants."""
+    """Hub organizations whose models and data its specs may name, and names of repositories without an organization.
+    The platform reads the hub with one token for all tenants."""
     wandb_entities: tuple[str, ...] | None = None
-    """Entities of W&B that its jobs may write to with the operator's key, besides the key's default entity. None: all
-    without API keys, else no other."""
+    """W&B entities that its jobs may write to with the operator's key, in addition to the key's default entity.
+    None: all entities without API keys, else only the default."""
     webhook: WebhookSpec | None = None
-    """Webhook for all its jobs' changes of status, in addition to the webhooks that a job names."""
+    """Webhook for status changes of all its jobs, in addition to the webhooks of the jobs."""
 
 
 class _TenantsFile(FiniteModel):
@@ -92,17 +93,17 @@ class _TenantsFile(FiniteModel):
 
 
 class TenantPolicies:
-    """The policies of the last good version of a file; without a file all tenants have the default policy.
+    """The policies of all tenants, from the last valid version of a file; without a file, the default policy.
 
-    Raises `InvalidInputError` for a file that cannot be used from the start.
+    Raises `InvalidInputError` if the first version of the file is invalid.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        hint = f"accepted are `default`, `tenants` and, for each tenant, {', '.join(TenantPolicy.model_fields)}"
+        hint = f"accepted keys are `default`, `tenants` and, per tenant, {', '.join(TenantPolicy.model_fields)}"
         self._file = None if path is None else OperatorFile(path, _parse_policies, field="tenants_file", hint=hint)
 
     def get(self, tenant: str) -> TenantPolicy:
-        """Return the tenant's policy; fields that it leaves out are those of `default`."""
+        """Return the tenant's policy; its missing fields come from `default`."""
         if self._file is None:
             return DEFAULT_POLICY
         content = self._file.content

@@ -36,21 +36,21 @@ def _count_rows(table: Any, *where: Any) -> Select[Any]:
 
 _COUNT_QUOTAS: dict[str, tuple[str, Select[Any], str]] = {
     "max_queued_jobs": (
-        "jobs that wait or are paused",
+        "queued or paused jobs",
         _count_rows(JobRow, JobRow.status.in_(WAITING)),
-        "submit again when one has started, or cancel one",
+        "cancel one, or submit again after one has started",
     ),
     "max_unfinished_jobs": (
-        "jobs that have not ended",
+        "unfinished jobs",
         _count_rows(JobRow, JobRow.status.in_(LIVE)),
-        "submit again when one has ended, or cancel one",
+        "cancel one, or submit again after one has ended",
     ),
     "max_stored_jobs": (
-        "jobs that are stored, including ended ones",
+        "stored jobs, including ended ones",
         _count_rows(JobRow),
-        "submit again when you have deleted one",
+        "delete one, then submit again",
     ),
-    "max_deployments": ("deployments", _count_rows(DeploymentRow), "delete one, and try again when it is gone"),
+    "max_deployments": ("deployments", _count_rows(DeploymentRow), "delete one, wait until it is gone, then try again"),
     "max_files": ("files", _count_rows(FileRow), "delete one (`DELETE /v1/files/{id}`), and upload again"),
     "max_imported_models": (
         "imported models",
@@ -60,10 +60,10 @@ _COUNT_QUOTAS: dict[str, tuple[str, Select[Any], str]] = {
     "max_aliases": (
         "aliases",
         select(func.count(PromotionRow.alias.distinct())).where(PromotionRow.tenant == _TENANT),
-        "promote to one of these, or ask the operator for more",
+        "use an existing alias, or ask the operator for a higher quota",
     ),
     "max_pending_deliveries": (
-        "deliveries that wait to be sent",
+        "pending webhook deliveries",
         _count_rows(DeliveryRow, DeliveryRow.status == PENDING),
         "wait until some are sent",
     ),
@@ -90,8 +90,8 @@ def check_storage_quota(session: Session, tenant: str, added: int, policy: Tenan
     most = policy.max_stored_bytes
     if most is not None and (used := sum_stored_bytes(session, tenant) + added) > most:
         raise QuotaExceededError(
-            f"files and models of tenant {tenant!r} come to {used} bytes; its quota max_stored_bytes is {most}; delete "
-            "some, whose bytes are free within minutes, or ask the operator for more",
+            f"files and models of tenant {tenant!r} would use {used} bytes; its quota max_stored_bytes is {most}; "
+            "delete some (their bytes are freed within minutes), or ask the operator for a higher quota",
             field="max_stored_bytes",
             value=used,
         )

@@ -20,7 +20,7 @@ def main() -> None:
     database = open_database(Settings())
     if options.back_to is not None:
         database.downgrade(options.back_to)
-        get_logger().info("schema taken back", revision=options.back_to)
+        get_logger().info("schema downgraded", revision=options.back_to)
         return
     database.upgrade()
     database.check_schema()

@@ -1,4 +1,4 @@
-"""Queries for a tenant's rows: one row, a page of rows, and their conversion to values of the domain."""
+"""Queries for a tenant's rows and pages of rows, and their conversion to dataclasses."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from swiftkv_platform.limits import PAGE_BYTES as _PAGE
 from swiftkv_platform.logs import get_logger
 
 PAGE_BYTES = _PAGE.default
-"""Max bytes of texts and documents in the rows of a page. A page is made in one go, while other requests wait, and its
-objects take some ten times as much memory."""
+"""Max bytes of texts and documents in the rows of a page. A page is built while other requests wait, and takes about
+ten times as much memory."""
 _ROW_OVERHEAD_BYTES = 256
-"""Bytes that a row counts in addition to its texts and documents."""
+"""Bytes counted per row in addition to its texts and documents."""
 _MAX_PARAMETERS = 500
-"""Most parameters of a statement, since databases limit them."""
+"""Max parameters of a statement; databases limit them."""
 Row = TypeVar("Row")
 Owned = TypeVar("Owned", JobRow, ModelRow, DeploymentRow, FileRow)
 Item = TypeVar("Item")
@@ -36,11 +36,11 @@ _TABLE_NAMES: dict[type[Base], tuple[str, str, str]] = {
     DeploymentRow: ("deployment", "/deployments", "deployment_id"),
     FileRow: ("file", "/v1/files", "file_id"),
 }
-"""Word for a row of each table, the route that lists it, and the field that names it."""
+"""Name of a row of each table, route that lists it, and field that contains its id."""
 
 
 class Repository:
-    """Rows of a `Database`."""
+    """Base class of repositories of a `Database`."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -63,7 +63,7 @@ def fetch_page(
     tenant: str,
     *where: ColumnElement[bool],
 ) -> Slice[Owned]:
-    """Return a page of a tenant's rows. Raises `InvalidInputError` for a cursor that is no row of the tenant."""
+    """Return a page of a tenant's rows. Raises `InvalidInputError` if the cursor is not a row of the tenant."""
     if page.after is not None:
         seen = session.get(table, page.after)
         if seen is None or seen.tenant != tenant:
@@ -73,7 +73,7 @@ def fetch_page(
 
 
 class _OctetLength(GenericFunction[int]):
-    """Bytes of a text."""
+    """SQL function: bytes of a text."""
 
     inherit_cache = True
     name = "octet_length"
@@ -85,7 +85,7 @@ def _compile_on_sqlite(function: _OctetLength, compiler: Any, **options: Any) ->
 
 
 def row_bytes_expression(table: Any) -> ColumnElement[int]:
-    """Return the bytes of the texts and documents of a table's row, to be computed by the database."""
+    """Return an SQL expression for the bytes of a row's texts and documents."""
     sizes: ColumnElement[int] = literal(_ROW_OVERHEAD_BYTES)
     for column in table.__table__.columns:
         if isinstance(column.type, String | JSON):
@@ -94,14 +94,14 @@ def row_bytes_expression(table: Any) -> ColumnElement[int]:
 
 
 def count_fitting(sizes: Iterable[int]) -> int:
-    """Return how many of the first rows fit into `PAGE_BYTES`, at least 1. Reads no size after the first that does
-    not."""
+    """Return how many of the first rows fit into `PAGE_BYTES`, at least 1. Stops reading sizes after the first that
+    does not fit."""
     totals = itertools.accumulate(sizes)
     return max(sum(1 for _ in itertools.takewhile(lambda total: total <= PAGE_BYTES, totals)), 1)
 
 
 def to_dataclass(kind: type[Item], row: Base, **changes: Any) -> Item:
-    """Build a dataclass from the row's columns of the same names as its fields; `changes` override them."""
+    """Build a dataclass from the row's columns with the names of its fields; `changes` override them."""
     names = {field.name for field in fields(kind)} - changes.keys()  # type: ignore[arg-type]  # a dataclass
     return kind(**{name: getattr(row, name) for name in names}, **changes)
 
@@ -115,11 +115,10 @@ def fetch_rows(
     after: Any,
     extra_bytes: ColumnElement[int] | None = None,
 ) -> Slice[Row]:
-    """Fetch at most `page.limit` whole rows, ordered by the unique column `key`, beginning after its value `after`. The
-    page ends before its rows exceed `PAGE_BYTES`, after one row at least; other rows are not loaded.
+    """Fetch up to `page.limit` rows, ordered by the unique column `key` and after its value `after`. The page ends
+    before its rows exceed `PAGE_BYTES`, but has at least one; other rows are not loaded.
 
-    Args:
-        extra: bytes that will be loaded in addition to each row.
+    Args: `extra_bytes`: SQL expression for bytes to load in addition to each row.
     """
     ordered = _order_after(query, key, page, after)
     size = row_bytes_expression(key.class_) + (0 if extra_bytes is None else func.coalesce(extra_bytes, 0))
@@ -137,13 +136,13 @@ def fetch_rows(
 def fetch_column(
     session: Session, query: Select[str], key: InstrumentedAttribute[Any], page: Page, *, after: Any
 ) -> Slice[str]:
-    """Fetch at most `page.limit` values of the short column `key`, which `query` selects, ordered by it."""
+    """Fetch up to `page.limit` values of the short column `key`, which `query` selects, ordered by it."""
     found = session.scalars(_order_after(query, key, page, after).limit(page.limit + 1)).all()
     return Slice(found[: page.limit], has_more=len(found) > page.limit)
 
 
 def _order_after(query: Select[Any], key: InstrumentedAttribute[Any], page: Page, after: Any) -> Select[Any]:
-    """Put the query in the page's order, beginning after the value `after` of `key`."""
+    """Order the query as the page says, after the value `after` of `key`."""
     ascending = page.order == "asc"
     if after is not None:
         query = query.where(key > after if ascending else key < after)
@@ -151,33 +150,33 @@ def _order_after(query: Select[Any], key: InstrumentedAttribute[Any], page: Page
 
 
 def split_into_batches(values: Sequence[Item]) -> Iterator[Sequence[Item]]:
-    """Yield the values in parts that fit into one statement."""
+    """Yield the values in batches that fit into one statement."""
     for start in range(0, len(values), _MAX_PARAMETERS):
         yield values[start : start + _MAX_PARAMETERS]
 
 
 def parse_readable(rows: Iterable[Row], read: Callable[[Row], Item]) -> tuple[list[Item], list[str]]:
-    """Return the rows converted by `read`, and the ids of the rows that cannot be read."""
+    """Return the rows converted by `read`, and the ids of unreadable rows."""
     items: list[Item] = []
     left_out: list[str] = []
     for row in rows:
         try:
             items.append(read(row))
         except UnreadableRowError as error:
-            get_logger().error("row left out", row=error.value, reason=error.message)
+            get_logger().error("unreadable row skipped", row=error.value, reason=error.message)
             left_out.append(str(error.value))
     return items, left_out
 
 
 def unreadable_row_error(kind: str, row_id: str, error: ValidationError | TypeError) -> UnreadableRowError:
-    """Return the error for a row that does not hold what this version of the program stores."""
+    """Return the error for a row that does not have the format of this version of the program."""
     why = "its state is not an object"
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     return UnreadableRowError(
-        f"{kind} {row_id} cannot be read, perhaps because another version of this program stored it: {why}; run that "
-        "version, or delete it with that version",
+        f"{kind} {row_id} cannot be read: {why}; if another version of this program stored it, run that version, or "
+        "delete it with that version",
         field=f"{kind}_id",
         value=row_id,
     )

@@ -1,4 +1,4 @@
-"""Connections to PostgreSQL with timeouts: none waits for ever for a server or a network that has gone silent."""
+"""Connections to PostgreSQL with timeouts, so that none waits forever for a silent server or network."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from sqlalchemy.orm import Session
 from swiftkv_platform.errors import DatabaseUnavailableError
 
 _IDLE_TIMEOUT_S = 60
-"""Seconds after which PostgreSQL ends a transaction that runs no statement."""
+"""Seconds after which PostgreSQL ends an idle transaction."""
 _GRACE_S = 10.0
-"""Seconds beyond the statement timeout after which the client gives up, so that the server's own timeout comes
-first."""
+"""Seconds after the statement timeout at which the client gives up; the server's timeout comes first."""
 _READ_ONLY = "25006"
 """SQLSTATE `read_only_sql_transaction`."""
 _LIBPQ_DRIVERS = ("psycopg", "psycopg2")
@@ -25,21 +24,21 @@ _LIBPQ_DRIVERS = ("psycopg", "psycopg2")
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Timeouts of PostgreSQL in seconds; SQLite has none of them. Options in the database's address
-    (`?connect_timeout=3`) take precedence."""
+    """Timeouts of PostgreSQL in seconds; SQLite ignores them. Options in the database's URL (`?connect_timeout=3`)
+    take precedence."""
 
     connect_s: int = 10
-    """Longest time until a connection is made."""
+    """Max seconds to connect."""
     statement_s: float = 30.0
-    """Longest wait for the answer to one statement; migrations have no such limit."""
+    """Max seconds per statement; migrations have no limit."""
     tcp_s: int = 30
-    """Time until a connection whose packets get no acknowledgement counts as lost."""
+    """Seconds without acknowledged packets after which a connection is closed."""
     recycle_s: int = 1800
     """Age at which a pooled connection is replaced."""
 
 
 def make_engine_options(url: URL, timeouts: Timeouts) -> dict[str, Any]:
-    """Return options of `create_engine` with which connections notice a lost server."""
+    """Return options of `create_engine` that detect a lost server."""
     options: dict[str, Any] = {"pool_pre_ping": True, "pool_recycle": timeouts.recycle_s}
     if url.get_backend_name() == "postgresql" and url.get_driver_name() in _LIBPQ_DRIVERS:
         interval = max(timeouts.tcp_s // 4, 1)
@@ -60,7 +59,7 @@ def make_engine_options(url: URL, timeouts: Timeouts) -> dict[str, Any]:
 
 
 def set_connection_timeouts(engine: Engine, timeouts: Timeouts) -> None:
-    """Set timeouts on every connection of a PostgreSQL engine, on the server and in the client."""
+    """Set server and client timeouts on every connection of a PostgreSQL engine."""
 
     def configure(connection: Any, _: object) -> None:
         # A process frozen in a transaction holds its locks: without a limit, another control plane would wait for ever.
@@ -81,7 +80,7 @@ def set_connection_timeouts(engine: Engine, timeouts: Timeouts) -> None:
 
 
 def lift_statement_timeout(session: Session) -> Callable[[], None]:
-    """Lift the statement timeouts for this transaction, for a migration. Returns a function that restores them."""
+    """Remove the statement timeouts from this transaction, for a migration. Returns a function that restores them."""
     connection = session.connection()
     connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
     driver = connection.connection.driver_connection
@@ -93,7 +92,7 @@ def lift_statement_timeout(session: Session) -> Callable[[], None]:
 
 
 def is_read_only(error: BaseException) -> bool:
-    """Whether a driver's error says that the server accepts no writes, such as a standby or a demoted primary."""
+    """Whether a driver's error says that the server is read-only, such as a standby or a demoted primary."""
     return getattr(error, "sqlstate", None) == _READ_ONLY or getattr(error, "pgcode", None) == _READ_ONLY
 
 
@@ -103,18 +102,18 @@ def accepts_writes(session: Session) -> bool:
 
 
 def read_only_error(engine: Engine) -> DatabaseUnavailableError:
-    """Return the error for a server that accepts no writes. Closes all pooled connections, since another server may be
-    the primary now."""
+    """Return the error for a read-only server. Closes all pooled connections, since another server may be the
+    primary now."""
     engine.dispose()
     return DatabaseUnavailableError(
-        "the database is read-only, as a standby or a demoted primary is; database_url must lead to the primary"
+        "the database is read-only (a standby or a demoted primary); set database_url to the primary"
     )
 
 
 @cache
 def _make_connection_class() -> Any:
-    """Return a subclass of psycopg's connection that gives up waiting. A frozen server, or a proxy that forwards
-    nothing more, still acknowledges packets, so that neither TCP's timeouts nor the server's end the wait."""
+    """Return a subclass of psycopg's connection with a client-side timeout. A frozen server, or a stalled proxy,
+    still acknowledges packets, so that neither TCP's nor the server's timeouts end the wait."""
     import psycopg
 
     class _Connection(psycopg.Connection[Any]):
@@ -135,8 +134,8 @@ def _make_connection_class() -> Any:
 def _wait_with_timeout(
     gen: Generator[Any, Any, Any], seconds: float, give_up: Callable[[], None]
 ) -> Generator[Any, Any, Any]:
-    """Run `gen`, and call `give_up` once nothing has come for `seconds`. Values sent to it say what is ready on the
-    socket: 0 for nothing, after a short while."""
+    """Run psycopg's wait generator, and call `give_up` after `seconds` without data. Values sent to the generator
+    say what is ready on the socket; 0 means nothing yet."""
     try:
         wanted, last = next(gen), time.monotonic()
         while True:

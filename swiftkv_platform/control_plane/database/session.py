@@ -1,4 +1,4 @@
-"""Engine, migrations and transactions. Knows what each database needs to be safe, nothing of what tables mean."""
+"""Engine, migrations and transactions. Knows how to use each database safely, and nothing about its tables."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _BUSY_TIMEOUT_S = 10.0
 _WRITES_OPTION = "swiftkv_writes"
 
 TRANSACTION_HOOK: ContextVar[Callable[[Session], Callable[[], None]] | None] = ContextVar("alongside", default=None)
-"""Hook of the request under way, called with each transaction that writes; the function it returns is called before the
+"""Hook of the current request, called with each write transaction. The function it returns is called before the
 commit."""
 
 
@@ -58,13 +58,13 @@ class Database:
         self.is_sqlite = self._engine.dialect.name == "sqlite"
 
     def reading(self) -> AbstractContextManager[Session]:
-        """Open a transaction for reading. Raises `DatabaseUnavailableError` when the database does not answer."""
+        """Open a read transaction. Raises `DatabaseUnavailableError`."""
         return _transaction(self._engine)
 
     @contextmanager
     def writing(self) -> Iterator[Session]:
-        """Open a transaction that is committed at the end. Raises `DatabaseUnavailableError` when the database does not
-        answer or accepts no writes."""
+        """Open a write transaction, committed at the end. Raises `DatabaseUnavailableError`, also for a read-only
+        database."""
         with _transaction(self._writing_engine) as session:
             join = TRANSACTION_HOOK.get()
             write = None if join is None else join(session)
@@ -73,13 +73,13 @@ class Database:
                 write()
 
     def lock(self, session: Session, key: str) -> None:
-        """Hold an advisory lock named `what` until the transaction ends. SQLite needs none: its writers take turns
-        anyway."""
+        """Hold the advisory lock `key` until the transaction ends. SQLite needs none: it runs one write transaction
+        at a time."""
         if not self.is_sqlite:
             session.execute(select(func.pg_advisory_xact_lock(func.hashtext(key))))
 
     def check_available(self) -> None:
-        """Raise `DatabaseUnavailableError` unless the database answers and accepts writes."""
+        """Raise `DatabaseUnavailableError` unless the database responds and accepts writes."""
         with self.reading() as session:
             session.execute(text("SELECT 1"))
             if self._engine.dialect.name == "postgresql" and not accepts_writes(session):
@@ -89,8 +89,8 @@ class Database:
             raise DatabaseUnavailableError(f"the database is read-only: {file} cannot be written")
 
     def upgrade(self) -> None:
-        """Bring the schema to the newest revision, in one transaction. A schema of a later version that this program
-        can use is left as it is. Concurrent upgrades take turns. Raises as `check_schema`."""
+        """Upgrade the schema to the newest revision, in one transaction. A compatible schema of a later version is
+        unchanged. Concurrent upgrades wait for each other. Raises as `check_schema`."""
         with self._migrating() as session:
             config = make_alembic_config(session.connection())
             known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
@@ -119,7 +119,7 @@ class Database:
                 restore()
 
     def downgrade(self, revision: str) -> None:
-        """Take the schema back to an earlier revision, in one transaction. Data that later revisions added is lost.
+        """Downgrade the schema to an earlier revision, in one transaction. Data of later revisions is lost.
 
         Raises `InvalidInputError` for an unknown revision.
         """
@@ -131,8 +131,7 @@ class Database:
             raise InvalidInputError(message, field="revision", value=revision) from error
 
     def check_schema(self) -> None:
-        """Raise `InvalidInputError` unless the schema is at the newest revision, or at a later one that this program
-        can use."""
+        """Raise `InvalidInputError` unless this program can use the schema."""
         with self.reading() as session:
             _check_revision(get_current_revision(session.connection()))
 
@@ -141,22 +140,22 @@ class Database:
 
 
 def get_current_revision(connection: Connection) -> str | None:
-    """The schema's Alembic revision; None for an empty database."""
+    """Return the schema's Alembic revision; None for an empty database."""
     return MigrationContext.configure(connection).get_current_revision()
 
 
 def get_newest_revision() -> str:
-    """The Alembic revision that this program needs."""
+    """Return the Alembic revision that this program needs."""
     head = ScriptDirectory.from_config(make_alembic_config()).get_current_head()
     assert head is not None, "the package holds its migrations"
     return head
 
 
 def can_use_revision(present: str | None) -> bool:
-    """Whether this program can use a schema: the newest revision that it knows, or a compatible later one.
+    """Whether this program can use a schema: its own newest revision, or a compatible later one.
 
-    Migrations add only what earlier programs can do without. One after which earlier programs cannot go on begins the
-    next thousand, such as 1001 after 0015.
+    Migrations only add things that earlier programs can ignore. An incompatible migration starts the next thousand,
+    such as 1001 after 0015.
     """
     wanted = get_newest_revision()
     return present is not None and present >= wanted and present[:-3] == wanted[:-3]
@@ -233,13 +232,12 @@ def _open_engine(url: str, timeouts: Timeouts) -> Engine:
 
 
 def _to_json(value: Any) -> str:
-    """Write JSON without escapes: SQLite compares keys as they are written, and text that cannot be encoded is not
-    stored."""
+    """Write JSON without escapes: SQLite compares keys as they are written, and invalid Unicode must not be stored."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def _from_json(text: str) -> Any:
-    """Read JSON. A damaged document becomes None, so that only reading its own row fails."""
+    """Read JSON. A damaged document becomes None, so that only its own row is unreadable."""
     try:
         return json.loads(text)
     except ValueError:

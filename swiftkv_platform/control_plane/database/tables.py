@@ -41,7 +41,7 @@ class JobRow(Base):
     """Every other field of `Job`."""
     version: Mapped[int]
     finished_at: Mapped[int | None] = mapped_column(BigInteger, index=True)
-    """Copy of the one in `state`, for retention to select by."""
+    """Copy of `state.finished_at`, for queries of retention."""
     swept: Mapped[int] = mapped_column(server_default="0", default=0)
     """Kinds of data that retention has removed since the job ended, one bit each."""
     priority: Mapped[int] = mapped_column(server_default="1")
@@ -52,7 +52,7 @@ class JobRow(Base):
     """GPUs that the job holds while it is on the cluster."""
     cpus: Mapped[float] = mapped_column(Float(53), server_default="0")
     watched_until: Mapped[float] = mapped_column(Float(53), server_default="0")
-    """Unix seconds until which its events are to be read often. Changing it is no change of the job."""
+    """Unix seconds until which its events are polled often. Setting it does not change the job's version."""
 
     __table_args__ = (
         Index(None, "tenant", "id"),
@@ -173,7 +173,7 @@ class DeliveryRow(Base):
     delivered_at: Mapped[float | None] = mapped_column(Float(53))
 
     tenant: Mapped[str | None] = mapped_column(String(64))
-    """The job's tenant; null in rows of earlier versions that are finished."""
+    """The job's tenant; null in finished rows of earlier versions."""
 
     __table_args__ = (
         Index(None, "status", "not_before"),
@@ -196,7 +196,7 @@ class PromotionRow(Base):
     by: Mapped[str] = mapped_column(String(200))
     created_at: Mapped[int] = mapped_column(BigInteger)
     version: Mapped[int]
-    """Place in the alias's history, from 1."""
+    """Position in the alias's history, from 1."""
 
     __table_args__ = (
         Index(None, "tenant", "alias", "sequence"),
@@ -220,18 +220,19 @@ class SessionRow(Base):
 
 
 class DeletionRow(Base):
-    """A prefix of the store that no row speaks of any more, or not yet, until its objects are gone."""
+    """A prefix of the object store whose objects must be removed: of a deleted job or model, or of an unregistered
+    import."""
 
     __tablename__ = "deletions"
 
     prefix: Mapped[str] = mapped_column(String(200), primary_key=True)
     created_at: Mapped[int] = mapped_column(BigInteger)
-    """Unix seconds from which its objects may go; of an import ahead of its time."""
+    """Unix seconds from which its objects may be removed; in the future for an import."""
     by: Mapped[str] = mapped_column(String(200))
     tenant: Mapped[str | None] = mapped_column(String(64))
-    """Tenant whose stored bytes include its objects until they are gone; null for none."""
+    """Tenant whose stored bytes include the objects until they are removed; null for none."""
     size: Mapped[int] = mapped_column(BigInteger, server_default="0", default=0)
-    """Bytes that count."""
+    """Counted bytes."""
 
     __table_args__ = (Index(None, "tenant", "size"),)
 
@@ -257,7 +258,7 @@ class FileRow(Base):
 
 
 class UseRow(Base):
-    """An uploaded file, a model or another job that a job reads."""
+    """A reference from a job to an uploaded file, a model or another job."""
 
     __tablename__ = "uses"
 
@@ -296,7 +297,7 @@ class AuditRow(Base):
     """Unix seconds."""
     request_id: Mapped[str] = mapped_column(String(40))
     actor: Mapped[str | None] = mapped_column(String(200))
-    """Name of the principal; null where none was known."""
+    """Name of the caller; null if unknown."""
     credential: Mapped[str | None] = mapped_column(String(300))
     """Id of the key, or issuer and subject of the token."""
     tenant: Mapped[str | None] = mapped_column(String(64))
@@ -304,10 +305,10 @@ class AuditRow(Base):
     method: Mapped[str] = mapped_column(String(16))
     route: Mapped[str] = mapped_column(String(200))
     object: Mapped[str | None] = mapped_column(String(200))
-    """Id of what the request was about."""
+    """Id of the object of the request."""
     status: Mapped[int]
-    """HTTP status of the answer."""
+    """HTTP status of the response."""
     left_out: Mapped[int] = mapped_column(server_default="0", default=0)
-    """Number of earlier refusals, of any address, that were not recorded because there were too many."""
+    """Number of earlier refusals, of any address, that were not recorded, to limit the size of the trail."""
 
     __table_args__ = (Index(None, "tenant", "id"), Index(None, "object", "id"))

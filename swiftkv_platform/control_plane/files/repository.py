@@ -43,7 +43,7 @@ class File(UploadedRows):
 
 
 _MAX_NAMED_JOBS = 3
-"""Most jobs that a refusal names."""
+"""Max jobs that an error message names."""
 
 
 class FileRepository(Repository):
@@ -85,26 +85,28 @@ class FileRepository(Repository):
             check_storage_quota(session, tenant, size, policy)
 
     def remove(self, file_id: str, *, tenant: str) -> File:
-        """Remove a file's row. Raises `NotFoundError`, and `ConflictError` while a job that has not ended uses it."""
+        """Remove a file's row. Raises `NotFoundError`, and `ConflictError` while an unfinished job uses it."""
         with self._database.writing() as session:
             lock_tenant_files(self._database, session, tenant)
             row = get_owned(session, FileRow, file_id, tenant)
             users = find_live_users(session, [file_id], tenant=tenant, limit=_MAX_NAMED_JOBS + 1)
             if users:
                 shown = ", ".join(users[:_MAX_NAMED_JOBS]) + (", ..." if len(users) > _MAX_NAMED_JOBS else "")
-                message = f"file {file_id} is used by {shown}; cancel what uses it, or wait for its end"
+                message = (
+                    f"file {file_id} is used by {shown}; cancel the jobs that use it, or wait until they have ended"
+                )
                 raise ConflictError(message, field="file_id", value=file_id)
             session.delete(row)
             return _parse_file(row)
 
     def list_expired(self, now: float, *, limit: int) -> Sequence[File]:
-        """Return expired files of all tenants, the longest expired first."""
+        """Return expired files of all tenants, ordered by expiry."""
         query = select(FileRow).where(FileRow.expires_at <= int(now)).order_by(FileRow.expires_at).limit(limit)
         with self._database.reading() as session:
             return [_parse_file(row) for row in session.scalars(query)]
 
     def list_existing_ids(self, ids: Sequence[str]) -> set[str]:
-        """Return those of the ids that have a row, of any tenant."""
+        """Return the ids that have a row, of any tenant."""
         with self._database.reading() as session:
             return set(session.scalars(select(FileRow.id).where(FileRow.id.in_(ids))))
 

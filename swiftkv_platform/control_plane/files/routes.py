@@ -39,16 +39,15 @@ class UploadedFileResponse(ResponseModel):
     bytes: int
     created_at: int
     filename: str
-    """Name as it was uploaded."""
     purpose: Purpose
     status: Literal["processed"] = "processed"
-    """Every row was checked before the file was stored."""
+    """Always `processed`: every row is checked before the file is stored."""
     expires_at: int | None
-    """Time from which no new job may use the file; it is deleted once no job does."""
+    """Time from which new jobs may not use the file; it is deleted once no job uses it."""
     sha256: str
     rows: int
     format: str
-    """Row format of its first row; `prompts` for rows that the teacher's answers complete."""
+    """Row format of its first row; `prompts` for rows that the teacher completes."""
 
     @classmethod
     def from_file(cls, file: File) -> Self:
@@ -65,7 +64,7 @@ class DeletedFileResponse(ResponseModel):
 
 PATH = "/v1/files"
 MAX_FORM_BYTES = 1 << 16
-"""Most bytes of a form in addition to its file."""
+"""Max bytes of a form in addition to its file."""
 _MAX_FIELD_BYTES = 1024
 _MAX_NAME_CHARS = 255
 _UPLOAD_TIMEOUT_S = float(UPLOAD_SECONDS.default)
@@ -117,7 +116,7 @@ _UPLOAD_SCHEMA: dict[str, Any] = {
 async def upload_file(
     request: Request, service: Service, parsers: UploadParsersDep, caller: Uploader
 ) -> UploadedFileResponse:
-    """Upload rows as JSON Lines. Every row is checked, and a file is stored whole or not at all.
+    """Upload rows as JSON Lines. Every row is checked; the file is stored completely or not at all.
 
     Use the returned id as `data.sources[].name_or_path` of a job, or as `training_file`.
     """
@@ -160,7 +159,7 @@ def _store_upload(
 def _parse_filename(name: str) -> str:
     plain = name.replace("\\", "/").rpartition("/")[2] or "upload.jsonl"
     if not plain.isprintable() or len(plain) > _MAX_NAME_CHARS:
-        message = f"file has the name {plain[:64]!a}; use one of at most {_MAX_NAME_CHARS} printable characters"
+        message = f"file is named {plain[:64]!a}; use a name of at most {_MAX_NAME_CHARS} printable characters"
         raise InvalidInputError(message, field="file", value=ascii(plain[:64]))
     return plain
 
@@ -174,7 +173,7 @@ def _parse_purpose(form: FormData) -> Purpose:
 
 
 def _parse_lifetime(form: FormData) -> int | None:
-    """Return the seconds until the file expires; None if it is kept until it is deleted."""
+    """Return the seconds until the file expires; None if it does not expire."""
     anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return None
@@ -198,7 +197,7 @@ def list_files(
     page: Annotated[Page, Depends(make_page_query(1000, "desc", max_limit=10_000))],
     purpose: Annotated[str | None, Query(description="only files of this purpose")] = None,
 ) -> ListResponse[UploadedFileResponse]:
-    """Files, newest first."""
+    """List files, newest first."""
     found = parts.files.list(page, tenant=caller.tenant)
     if purpose not in (None, "fine-tune"):
         found = Slice([], has_more=False)
@@ -228,6 +227,6 @@ def get_file_content(file_id: str, service: Service, _stream: StreamSlot, caller
 
 @router.delete("/{file_id}")
 def delete_file(file_id: str, service: Service, caller: Writer) -> DeletedFileResponse:
-    """Delete a file. Refused with 409 while a job that has not ended uses it."""
+    """Delete a file. Returns 409 while an unfinished job uses it."""
     service.delete(file_id, caller)
     return DeletedFileResponse(id=file_id)

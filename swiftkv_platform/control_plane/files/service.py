@@ -26,28 +26,27 @@ from swiftkv_platform.storage.object_store import ObjectStore
 
 _SWEEP_INTERVAL_S = 600.0
 _MAX_PER_QUERY = 500
-"""Files per query."""
 _MAX_UPLOAD_AGE_S = 3600.0
-"""Seconds after which an object without a row belongs to no upload under way."""
+"""Age in seconds from which an object without a row cannot belong to a running upload."""
 
 
 @dataclass
 class FileService:
-    """Operations on files that routes offer."""
+    """Operations of the file routes."""
 
     parts: Components
     settings: Settings
 
     def check_quota(self, caller: Caller, announced: int) -> None:
-        """Check whether an upload of `announced` bytes can be stored, before it is read.
+        """Check, before it is read, whether an upload of `announced` bytes can be stored.
 
-        Raises `InvalidInputError` for a file that is too large, `QuotaExceededError` if the tenant's quota is exceeded.
+        Raises `InvalidInputError` for a file that is too large, and `QuotaExceededError`.
         """
         policy = self.parts.policies.get(caller.tenant)
         most = min(self.settings.max_file_bytes, policy.max_file_bytes or self.settings.max_file_bytes)
         if announced > most:
             raise InvalidInputError(
-                f"file has {announced} bytes, and a file of tenant {caller.tenant!r} may have {most}; use "
+                f"file has {announced} bytes; the max for tenant {caller.tenant!r} is {most}; split it into "
                 "several files",
                 field="file",
                 value=announced,
@@ -67,8 +66,8 @@ class FileService:
     ) -> File:
         """Check every row in a parser process, and store the file's object and row, or nothing.
 
-        Raises `DataError` for a row that no format reads, with its line, `StorageError` and `DatabaseUnavailableError`
-        if it is not stored, and as `check_room`.
+        Raises `DataError` with the line of an invalid row, `StorageError` and `DatabaseUnavailableError` if it is
+        not stored, and as `check_quota`.
         """
         policy, now = self.parts.policies.get(caller.tenant), int(self.parts.clock())
         max_rows = min(self.settings.max_file_rows, policy.max_file_rows or self.settings.max_file_rows)
@@ -103,14 +102,14 @@ class FileService:
         return file, self.parts.objects.stream(file.object_key)
 
     def delete(self, file_id: str, caller: Caller) -> None:
-        """Delete a file. Raises `NotFoundError`, and `ConflictError` while a job that has not ended uses it."""
+        """Delete a file. Raises `NotFoundError`, and `ConflictError` while an unfinished job uses it."""
         file = self.parts.files.remove(file_id, tenant=caller.tenant)
         self.parts.objects.delete(file.object_key)
 
 
 @dataclass
 class FileSweeper:
-    """Deletes expired files that no job uses, and objects that interrupted uploads have left."""
+    """Deletes expired unused files, and objects left by interrupted uploads."""
 
     files: FileRepository
     objects: ObjectStore
@@ -131,7 +130,7 @@ class FileSweeper:
         try:
             self.files.remove(file.id, tenant=file.tenant)
         except (ConflictError, NotFoundError) as error:  # in use, or deleted meanwhile
-            get_logger().info("file kept past its time", file=file.id, reason=error.message)
+            get_logger().info("expired file kept", file=file.id, reason=error.message)
             return
         self.objects.delete(file.object_key)
         get_logger().info("file expired", file=file.id, tenant=file.tenant)
@@ -150,4 +149,4 @@ class FileSweeper:
     def _remove_without_row(self, keys: Mapping[str, str]) -> None:
         for file_id in keys.keys() - self.files.list_existing_ids(list(keys)):
             self.objects.delete(keys[file_id])
-            get_logger().info("object without a file removed", key=keys[file_id])
+            get_logger().info("object without a file row removed", key=keys[file_id])

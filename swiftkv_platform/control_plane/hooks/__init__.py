@@ -1,1 +1,1 @@
-"""Webhooks: deliveries of a job's changes, signed and repeated until they arrive."""
+"""Webhooks: signed deliveries of a job's status changes, retried until they succeed."""

@@ -1,7 +1,7 @@
-"""Rows of webhook deliveries, stored with the event they report and claimed by one process at a time.
+"""Rows of webhook deliveries. Each is stored with its event, and claimed by one process at a time.
 
-Also rows of metric events, whose points are stored once, in the job's time series, and put back when they are read: a
-step that was repeated has its newest values in every event that reports it.
+Also rows of metric events, without their points. A job's points are stored once, in its time series, and added when
+events are read; a repeated step has its newest values in every event that reports it.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Delivery:
     metadata: Mapping[str, str]
     created_at: float
     attempts: int
-    """Failed tries so far."""
+    """Failed attempts so far."""
 
 
 def make_delivery_rows(job: Job, events: Sequence[Event], recipients: FindRecipients) -> list[DeliveryRow]:
-    """Return the deliveries due for these events of a job: changes of status, to each recipient that wants them."""
+    """Return deliveries of a job's status events, one for each webhook that wants the status."""
     told = [event for event in events if event.type == "status"]
     return [
         DeliveryRow(
@@ -71,7 +71,7 @@ def make_delivery_rows(job: Job, events: Sequence[Event], recipients: FindRecipi
 def fail_excess_deliveries(
     session: Session, deliveries: Sequence[DeliveryRow], tenant: str, max_pending: int | None
 ) -> None:
-    """Mark new deliveries of a tenant as failed that would take its pending ones above `most`. None: no limit."""
+    """Mark new deliveries beyond `max_pending` as failed. None: no limit."""
     if max_pending is None:
         return
     room = max(max_pending - count_objects(session, "max_pending_deliveries", tenant), 0)
@@ -81,13 +81,13 @@ def fail_excess_deliveries(
 
 
 class Outbox(Repository):
-    """Webhook deliveries to send. Every method raises `DatabaseUnavailableError`."""
+    """Stored webhook deliveries. Every method raises `DatabaseUnavailableError`."""
 
     def claim(
         self, *, now: float, until: float, limit: int, excluded_origins: Collection[str] = ()
     ) -> Sequence[Delivery]:
-        """Claim due deliveries, for each job and address only the oldest; no other process gets them before `until`.
-        `without`: origins (`https://host:port`, lower case) that are skipped."""
+        """Claim due deliveries, only the oldest per job and address; no other process gets them before `until`.
+        `excluded_origins`: skipped origins (`https://host:port`, lower case)."""
         earlier = aliased(DeliveryRow)
         waits_for_another = (
             select(earlier.sequence)
@@ -154,11 +154,11 @@ def _make_delivery(row: DeliveryRow, event: EventRow, **of_job: Any) -> Delivery
 
 _POINTS = "points"
 _STEPS = "steps"
-"""Key of the first and last step of the points that were left out."""
+"""Key of the first and last step of the stripped points."""
 
 
 def strip_points(event: Event, stored: Collection[int]) -> Event:
-    """Return the event as its row holds it: without points, if their steps are all in `stored`."""
+    """Return the event as it is stored: without points, if their steps are all in `stored`."""
     points = event.data.get(_POINTS)
     if event.type != "metrics" or not points:
         return event
@@ -170,7 +170,7 @@ def strip_points(event: Event, stored: Collection[int]) -> Event:
 
 
 def stripped_point_bytes(job_id: str) -> ColumnElement[int]:
-    """Return the bytes of the points that `with_points` adds to a row of a job's events."""
+    """Return an SQL expression for the bytes that `restore_points` adds to an event's row."""
     # Other events may have anything as their `steps`, which could not be cast.
     lacks_points = and_(EventRow.type == "metrics", EventRow.data[_POINTS].as_string().is_(None))
     first, last = (case((lacks_points, EventRow.data[_STEPS][index].as_integer())) for index in (0, 1))
@@ -181,7 +181,7 @@ def stripped_point_bytes(job_id: str) -> ColumnElement[int]:
 
 
 def restore_points(session: Session, job_id: str, events: Sequence[Event]) -> list[Event]:
-    """Events of a job with the metric points that their rows leave out, the first `EVENT_POINTS` of each."""
+    """Add the stripped metric points to a job's events, at most `EVENT_POINTS` per event."""
     points: list[Mapping[str, Any]] = []
     for first, last in _merge_ranges(event.data[_STEPS] for event in events if _lacks_points(event)):
         query = select(PointRow).where(PointRow.job_id == job_id, PointRow.step.between(first, last))

@@ -1,7 +1,7 @@
 """Webhooks of a job's changes: allowed addresses, signing secrets, and delivery from the outbox until it succeeds.
 
 A change and its deliveries are stored in one transaction, so none is forgotten; a process that dies after sending may
-send again. Receivers recognise repetitions by `webhook-id`, the event's id. Deliveries of one job to one address are
+send again. Receivers recognize repetitions by `webhook-id`, the event's id. Deliveries of one job to one address are
 sent in order. Deliveries to different receivers do not wait for each other.
 """
 
@@ -32,7 +32,7 @@ from swiftkv_platform.specs.publish import WebhookSpec
 
 
 def make_find_recipients(policies: TenantPolicies) -> FindRecipients:
-    """Return the lookup of a job's recipients: its own webhook and its tenant's."""
+    """Return a function that returns a job's webhooks: its own and its tenant's."""
 
     def find(job: Job) -> Sequence[WebhookSpec]:
         found = [job.spec.webhook, policies.get(job.tenant).webhook]
@@ -43,7 +43,7 @@ def make_find_recipients(policies: TenantPolicies) -> FindRecipients:
 
 @dataclass(frozen=True)
 class WebhookRules:
-    """Addresses that webhooks may go to, and the secrets for them."""
+    """Allowed webhook addresses and their signing secrets."""
 
     origins: Sequence[str] = ()
     """`https://host`, `https://*.domain` or `http://host:port`; without any, webhooks are refused."""
@@ -51,28 +51,28 @@ class WebhookRules:
     """Secrets as files `{tenant}/{name}`, such as a mounted Kubernetes secret."""
 
     def get_secret(self, webhook: WebhookSpec, tenant: str) -> Secret:
-        """Return the signing secret. Raises `InvalidInputError` for an address that is not allowed, or a missing
-        secret, whose value no message shows."""
+        """Return the webhook's signing secret. Raises `InvalidInputError` for an address that is not allowed, or a
+        missing or invalid secret. Messages never contain the secret."""
         if not any(_matches_origin(webhook.url, allowed) for allowed in self.origins):
             opened = ", ".join(self.origins) or "none (SWIFTKV_WEBHOOK_ORIGINS)"
             raise InvalidInputError.for_field(
-                "webhook.url", webhook.url, f", on a host that the operator has not allowed; allowed are: {opened}"
+                "webhook.url", webhook.url, f", which the operator does not allow; allowed origins are: {opened}"
             )
         name = webhook.secret_ref
         where = f"tenant {tenant!r} has no secret {name!r}"
         if self.secrets_dir is None:
-            message = f"{where}: the operator has set no directory of secrets (SWIFTKV_SECRETS_DIR)"
+            message = f"{where}: SWIFTKV_SECRETS_DIR is not set on the control plane"
             raise InvalidInputError(message, field="webhook.secret_ref", value=name)
         try:
             text = (self.secrets_dir / tenant / name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            message = f"{where}; the operator keeps it as {tenant}/{name} below SWIFTKV_SECRETS_DIR"
+            message = f"{where}; ask the operator to create the file {tenant}/{name} below SWIFTKV_SECRETS_DIR"
             raise InvalidInputError(message, field="webhook.secret_ref", value=name) from error
         return Secret.parse(text, name=name)
 
 
 def _matches_origin(url: str, allowed: str) -> bool:
-    """Whether `url` is at the origin `allowed`; `https://*.domain` allows every host below the domain."""
+    """Whether `url` has the origin `allowed`; `https://*.domain` allows every host below the domain."""
     asked, opened = urlsplit(url.lower()), urlsplit(allowed.lower())
     if (asked.scheme, asked.port) != (opened.scheme, opened.port):
         return False
@@ -85,27 +85,26 @@ def make_webhook_rules(settings: Settings) -> WebhookRules:
 
 
 SendRequest = Callable[[str, Mapping[str, str], bytes], int]
-"""(url, headers, body) -> HTTP status. Raises `OSError` if there is no answer."""
+"""(url, headers, body) -> HTTP status. Raises `OSError` without a response."""
 
 _MIN_DELAY_S = 5.0
 _MAX_DELAY_S = 3600.0
 _MAX_AGE_S = 24 * 3600.0
 _CLAIM_TIMEOUT_S = 60.0
-"""Seconds for which a begun delivery is claimed, so that no other control plane sends it; longer than `Send` ever
-takes."""
+"""Seconds of a claim, during which no other control plane sends the delivery; longer than a request may take."""
 _MAX_CONCURRENT = 32
-"""Most deliveries under way at a time."""
+"""Max concurrent deliveries."""
 _MAX_PER_ORIGIN = 4
 
 _TOTAL_TIMEOUT_S = 15.0
-"""Seconds for connecting, writing and reading together, so that a receiver cannot stretch them byte by byte."""
+"""Max seconds for connecting, writing and reading together, so that a receiver cannot stretch them byte by byte."""
 _STEP_TIMEOUTS = httpx.Timeout(10.0, connect=5.0)
-"""Timeouts of each step of a delivery."""
+"""Timeouts of each step of a request."""
 
 
 def send_webhook(url: str, headers: Mapping[str, str], body: bytes) -> int:
-    """Send one webhook and return the HTTP status. Follows no redirect, uses no proxy from the environment, and reads
-    no body. Raises `ConnectionError` if there is no answer in time."""
+    """Send a webhook and return the HTTP status. Follows no redirects, uses no proxy from the environment, and reads
+    no body. Raises `ConnectionError` without a response in time."""
     try:
         return asyncio.run(_send(url, headers, body))
     except (httpx.HTTPError, TimeoutError) as error:
@@ -123,16 +122,16 @@ async def _send(url: str, headers: Mapping[str, str], body: bytes) -> int:
 
 
 def _get_origin(url: str) -> str:
-    """Scheme, host and port of an address in lower case."""
+    """Return scheme, host and port of a URL in lower case."""
     parts = urlsplit(url.lower())
     return f"{parts.scheme}://{parts.netloc}"
 
 
 class WebhookDeliverer:
-    """Sends due deliveries, each in a thread of its own.
+    """Sends due deliveries, each in its own thread.
 
-    A round starts the deliveries there is room for and waits for none: up to `_MOST` are under way, up to
-    `_MOST_OF_ONE_RECEIVER` of them to one origin.
+    A tick starts deliveries and does not wait for them: up to `_MAX_CONCURRENT`, and up to `_MAX_PER_ORIGIN` to one
+    origin.
     """
 
     def __init__(self, outbox: Outbox, rules: WebhookRules, send: SendRequest, clock: Clock) -> None:
@@ -143,7 +142,7 @@ class WebhookDeliverer:
         self._log = get_logger(loop="webhooks")
         self._pool = ThreadPoolExecutor(_MAX_CONCURRENT, thread_name_prefix="webhook")
         self._active: Counter[str] = Counter()
-        """Deliveries by origin."""
+        """Active deliveries by origin."""
         self._changed = threading.Condition()
 
     def tick(self) -> None:
@@ -161,16 +160,16 @@ class WebhookDeliverer:
             self._pool.submit(self._run_delivery, delivery, receiver)
 
     def wait_until_idle(self) -> None:
-        """Return when no delivery is under way."""
+        """Wait until no delivery is active."""
         with self._changed:
             self._changed.wait_for(lambda: not self._active.total())
 
     def close(self) -> None:
-        """Finish the deliveries under way, within their deadlines; no other is started."""
+        """Finish active deliveries within their timeouts, and start no others."""
         self._pool.shutdown()
 
     def _find_full_origins(self) -> Sequence[str] | None:
-        """Return the origins that have no room for another delivery; None if there is no room at all."""
+        """Return the origins at their limit of active deliveries; None if the total limit is reached."""
         with self._changed:
             if self._active.total() >= _MAX_CONCURRENT:
                 return None
@@ -190,7 +189,7 @@ class WebhookDeliverer:
                 self._changed.notify_all()
 
     def _deliver(self, delivery: Delivery) -> str | None:
-        """Send a delivery. Returns None on success, else the problem, without anything that the receiver said."""
+        """Send a delivery. Returns None on success, else the problem, without content from the receiver."""
         try:
             secret = self._rules.get_secret(delivery.webhook, delivery.tenant)
             body, timestamp = _make_body(delivery), int(self._clock())
@@ -223,7 +222,7 @@ class WebhookDeliverer:
 
 
 def _make_body(delivery: Delivery) -> bytes:
-    """Return the body of a delivery; it is the same at every try, since an event never changes."""
+    """Return the body of a delivery. It is the same in every attempt, since events never change."""
     event = delivery.event
     document: dict[str, Any] = {
         "type": f"distillation.job.{event.data['status']}",

@@ -1,1 +1,1 @@
-"""HTTP code that every room's routes share."""
+"""HTTP code shared by all routes."""

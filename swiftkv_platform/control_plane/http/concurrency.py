@@ -1,5 +1,5 @@
-"""Who waits for an answer: a tenant's requests take turns, so that no tenant takes all of the processor time that
-tenants share, and work for a client stops when it has left."""
+"""Concurrent requests: a limit per tenant, so that no tenant takes all processor time, and the end of a request's
+work when its client disconnects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from swiftkv_platform.limits import CONCURRENT_FETCHES, CONCURRENT_REQUESTS, QUE
 
 
 class Client:
-    """The client of one request. Threads register how to stop their work."""
+    """The client of a request. Threads register callbacks that stop their work."""
 
     def __init__(self) -> None:
         self._is_disconnected = False
@@ -27,20 +27,21 @@ class Client:
         self._lock = threading.Lock()
 
     def disconnect(self) -> None:
-        """Stop all registered work."""
+        """Call all registered callbacks."""
         with self._lock:
             self._is_disconnected = True
             for stop in self._callbacks:
                 stop()
 
     def check_connected(self) -> None:
-        """Raise `ClientDisconnect` if the client has left."""
+        """Raise `ClientDisconnect` if the client has disconnected."""
         if self._is_disconnected:
             raise ClientDisconnect
 
     @contextmanager
     def stop_on_disconnect(self, stop: Callable[[], object]) -> Iterator[None]:
-        """Call `stop` if the client leaves within the context. Raises `ClientDisconnect` if it has left before."""
+        """Call `stop` if the client disconnects within the context. Raises `ClientDisconnect` if it has disconnected
+        before."""
         with self._lock:
             self.check_connected()
             self._callbacks.append(stop)
@@ -53,8 +54,8 @@ class Client:
 
 @asynccontextmanager
 async def watch_client(request: Request) -> AsyncIterator[Client]:
-    """Watch a request's connection within the context. Only for requests whose body has been read: watching discards
-    what still comes."""
+    """Watch a request's connection within the context. The request's body must have been read: watching discards
+    further data."""
     client = Client()
 
     async def watch() -> None:
@@ -75,42 +76,41 @@ async def _get_connected_client(request: Request) -> AsyncIterator[Client]:
 
 
 ConnectedClient = Annotated[Client, Depends(_get_connected_client, scope="function")]
-"""The request's client, watched until the route's function returns. For routes whose body `BodyRoute` has read."""
+"""The request's client, watched until the route's function returns. Only for routes whose body `BodyRoute` has read."""
 
 
 RequestKind = Literal["reading", "changing", "submitting", "fetching", "following", "asking"]
-"""Kinds of requests: those that read rows of the database, change them, check a spec, or ask a store or a cluster;
-streams that look for what is new; and look-ups of the deployment that is asked. A kind waits only for others of its own
-kind."""
+"""Kinds of requests: reading rows, changing rows, validating a spec (submitting), calling a store or cluster
+(fetching), polling for an event stream (following), and finding a deployment (asking). Requests wait only for
+requests of the same kind."""
 
 FREE_S = 0.001
-"""Seconds of a turn for which no rest is due."""
+"""Request seconds that cause no pause."""
 PAUSE_RATIO = 2.0
-"""Seconds of rest for each second of the turn before it: two thirds of the time are left to others."""
+"""Seconds of pause per second of the request before it: two thirds of the time remain for other tenants."""
 MAX_PAUSE_S = 0.1
-"""Longest rest between two turns of a tenant, in seconds."""
+"""Max seconds of pause between two requests of a tenant."""
 MAX_QUEUED = QUEUED_REQUESTS.default
-"""Most requests of a tenant that wait for a turn of one kind."""
+"""Max queued requests of a tenant per kind."""
 _RETRY_AFTER_S = 2.0
 
 
 class TenantConcurrencyLimiter:
-    """Limits how many requests of each kind a tenant has at a time."""
+    """Limits the concurrent requests of each tenant and kind."""
 
     def __init__(self) -> None:
         self._semaphores: dict[tuple[str, RequestKind], asyncio.Semaphore] = {}
         self._num_queued: Counter[tuple[str, RequestKind]] = Counter()
         self._paused_until: dict[tuple[str, RequestKind], float] = {}
-        """Monotonic time from which the next turn may begin."""
+        """Monotonic time of the end of the pause."""
 
     @asynccontextmanager
     async def acquire(self, tenant: str, kind: RequestKind) -> AsyncIterator[None]:
-        """Wait for a turn and hold it. Raises `OverloadedError` if too many requests wait."""
+        """Wait for a slot, and hold it within the context. Raises `OverloadedError` if too many requests are queued."""
         key = tenant, kind
         if self._num_queued[key] >= MAX_QUEUED and kind != "following":  # streams are limited by their places
             raise OverloadedError(
-                f"tenant {tenant!r} has {MAX_QUEUED} requests waiting for its other requests, which is the maximum; "
-                "send fewer at a time",
+                f"tenant {tenant!r} has {MAX_QUEUED} queued requests, the max; send fewer concurrent requests",
                 retry_after_s=_RETRY_AFTER_S,
             )
         limit = CONCURRENT_FETCHES if kind == "fetching" else CONCURRENT_REQUESTS

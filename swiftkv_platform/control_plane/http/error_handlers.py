@@ -1,4 +1,4 @@
-"""Handlers that answer every error as a problem document: our own errors, the framework's refusals, and bugs."""
+"""Exception handlers that return every error as a problem document: platform errors, framework errors and bugs."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from swiftkv_platform.web.safe_json import JsonPath, format_path
 
 _CLIENT_CLOSED_REQUEST = 499
 _MAX_FIELDS = 20
-"""Most refused fields that an answer names."""
+"""Max invalid fields in a response."""
 _MAX_VALIDATION_ERRORS = 200
-"""Most validation errors that are searched for them: a body may cause tens of thousands."""
+"""Max validation errors that are examined: a body may cause tens of thousands."""
 _UNKNOWN_V1_ROUTE = (
-    "this is the control plane, which has only /v1/files and /v1/fine_tuning; for OpenAI's other routes use the `url` "
-    "of a deployment (GET /deployments) and /v1, such as URL/v1/chat/completions"
+    "the control plane serves only /v1/files and /v1/fine_tuning; send other OpenAI requests to a deployment, such as "
+    "URL/v1/chat/completions with the `url` that GET /deployments returns"
 )
 
 
@@ -52,7 +52,7 @@ processes."""
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer every error of `app` with a problem document."""
+    """Make `app` return every error as a problem document."""
     app.add_exception_handler(SwiftKVError, _handle_platform_error)
     app.add_exception_handler(RequestValidationError, _handle_invalid_request)
     app.add_exception_handler(HTTPException, _handle_http_error)
@@ -90,19 +90,21 @@ def _handle_disconnect(_request: Request, _error: Exception) -> Response:
 
 
 def _handle_os_error(request: Request, error: Exception) -> JSONResponse:
-    """Answer what this machine has run out of: 503, as for a store that is full. Anything else is a bug."""
+    """Return 503 for exhausted resources of this machine, as for a full object store. Re-raises other errors."""
     assert isinstance(error, OSError)
     # Without room in any directory for temporary files, Python finds none.
     if error.errno not in _EXHAUSTED and not str(error.strerror).startswith("No usable temporary directory"):
         raise error
     get_logger().error("out of resources", path=request.url.path, reason=str(error))
-    detail = f"the control plane's machine has run out: {error.strerror}; repeat this once its operator has made room"
+    detail = (
+        f"the control plane's machine is out of resources: {error.strerror}; retry after its operator has freed some"
+    )
     return _handle_platform_error(request, StorageError(detail))
 
 
 def _handle_unexpected_error(request: Request, error: Exception) -> JSONResponse:
     get_logger().error("unhandled error", path=request.url.path, exc_info=error)
-    detail = "internal error of the control plane; its log says more"
+    detail = "internal error of the control plane; see its log"
     # This answer is sent outside of the middleware that adds headers to all others.
     return respond_with_problem(make_problem(request.url.path, 500, SwiftKVError.code, detail), RESPONSE_HEADERS)
 
@@ -123,6 +125,6 @@ def _make_field_problem(place: JsonPath, item: Mapping[str, Any], body: Any) -> 
 
 
 def _get_body_annotation(request: Request) -> Any:
-    """Return the type of the body of the request's endpoint; None if it takes none."""
+    """Return the type of the endpoint's body; None without a body."""
     parameters = request.scope["route"].dependant.body_params
     return parameters[0].field_info.annotation if parameters else None

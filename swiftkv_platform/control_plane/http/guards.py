@@ -30,7 +30,7 @@ _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class SessionOriginGuard(Middleware):
-    """Refuses requests that another site's page makes a browser send with the session in its cookie."""
+    """Refuses requests that a page of another site sends with the session's cookie."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -41,8 +41,8 @@ class SessionOriginGuard(Middleware):
 
 
 class OriginGuard(Middleware):
-    """Refuses requests to another host name, and those that a browser sends from another site's page. `forms`: paths
-    whose body is a form."""
+    """Refuses requests to unknown host names, and requests from pages of other sites. `forms`: paths whose body is a
+    form."""
 
     def __init__(self, app: ASGIApp, allowed_hosts: tuple[str, ...], forms: Collection[str] = ()) -> None:
         super().__init__(app)

@@ -1,7 +1,7 @@
-"""Conversion of Pydantic's validation errors to the fields that a caller has sent. Knows annotations, no HTTP.
+"""Conversion of Pydantic's validation errors to the fields of the request. Knows annotations, no HTTP.
 
-Pydantic tries every member of a union and puts a label of the member into the location of its error: `("evaluation",
-"tasks", 0, "TaskSpec", "zzz")`. Callers have sent `evaluation.tasks[0].zzz`.
+Pydantic tries every member of a union and adds a label of the member to the location of its error: `("evaluation",
+"tasks", 0, "TaskSpec", "zzz")`. The field of the request is `evaluation.tasks[0].zzz`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from swiftkv_platform.errors import suggest_name
 from swiftkv_platform.web.safe_json import JsonPath
 
 _MAX_DEPTH = 3
-"""Depth of nested objects down to which the place of a misplaced key is searched."""
+"""Max depth of nested objects in the search for a misplaced key."""
 _KEY = "[key]"
 """Label of an error about a key rather than about its value."""
 
 
 def get_json_path(item: Mapping[str, Any], body: Any) -> JsonPath:
-    """Return the place of an error, as the caller wrote it. `item`: one of `ValidationError.errors()`; the first part
-    of its location says where the value came from. `body`: annotation of the endpoint's body."""
+    """Return the JSON path of an error in the request. `item`: one of `ValidationError.errors()`; its location
+    begins with the source of the value. `body`: annotation of the endpoint's body."""
     source, *location = item["loc"]
     if source != "body" or body is None:
         return tuple(location)
@@ -39,7 +39,7 @@ def get_json_path(item: Mapping[str, Any], body: Any) -> JsonPath:
 
 
 def describe_unknown_key(item: Mapping[str, Any], body: Any) -> str:
-    """Return a message for an unknown key, with the nearest known key, or the place where the key belongs."""
+    """Return the message for an unknown key, with a similar known key, or the path where the key is accepted."""
     name, known = str(item["loc"][-1]), _list_accepted_keys(item, body)
     places = _find_paths(name, body)
     suggestion = f" (did you mean {' or '.join(places)}?)" if places else suggest_name(name, known)
@@ -60,7 +60,7 @@ def _find_paths(name: str, annotation: Any, place: str = "") -> list[str]:
 
 
 def _list_accepted_keys(item: Mapping[str, Any], body: Any) -> Sequence[str]:
-    """Return the keys accepted by the object in which an error has found an unknown one."""
+    """Return the keys accepted by the object that has the unknown key."""
     annotation = body
     for part in item["loc"][1:-1]:
         annotation, _ = _descend(annotation, part)
@@ -70,10 +70,10 @@ def _list_accepted_keys(item: Mapping[str, Any], body: Any) -> Sequence[str]:
 def drop_redundant_errors(
     found: Sequence[tuple[JsonPath, Mapping[str, Any]]],
 ) -> list[tuple[JsonPath, Mapping[str, Any]]]:
-    """Return the errors without those that another one explains better.
+    """Drop errors that another error explains better.
 
-    A container causes an error as well when its items do, and each member of a union says that a value is not of its
-    type.
+    If items of a container are invalid, Pydantic reports the container, too; and each member of a union reports that
+    the value has another type.
     """
     around = {place[:end] for place, _ in found for end in range(len(place))}
     of_values = {place for place, item in found if not _is_type_error(item)}
@@ -90,14 +90,14 @@ def _is_type_error(item: Mapping[str, Any]) -> bool:
 
 
 def _descend(annotation: Any, part: str | int) -> tuple[Any, bool]:
-    """Return the annotation at the next part of a location, and whether that part is only a label of Pydantic's."""
+    """Return the annotation at the next part of a location, and whether that part is only a label added by Pydantic."""
     if isinstance(part, int):
         return _get_item_annotation(annotation), False
     models = _find_models(annotation)
     for model in models:
         if part in _get_fields(model):
             return _get_fields(model)[part].annotation, False
-    # A model with validators of its own is labelled `function-after[validate(), Model]`.
+    # A model with validators of its own is labeled `function-after[validate(), Model]`.
     named = next((model for model in models if re.search(rf"\b{model.__name__}\b", part)), None)
     if named is not None:
         return named, True
@@ -108,7 +108,7 @@ def _descend(annotation: Any, part: str | int) -> tuple[Any, bool]:
 
 
 def _get_fields(model: type[BaseModel]) -> Mapping[str, FieldInfo]:
-    """The fields of a model by the names that callers use."""
+    """Return the fields of a model by their names in requests."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
@@ -120,7 +120,8 @@ def _find_models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _get_item_annotation(annotation: Any, container: type = object) -> Any:
-    """Return the annotation of a container's items, for a union that of its first container; None if there is none."""
+    """Return the annotation of a container's items; for a union, that of its first container; None without a
+    container."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if isinstance(origin, type) and issubclass(origin, container):
         if issubclass(origin, Mapping):

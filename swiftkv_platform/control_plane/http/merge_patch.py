@@ -1,7 +1,7 @@
-"""Changes by JSON merge patches (RFC 7396): how to apply one, where two contradict each other, and bodies of `PATCH`,
-derived from a spec. Knows no route.
+"""JSON merge patches (RFC 7396): applying them, detecting conflicts, bodies of `PATCH` derived from a spec, and
+`ETag`s.
 
-Each field that may be changed has the same bounds as in the spec; fields that a body leaves out keep their value.
+A patch's fields have the same bounds as in the spec; missing fields keep their value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Path = tuple[str, ...]
 
 
 def apply_merge_patch(target: Any, patch: Any) -> Any:
-    """Apply `patch` to `target`: null removes a member, and a patch that is no object replaces the whole value."""
+    """Apply `patch` to `target`: null removes a member; a patch that is not an object replaces the whole value."""
     if not isinstance(patch, Mapping):
         return patch
     result = dict(target) if isinstance(target, Mapping) else {}
@@ -38,8 +38,8 @@ def apply_merge_patch(target: Any, patch: Any) -> Any:
 
 
 def find_conflict(patch: Mapping[str, Any], base: Mapping[str, Any], current: Mapping[str, Any]) -> Path | None:
-    """Return the path of the first member of `patch` that changed from `seen` to `present`, but to another value; None
-    if none did."""
+    """Return the path of the first member of `patch` that has changed from `base` to `current`, but not to the
+    patch's value; None without a conflict."""
     for path, wanted in _walk_leaves(patch):
         now = _get_value(current, path)
         if now != wanted and now != _get_value(base, path):
@@ -56,7 +56,7 @@ def _walk_leaves(patch: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[P
 
 
 def _get_value(document: Any, path: Path) -> Any:
-    """Return the value at a path; None where there is nothing."""
+    """Return the value at a path; None if missing."""
     for name in path:
         document = document.get(name) if isinstance(document, Mapping) else None
     return document
@@ -64,24 +64,24 @@ def _get_value(document: Any, path: Path) -> Any:
 
 @dataclass(frozen=True)
 class ExpectedVersions:
-    """Versions to which a change may be applied, from `If-Match`."""
+    """Versions that `If-Match` allows to change."""
 
     versions: frozenset[int] | None
-    """Versions that the condition names; None for any."""
+    """None for any."""
 
     def check_version(self, what: str, version: int) -> None:
-        """Raise `PreconditionFailedError` if `what` is at a version that the condition does not name."""
+        """Raise `PreconditionFailedError` unless the version of `what` is allowed."""
         if self.versions is not None and version not in self.versions:
             raise PreconditionFailedError(
-                f"{what} is at version {version}, and If-Match names another; read it again, and name its ETag if the "
-                "change still applies",
+                f"{what} is at version {version}, which If-Match does not list; read it again, and send its ETag if "
+                "the change still applies",
                 field="If-Match",
                 value=", ".join(f'"{number}"' for number in sorted(self.versions)),
             )
 
 
 class MergePatch(FiniteModel, use_attribute_docstrings=False):
-    """Changes of an object: those fields that a body sets."""
+    """Changes of an object: the fields that a body sets."""
 
     def dump_set_fields(self) -> dict[str, Any]:
         return self.model_dump(exclude_unset=True)
@@ -91,7 +91,7 @@ Patch = TypeVar("Patch", bound=MergePatch)
 
 
 def derive_merge_patch(spec: type[BaseModel]) -> Callable[[type[Patch]], type[Patch]]:
-    """Return a class decorator that adds those fields of `spec` that may be changed."""
+    """Return a class decorator that adds the changeable fields of `spec`."""
 
     def derive(patch: type[Patch]) -> type[Patch]:
         fields: dict[str, Any] = {
@@ -111,7 +111,7 @@ def _get_change_rule(field: FieldInfo) -> Change:
 
 
 def _make_patch_field(field: FieldInfo) -> Any:
-    """Return the field as a patch has it. Its default is never read, and no schema shows one."""
+    """Return the field of a patch. Its default is never read and appears in no schema."""
     description = " ".join(text for text in (field.description, _get_change_rule(field).effect) if text)
     bounds = [item for item in field.metadata if not isinstance(item, Change)]
     annotation: Any = _make_partial(field.annotation)
@@ -121,7 +121,7 @@ def _make_patch_field(field: FieldInfo) -> Any:
 
 
 def _make_partial(annotation: Any) -> Any:
-    """Return an annotation in which objects may be partial, and a dictionary may also be null, as if it were empty."""
+    """Return an annotation whose objects may be partial and whose dictionaries may be null, which means empty."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is dict:
         return annotation | None
@@ -136,18 +136,18 @@ def _make_partial(annotation: Any) -> Any:
 
 
 _ETAG = re.compile(r'(?:W/)?"(\d{1,18})"')
-"""Weak tags are accepted, since a proxy that compresses answers makes them weak; the version is the same."""
+"""Weak tags are accepted: a proxy that compresses responses makes tags weak, but the version is the same."""
 
 
 def set_etag(response: Response, version: int) -> None:
-    """Set the answer's `ETag` to the version."""
+    """Set the `ETag` header to the version."""
     response.headers["ETag"] = f'"{version}"'
 
 
 def parse_if_match(
     value: Annotated[str | None, Header(alias="If-Match", description="`ETag` of the version to change")] = None,
 ) -> ExpectedVersions | None:
-    """Return the versions that `If-Match` accepts; None without that header. Raises `InvalidInputError`."""
+    """Parse `If-Match`; None without that header. Raises `InvalidInputError`."""
     if value is None:
         return None
     if value.strip() == "*":

@@ -1,4 +1,4 @@
-"""Lists and other answers that every room's routes share: query parameters of pages, and JSON models."""
+"""Base classes of JSON responses, lists, and query parameters of pages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ListResponse(ResponseModel, Generic[Item]):
     first_id: str | None
     last_id: str | None
     left_out: list[str] = []
-    """Ids of rows of this page that cannot be read, as another version of the program stored them."""
+    """Ids of unreadable rows of this page, stored by another version of the program."""
 
 
 def make_list_response(
@@ -41,8 +41,8 @@ def make_list_response(
     cursor: Callable[[Item], str] = attrgetter("id"),
     order: Literal["asc", "desc"] = "asc",
 ) -> ListResponse[Item]:
-    """Return the answer of a list, which ends before its objects exceed `PAGE_BYTES`, after one at least. Its first and
-    last id, in `order`, may be those of rows that are left out."""
+    """Return the response of a list. It ends before its objects exceed `PAGE_BYTES`, but has at least one.
+    `first_id` and `last_id`, in `order`, may be ids of unreadable rows."""
     data = limit_page_bytes(map(make, found.items))
     is_cut = len(data) < len(found.items)
     ids, left_out = [cursor(item) for item in data], list(found.unreadable_ids)
@@ -60,8 +60,7 @@ def make_list_response(
 
 
 def limit_page_bytes(items: Iterable[Item]) -> list[Item]:
-    """Return the first objects that have at most `PAGE_BYTES` together as JSON, at least one if there is any. No others
-    are made."""
+    """Return the first objects that fit `PAGE_BYTES` as JSON, at least one. Later objects are not created."""
     found: list[Item] = []
     size = 0
     for item in items:
@@ -76,7 +75,7 @@ Order = Literal["asc", "desc"]
 
 
 def make_page_query(default_limit: int, default_order: Order, *, max_limit: int = 1000) -> Callable[..., Page]:
-    """Return the dependency that reads a page from the query; by default it has `default` items, in order `first`."""
+    """Return a dependency that parses a page's query parameters."""
 
     def read_page(
         after: str | None = Query(None, description="`last_id` of the previous page"),

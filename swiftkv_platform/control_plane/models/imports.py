@@ -50,12 +50,12 @@ _ADAPTER = "swiftkv_adapter.json"
 
 @dataclass(frozen=True)
 class ModelImporter:
-    """Imports students for a tenant."""
+    """Imports student models for a tenant."""
 
     parts: Components
     settings: Settings
     client: Client
-    """The import stops when it leaves."""
+    """The import stops when this client disconnects."""
     parsers: ParserPool
     """Processes that check a model's small files."""
 
@@ -82,7 +82,7 @@ class ModelImporter:
 
     @contextmanager
     def _list_source(self, source: str, caller: Caller) -> Iterator[Sequence[IncomingFile]]:
-        """The files of the source, which can be read within the context."""
+        """List the files of the source, readable within the context."""
         access = get_source_access(self.settings, self.parts.policies, caller.tenant)
         place = access.parse_location(source, _FIELD)
         if isinstance(place, S3Source):
@@ -93,7 +93,7 @@ class ModelImporter:
         elif not Path(place.path).is_dir():
             raise _source_error(
                 source,
-                "and the control plane's machine has no such directory; name one of that machine, or copy it to an "
+                "which is no directory on the control plane's machine; use a directory of that machine, or an "
                 "s3:// prefix that this tenant may read",
             )
         else:
@@ -109,7 +109,7 @@ class ModelImporter:
             raise StorageError(message, field=_FIELD)
 
     def _copy_small_files(self, files: Sequence[IncomingFile], copy: Path) -> dict[str, ManifestFile]:
-        """Copy small files, and make an empty file for each other one, since checks look at names."""
+        """Copy small files, and create an empty file for each other file, since checks look at names."""
         copied: dict[str, ManifestFile] = {}
         for file in files:
             path = copy / file.name
@@ -123,7 +123,7 @@ class ModelImporter:
         return copied
 
     def _make_model(self, known: Manifest, source: str, name: str | None, caller: Caller) -> Model:
-        """Return the model, without digest and size. Raises `InvalidInputError` if its documents cannot be stored."""
+        """Return the model without digest and size. Raises `InvalidInputError` if its documents cannot be stored."""
         lineage = {**known.lineage, "imported_from": source, "imported_by": caller.name}
         lineage.pop(ADAPTER_LINEAGE, None)
         model_id = new_id("mdl")
@@ -151,7 +151,7 @@ class ModelImporter:
         files: Sequence[IncomingFile],
         stored: dict[str, ManifestFile],
     ) -> Model:
-        """Store all files, the manifest, and the row; if that fails, nothing stays."""
+        """Store all files, the manifest and the row; on failure, remove all of them."""
         self.parts.registry.begin_import(model.prefix, by=model.lineage["imported_by"], now=self.parts.clock())
         try:
             for name in stored:
@@ -179,7 +179,7 @@ class ModelImporter:
         return made
 
     def _read_pieces(self, file: IncomingFile, see: Callable[[bytes], None]) -> Iterator[bytes]:
-        """Yield the file's pieces while the client waits, and show each to `see`."""
+        """Yield the file's pieces while the client is connected, and pass each to `see`."""
         for piece in file.checked_stream():
             self.client.check_connected()
             see(piece)
@@ -187,11 +187,11 @@ class ModelImporter:
 
 
 def _check_student(copy: Path, stored: Mapping[str, ManifestFile], sizes: Mapping[str, int], source: str) -> Manifest:
-    """Check a student's small files and names, and return its manifest, or an empty one if it has none. Raises
+    """Check a student's small files and file names. Returns its manifest, an empty one if it has none. Raises
     `InvalidInputError`."""
     check_model_files(copy, Boundary.from_directories(copy), _FIELD)
     if _ADAPTER in sizes:
-        raise _source_error(source, "which is an adapter; import the whole model that `swiftkv export` makes of it")
+        raise _source_error(source, "which is an adapter; import the full model that `swiftkv export` writes")
     try:
         kind = read_object(copy / "config.json", CONFIG_BYTES).get("model_type")
     except (OSError, UnusableFileError) as error:
@@ -210,7 +210,7 @@ def _check_student(copy: Path, stored: Mapping[str, ManifestFile], sizes: Mappin
         why = f"whose {MANIFEST} {error}; remove it, or distill again"
         raise _source_error(source, why) from error
     if manifest.kind != "artifact":
-        raise _source_error(source, f"a {manifest.kind}; use an artifact, as `swiftkv distill` makes one")
+        raise _source_error(source, f"a {manifest.kind}; use an artifact, such as the output of `swiftkv distill`")
     found = {name: size for name, size in sizes.items() if name != MANIFEST}
     told = {name: file.size for name, file in manifest.files.items()}
     wrong = sorted(name for name in {*found, *told} if found.get(name) != told.get(name))
@@ -222,18 +222,19 @@ def _check_student(copy: Path, stored: Mapping[str, ManifestFile], sizes: Mappin
 
 
 def _check_digest(known: Manifest, stored: Mapping[str, ManifestFile], name: str, source: str) -> None:
-    """Raise `InvalidInputError` if a file is not the one that the source's manifest names."""
+    """Raise `InvalidInputError` if a file differs from the source's manifest."""
     if known.files and known.files[name] != stored[name]:
         raise _manifest_mismatch_error(source, [name])
 
 
 def _manifest_mismatch_error(source: str, names: Sequence[str]) -> InvalidInputError:
     which = f"whose {', '.join(names[:3])} differs from its {MANIFEST}"
-    return _source_error(source, f"{which}; copy it again from where it was made")
+    return _source_error(source, f"{which}; copy the original directory again")
 
 
 def _check_documents(model: Model, source: str) -> None:
-    """Refuse a lineage or report that pages and answers could not read: any program may have written it."""
+    """Raise `InvalidInputError` for lineage or metrics that this program cannot display: any program may have
+    written them."""
     fault = find_exceeded_document_limit(model)
     if fault is not None:
         raise _source_error(source, f"and in its {MANIFEST}, {fault}; remove it, or distill again")
@@ -247,7 +248,7 @@ def _check_documents(model: Model, source: str) -> None:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         plain = False
     if not plain:
-        raise _source_error(source, f"whose {MANIFEST} has lineage or metrics in another form; remove it")
+        raise _source_error(source, f"whose {MANIFEST} has lineage or metrics in an unknown format; remove that file")
 
 
 def _choose_name(known: Manifest, source: str) -> str:
@@ -257,7 +258,7 @@ def _choose_name(known: Manifest, source: str) -> str:
     try:
         return _NAME.validate_python(name)
     except ValidationError as error:
-        message = f"name is missing, and {str(name)[:64]!r} is not a valid name; give one"
+        message = f"name is missing, and {str(name)[:64]!r} is not a valid name; set one"
         raise InvalidInputError(message, field="name", value=name) from error
 
 

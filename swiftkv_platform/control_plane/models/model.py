@@ -47,8 +47,8 @@ def get_import_prefix(model_id: str) -> str:
 
 
 def find_exceeded_document_limit(model: Model) -> str | None:
-    """Return why a model's lineage and report cannot be stored, since they are in a row that every list reads; None if
-    they can. Counts each value with its dotted name, as comparisons show it."""
+    """Return the limit that a model's lineage and metrics exceed; None if they can be stored in a row, which every
+    list reads. Counts each value with its dotted name, as comparisons show it."""
     pending: list[tuple[Any, int, int]] = [(model.lineage, 0, 0), (model.metrics, 0, 0)]
     values = size = 0
     while pending:
@@ -85,7 +85,7 @@ class Promotion:
     """Model that it pointed to before."""
     reason: str
     by: str
-    """Name of the key that asked."""
+    """Name of the caller's key."""
     created_at: int
     version: int
-    """Version of the alias from then on: its place in the alias's history, from 1."""
+    """Version of the alias from then on: the position in its history, from 1."""

@@ -24,7 +24,7 @@ ALIAS_PATTERN = r"^[a-z][a-z0-9-]{0,31}$"
 
 @dataclass(frozen=True)
 class RegistryService:
-    """Operations to promote, roll back and look up models."""
+    """Promotes, rolls back and looks up models."""
 
     registry: ModelRepository
     clock: Clock
@@ -40,7 +40,8 @@ class RegistryService:
             raise InvalidInputError(error.message, field=error.field, value=name) from error
 
     def find(self, name: str, tenant: str) -> Model:
-        """The model as `resolve` finds it. Raises `NotFoundError`, and `InvalidInputError` for an ambiguous name."""
+        """Return the model that `name` refers to, as in `resolve`. Raises `NotFoundError`, and `InvalidInputError`
+        for an ambiguous name."""
         return self._find(name, tenant)[0]
 
     def _find(self, name: str, tenant: str) -> tuple[Model, str | None]:
@@ -67,7 +68,7 @@ class RegistryService:
         return found[0], None
 
     def get_history(self, alias: str, tenant: str) -> Sequence[Promotion]:
-        """Return an alias's history. Raises `NotFoundError` for an alias that nothing was ever promoted to."""
+        """Return an alias's history. Raises `NotFoundError` for an unknown alias."""
         found = self.registry.list_promotions(tenant=tenant, alias=alias)
         if not found:
             raise _unknown_alias_error(alias)
@@ -99,14 +100,14 @@ class RegistryService:
     def roll_back(
         self, alias: str, *, tenant: str, by: str, reason: str, expected: ExpectedVersions | None = None
     ) -> Promotion:
-        """Point `alias` to the model that it pointed to before the present one was promoted. Raises `NotFoundError` for
-        an unknown alias, `ConflictError` if there is no earlier model, and as `promote`."""
+        """Point `alias` to the model before the current one. Raises `NotFoundError` for an unknown alias,
+        `ConflictError` if there is no earlier model, and as `promote`."""
         return self._move_alias(alias, None, tenant=tenant, by=by, reason=reason, expected=expected)
 
     def _move_alias(
         self, alias: str, model: str | None, *, tenant: str, by: str, reason: str, expected: ExpectedVersions | None
     ) -> Promotion:
-        """Point `alias` to the model; None: to the one before the present one."""
+        """Point `alias` to the model; None: to the model before the current one."""
         seen, now = self.registry.get_newest_promotion(alias, tenant=tenant), int(self.clock())
 
         def decide(history: Iterator[Promotion]) -> Promotion:
@@ -129,7 +130,7 @@ class RegistryService:
             if wanted is None and newest is not None:
                 wanted = next(islice(_iterate_rollback_targets(chain([newest], history)), 1, None), None)
             if wanted is None:
-                message = f"alias {alias!r} stood for no model before {previous}; promote another one"
+                message = f"alias {alias!r} has no model before {previous} to roll back to; promote another model"
                 raise ConflictError(message, field="alias", value=alias)
             action: Literal["promote", "rollback"] = "rollback" if model is None else "promote"
             return Promotion(new_id("prm"), tenant, alias, action, wanted, previous, reason, by, now, version + 1)
@@ -141,15 +142,15 @@ def _check_gates(model: Model, *, accept_undecided: bool) -> None:
     found = describe_undecided_gates(model.metrics)
     if found and not accept_undecided:
         raise ConflictError(
-            f"{model.id} has gates that its samples cannot decide: {'; '.join(found)}; evaluate it on more samples, or "
-            "promote it with accept_undecided and the reason",
+            f"{model.id} has inconclusive quality gates: {'; '.join(found)}; evaluate it on more samples, or "
+            "promote it with accept_undecided and a reason",
             field="accept_undecided",
             value=False,
         )
 
 
 def _iterate_rollback_targets(newest_first: Iterable[Promotion]) -> Iterator[str]:
-    """Yield the models that the alias could be rolled back to, beginning with the present one. The oldest changes may
+    """Yield the models that the alias can be rolled back to, beginning with the current one. The oldest changes may
     be missing."""
     undone = 0
     for promotion in newest_first:
@@ -166,8 +167,8 @@ def _unknown_alias_error(alias: str) -> NotFoundError:
 
 
 def count_superseded(history: Sequence[Promotion], *, before: float, keep: int) -> int:
-    """Return how many promotions, counted from the first, are older than `before` and not needed to roll back. `keep`:
-    number of the newest models, including the present one, that must stay reachable by rollback."""
+    """Count the oldest promotions that are older than `before` and not needed for rollbacks. `keep`: number of
+    newest models, including the current one, that must remain available for rollbacks."""
     stack: list[int] = []
     for place, promotion in enumerate(history):
         if promotion.action == "promote":

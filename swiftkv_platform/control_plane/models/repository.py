@@ -33,9 +33,9 @@ from swiftkv_platform.errors import StorageError
 
 DecidePromotion = Callable[[Iterator[Promotion]], Promotion]
 _BATCH_ROWS = 20
-"""Promotions that are read at once."""
+"""Promotions per query."""
 MAX_CANDIDATES = 5
-"""Most models that a refusal of an ambiguous name lists."""
+"""Max models that an error for an ambiguous name lists."""
 IMPORT_TIMEOUT_S = 86400.0
 """Seconds after which the objects of an unregistered import are removed."""
 
@@ -49,7 +49,7 @@ class ModelRepository(DeploymentRepository):
             return to_dataclass(Model, get_owned(session, ModelRow, model_id, tenant))
 
     def begin_import(self, prefix: str, *, by: str, now: float) -> None:
-        """Schedule the removal of an import's objects in a day, unless `add_model` registers the model before."""
+        """Schedule the removal of an import's objects in a day, unless `register_import` cancels it."""
         with self._database.writing() as session:
             session.add(DeletionRow(prefix=prefix, created_at=int(now + IMPORT_TIMEOUT_S), by=by))
 
@@ -82,23 +82,23 @@ class ModelRepository(DeploymentRepository):
             return Slice([to_dataclass(Model, row) for row in rows.items], rows.has_more)
 
     def find_models(self, *, tenant: str, **columns: str) -> Sequence[Model]:
-        """Return the tenant's models with these values of columns, newest first, at most `MOST_CANDIDATES` + 1."""
+        """Return the tenant's models with these column values, newest first, at most `MAX_CANDIDATES` + 1."""
         query = select(ModelRow).filter_by(tenant=tenant, **columns).order_by(ModelRow.id.desc())
         with self._database.reading() as session:
             return [to_dataclass(Model, row) for row in session.scalars(query.limit(MAX_CANDIDATES + 1))]
 
     def list_promotions(self, *, tenant: str, alias: str | None = None) -> Sequence[Promotion]:
-        """Promotions in the order in which they happened."""
+        """Return promotions, oldest first."""
         with self._database.reading() as session:
             return select_promotions(session, tenant, alias)
 
     def get_newest_promotion(self, alias: str, *, tenant: str) -> Promotion | None:
-        """Return the last change of an alias; None if nothing was ever promoted to it."""
+        """Return the newest change of an alias; None for an unknown alias."""
         with self._database.reading() as session:
             return _get_newest(session, tenant, alias)
 
     def list_model_promotions(self, model_id: str, *, tenant: str, limit: int) -> Sequence[Promotion]:
-        """Return the last promotions that an alias's model became, or ceased to be, this one; oldest first."""
+        """Return the newest promotions to or from this model, oldest first."""
         query = select(PromotionRow).where(
             PromotionRow.tenant == tenant, or_(PromotionRow.model == model_id, PromotionRow.previous == model_id)
         )
@@ -107,8 +107,8 @@ class ModelRepository(DeploymentRepository):
             return [to_dataclass(Promotion, row) for row in reversed(rows)]
 
     def list_aliases(self, page: Page, *, tenant: str, newest: int) -> Slice[Sequence[Promotion]]:
-        """A page of aliases by name: the `newest` promotions of each, in the order in which they happened. It ends as
-        pages of rows do."""
+        """Return a page of aliases by name, each with its `newest` promotions, oldest first. The page is limited in
+        bytes."""
         query = select(PromotionRow.alias).where(PromotionRow.tenant == tenant).distinct()
         rank = func.row_number().over(partition_by=PromotionRow.alias, order_by=PromotionRow.sequence.desc())
         size = row_bytes_expression(PromotionRow)
@@ -167,7 +167,7 @@ def _get_newest(session: Session, tenant: str, alias: str) -> Promotion | None:
 
 
 def iterate_newest_first(session: Session, tenant: str, alias: str, *, part: int = _BATCH_ROWS) -> Iterator[Promotion]:
-    """Read an alias's history backwards, in parts."""
+    """Yield an alias's history, newest first, read in batches."""
     before: int | None = None
     while before != 0:
         query = select(PromotionRow).where(PromotionRow.tenant == tenant, PromotionRow.alias == alias)
@@ -179,7 +179,7 @@ def iterate_newest_first(session: Session, tenant: str, alias: str, *, part: int
 
 
 def _trim_history(session: Session, promotion: Promotion, most: int | None) -> None:
-    """Remove the oldest changes of an alias, so that its history has at most `most` with this one."""
+    """Remove an alias's oldest changes, so that its history has at most `most` including this one."""
     if most is not None and promotion.version > most:
         of_alias = (PromotionRow.tenant == promotion.tenant, PromotionRow.alias == promotion.alias)
         session.execute(delete(PromotionRow).where(*of_alias, PromotionRow.version <= promotion.version - most))

@@ -1,4 +1,4 @@
-"""The JSON of models, comparisons, aliases and lineage. Knows no route and no database."""
+"""JSON responses and request bodies of models, comparisons, aliases and lineage. Knows no route and no database."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from swiftkv_platform.specs.training import ParentReference
 
 
 class CreateModel(FiniteModel):
-    """Request for a model that is made of a checkpoint."""
+    """Request to make a model of a checkpoint."""
 
     from_checkpoint: ParentReference
     """`job_...:STEP`, or the name that OpenAI's API gives the checkpoint (`fine_tuned_model_checkpoint`)."""
     name: JobName | None = None
-    """Name of the model; by default that of the checkpoint's job and the step."""
+    """Name of the model; by default, the name of the checkpoint's job and the step."""
     evaluation: EvaluationSpec | None = None
-    """Fields of the evaluation to change; the others are those of the checkpoint's job."""
+    """Changed fields of the evaluation; other fields come from the checkpoint's job."""
     resources: ResourcesSpec | None = None
-    """Fields of the resources to change; the others are those of the checkpoint's job."""
+    """Changed fields of the resources; other fields come from the checkpoint's job."""
     metadata: Annotated[dict[Label, LabelValue], Field(max_length=32)] | None = None
-    """Metadata instead of the job's."""
+    """Metadata that replaces the job's."""
 
     def dump_set_fields(self) -> dict[str, Any]:
         """Return the fields of a job spec that the request sets."""
@@ -42,23 +42,23 @@ class CreateModel(FiniteModel):
 
 
 class ImportModel(FiniteModel):
-    """Request to import a student that was made outside of the platform's jobs."""
+    """Request to import a student that was trained outside of the platform."""
 
     source: Annotated[str, Field(min_length=1, max_length=1000)]
     """Directory on the control plane's machine, or `s3://` prefix, that the caller's jobs may read."""
     name: JobName | None = None
-    """Name of the model; by default the name in the spec that trained it, or its directory's."""
+    """Name of the model; by default, the name in its training spec, or of its directory."""
 
 
 class ModelResponse(ResponseModel):
-    """A distilled model and where it came from."""
+    """A distilled model and its origin."""
 
     id: str
     object: Literal["model"] = "model"
     name: str
     created_at: int
     job_id: str | None
-    """Job that made it; null for an imported model, whose `lineage.imported_from` names its source."""
+    """Job that trained it; null for an imported model, whose source is `lineage.imported_from`."""
     attempt: int
     """0 for an imported model."""
     artifact_uri: str
@@ -80,17 +80,16 @@ Reason = Annotated[str, Field(min_length=1, max_length=1000)]
 
 class PromotionRequest(FrozenModel):
     alias: Annotated[str, Field(pattern=ALIAS_PATTERN)] = "production"
-    """Alias that the model is promoted to."""
+    """Alias to promote the model to."""
     reason: Reason
-    """Reason of the promotion; kept with its author and time."""
+    """Reason of the promotion; stored with its author and time."""
     accept_undecided: bool = False
-    """Promote a model even if its samples do not decide every quality gate; otherwise such a request is answered with
-    409."""
+    """Promote a model despite inconclusive quality gates; otherwise the response is 409."""
 
 
 class RollbackRequest(FrozenModel):
     reason: Reason
-    """Reason of the rollback; kept with its author and time."""
+    """Reason of the rollback; stored with its author and time."""
 
 
 class PromotionResponse(ResponseModel):
@@ -106,7 +105,7 @@ class PromotionResponse(ResponseModel):
     """Model that it pointed to before."""
     reason: str
     by: str
-    """Name of the key that asked."""
+    """Name of the caller's key."""
     created_at: int
     version: int
     """Version of the alias from then on; also in `ETag`, for `If-Match`."""
@@ -122,7 +121,7 @@ class AliasResponse(ResponseModel):
     """Increases with every promotion and rollback; also in `ETag`, for `If-Match`."""
     model: str
     history: list[PromotionResponse]
-    """Oldest first. Of a history that is longer than a page of a list, only the newest changes."""
+    """Oldest first. Only the newest changes if the history is longer than a page of a list."""
 
     @classmethod
     def from_history(cls, alias: str, history: Sequence[Promotion]) -> Self:
@@ -143,13 +142,13 @@ class LineageResponse(ResponseModel):
 
     object: Literal["lineage"] = "lineage"
     data_fingerprint: str | None
-    """Fingerprint of the rows that were trained on."""
+    """Fingerprint of the training rows."""
     teacher: str | None
     revision: str | None
     code_version: str | None
     spec: dict[str, Any] | None
     ancestors: list[AncestorResponse]
-    """Models and checkpoints that it continued from, the nearest first."""
+    """Models and checkpoints that it was trained from, nearest first."""
     imported_from: str | None
     """Source of an imported model."""
     job_id: str | None
@@ -160,7 +159,7 @@ class LineageResponse(ResponseModel):
     aliases: list[str]
     """Aliases that point to it now."""
     promotions: list[PromotionResponse]
-    """Promotions that concern it, oldest first."""
+    """Promotions to or from it, oldest first."""
     deployments: list[LineageDeployment]
 
     @classmethod
@@ -187,7 +186,7 @@ class LineageResponse(ResponseModel):
 
 
 _STUDENT_SUFFIX = ".student"
-"""Suffix of the name of a student's score on a task."""
+"""Suffix of the name of a student's task score."""
 _BETTER_DIRECTION: Mapping[str, Literal["lower", "higher"]] = {
     "distilled.perplexity": "lower",
     "distilled.kl": "lower",
@@ -195,9 +194,9 @@ _BETTER_DIRECTION: Mapping[str, Literal["lower", "higher"]] = {
     "prefill_flops_ratio": "lower",
     "kv_bytes_ratio": "lower",
 }
-"""Figures of `evaluation.json` that two models are compared by."""
+"""Metrics of `evaluation.json` that comparisons show."""
 _COMPARABLE_KEYS = ("teacher", "revision", "data_fingerprint")
-"""Keys of the lineage that must agree for quality to be comparable."""
+"""Keys of the lineage that must be equal for quality to be comparable."""
 
 
 class FigureResponse(ResponseModel):
@@ -222,7 +221,7 @@ class ComparisonResponse(ResponseModel):
     b: str
     figures: list[FigureResponse]
     differences: list[DifferenceResponse]
-    """Differences of teacher, revision and data; if there are any, quality was not measured on equal terms."""
+    """Differences of teacher, revision and data. If there are any, the quality metrics are not comparable."""
     spec_differences: list[DifferenceResponse]
     """Differences by dotted path of the spec."""
 
@@ -254,7 +253,7 @@ def _compare_figure(name: str, a: Model, b: Model) -> FigureResponse:
 
 
 def _list_common_scores(a: Model, b: Model) -> list[str]:
-    """Return the names of student scores on tasks that both models were evaluated on."""
+    """Return the names of student scores on the tasks of both evaluations."""
     flat = [_flatten(model.metrics) for model in (a, b)]
     return sorted(name for name in flat[0].keys() & flat[1].keys() if name.endswith(_STUDENT_SUFFIX))
 

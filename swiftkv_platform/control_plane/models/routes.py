@@ -45,14 +45,14 @@ Service = Annotated[RegistryService, Depends(_get_registry)]
 Alias = Annotated[str, Path(pattern=ALIAS_PATTERN)]
 
 _MAX_LINEAGE_ITEMS = 1000
-"""Deployments, and changes of aliases, that a model's lineage names."""
+"""Max deployments, and max alias changes, in a model's lineage."""
 _MAX_LISTED_CHANGES = 20
-"""Newest changes of each alias that a list shows."""
+"""Max changes of each alias in a list."""
 
 
 @router.get("/models")
 def list_models(parts: ComponentsDep, caller: Reader, page: NewestFirst) -> ListResponse[ModelResponse]:
-    """Models, newest first."""
+    """List models, newest first."""
     found = parts.registry.list_models(page, tenant=caller.tenant)
     return make_list_response(found, ModelResponse.from_model)
 
@@ -66,10 +66,10 @@ def create_model(
     presenter: Presenter,
     response: Response,
 ) -> JobResponse:
-    """Submit a job that evaluates a checkpoint and publishes it as a model. Returns the job.
+    """Submit a job that evaluates a checkpoint and registers it as a model. Returns the job.
 
-    The job trains nothing, takes the rest of its spec from the checkpoint's job, and counts as any other job. Its model
-    is the job's `distilled_model` once it has succeeded.
+    The job trains nothing, takes the rest of its spec from the checkpoint's job, and counts toward quotas as any
+    other job. After it has succeeded, its `distilled_model` is the model.
     """
     found = parts.parents.find(body.from_checkpoint, caller.tenant)
     try:
@@ -88,10 +88,10 @@ def import_model(
     caller: Uploader,  # before the client, since watching it reads from its connection
     client: ConnectedClient,
 ) -> ModelResponse:
-    """Copy a student that no job of this platform made into the object store, and register it as a model.
+    """Copy a student that was trained outside of this platform into the object store, and register it as a model.
 
-    A directory with a `manifest.json`, as `swiftkv distill` writes one, is checked against its digests and keeps its
-    lineage and report. The request lasts as long as the copy, which ends if the client leaves.
+    If the directory has a `manifest.json`, as written by `swiftkv distill`, its digests are checked, and its lineage
+    and report are kept. The request lasts until the copy is complete; the copy stops if the client disconnects.
     """
     imports = ModelImporter(parts, settings, client, parsers)
     with parsers.limiter.hold(caller.tenant, caller.name):
@@ -100,8 +100,8 @@ def import_model(
 
 @router.get("/models/{model_id}")
 def get_model(model_id: str, caller: Reader, service: Service) -> ModelResponse:
-    """Return a model. Wherever a route takes a model, except `DELETE`, its alias, its job's id, or a name that only one
-    model has, is accepted instead of its id."""
+    """Return a model. All routes except `DELETE` accept, instead of a model's id, its alias, its job's id, or its
+    name if it is unique."""
     return ModelResponse.from_model(service.find(model_id, caller.tenant))
 
 
@@ -137,7 +137,7 @@ def publish_model(
     """Submit a job that copies the model to a hub repository, a bucket or a directory. Returns the job. Copying a model
     again changes nothing.
 
-    If the operator allows no such target, the request is answered with 422.
+    Returns 422 if the operator allows no such target.
     """
     model = service.find(model_id, caller.tenant)
     spec = make_copy_spec(parts.parents.find(model.id, caller.tenant), body)
@@ -148,11 +148,11 @@ def publish_model(
 def promote_model(
     model_id: str, body: PromotionRequest, caller: Deployer, service: Service, expected: IfMatch, response: Response
 ) -> PromotionResponse:
-    """Point an alias to the model. Deployments made of the alias swap it in, without a failed request.
+    """Point an alias to the model. Deployments that follow the alias swap to it without failed requests.
 
-    If another model is promoted to it at the same time, the later request is answered with 409. So is a model with an
-    undecided quality gate, unless the request has `accept_undecided`. With `If-Match` the alias is changed only at that
-    version (else 412).
+    Returns 409 if another model is promoted at the same time, or if the model has an inconclusive quality gate and
+    the request does not set `accept_undecided`. With `If-Match`, the alias is changed only at that version (else
+    412).
     """
     promotion = service.promote(
         model_id,
@@ -169,9 +169,9 @@ def promote_model(
 
 @router.delete("/models/{model_id}", status_code=status.HTTP_204_NO_CONTENT)
 def delete_model(model_id: str, deletions: DeletionsDep, parts: ComponentsDep, caller: Deployer) -> None:
-    """Delete a model. Its job stays, and its objects are removed in the sweeper's next round.
+    """Delete a model. Its job remains; its objects are removed in the next retention round.
 
-    A model that is deployed, in the history of an alias, or read by a job is kept: the 409 names the holder.
+    Returns 409 if the model is deployed, in the history of an alias, or used by a job; the response says by which.
     """
     deletions.delete_model(model_id, by=caller.name, now=parts.clock(), tenant=caller.tenant)
 
@@ -187,7 +187,7 @@ def list_aliases(
 
 @router.get("/aliases/{alias}")
 def get_alias(alias: Alias, caller: Reader, service: Service, response: Response) -> AliasResponse:
-    """Return an alias with its history, or the newest part of a very long one."""
+    """Return an alias with its history, or the newest part of a long history."""
     found = AliasResponse.from_history(alias, service.get_history(alias, caller.tenant))
     set_etag(response, found.version)
     return found
@@ -197,9 +197,9 @@ def get_alias(alias: Alias, caller: Reader, service: Service, response: Response
 def roll_back(
     alias: Alias, body: RollbackRequest, caller: Deployer, service: Service, expected: IfMatch, response: Response
 ) -> PromotionResponse:
-    """Point the alias to the model before the present one again, and swap that in.
+    """Roll the alias, and the deployments that follow it, back to the previous model.
 
-    `If-Match` works as in a promotion.
+    `If-Match` works as for promotions.
     """
     promotion = service.roll_back(alias, tenant=caller.tenant, by=caller.name, reason=body.reason, expected=expected)
     set_etag(response, promotion.version)

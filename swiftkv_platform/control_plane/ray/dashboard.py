@@ -19,18 +19,18 @@ import httpx
 from swiftkv_platform.errors import ClusterUnavailableError
 
 _ERROR_LINE = re.compile(r"^(?:\w+\.)*\w+(?:Error|Exception): ", re.MULTILINE)
-"""Start of the traceback line that names the error."""
+"""Start of a traceback's line with the error."""
 _MAX_REASON_CHARS = 2000
 _WEB_SOCKET_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=3.0)
 _HEARTBEAT_S = 30.0
-"""Seconds between pings, since a dashboard whose machine is gone closes no connection."""
+"""Seconds between pings: if the dashboard's machine is gone, no connection is closed."""
 _MAX_MESSAGE_BYTES = 64 << 20
 _LIVE_NODES_PATH = "/api/v0/nodes?limit=1&timeout=5&filter_keys=state&filter_predicates=%3D&filter_values=ALIVE"
 
 
 class RayDashboard:
-    """The dashboard at `url`, to which no connection is made before the first request. `timeout_s`: longest wait for an
-    answer. `token_file`: Ray's token, if it is not the one that the environment names."""
+    """Client of the dashboard at `url`, which connects with the first request. `timeout_s`: max seconds to wait for
+    data. `token_file`: file of Ray's token; by default the environment's."""
 
     def __init__(self, url: str, *, timeout_s: float, token_file: Path | None = None) -> None:
         self.url = url.rstrip("/")
@@ -39,7 +39,7 @@ class RayDashboard:
         self._http = httpx.Client(base_url=self.url, timeout=httpx.Timeout(timeout_s, connect=3.0), trust_env=False)
 
     def request(self, method: str, path: str, *, json: Any = None) -> httpx.Response:
-        """Return Ray's answer, whatever its status. Raises `ClusterUnavailableError` if there is none."""
+        """Return Ray's response with any status. Raises `ClusterUnavailableError` without a response."""
         try:
             return self._http.request(method, path, json=json, headers=_make_auth_headers(self._token_file))
         except httpx.TransportError as error:
@@ -47,9 +47,9 @@ class RayDashboard:
 
     @contextmanager
     def stream(self, path: str, params: Mapping[str, str | int]) -> Iterator[httpx.Response]:
-        """Stream Ray's answer to a GET. The body of an unsuccessful answer is read at once.
+        """Stream Ray's response to a GET. An unsuccessful response is read at once.
 
-        Raises `ClusterUnavailableError` if there is no answer, and `httpx.RemoteProtocolError` if it breaks off.
+        Raises `ClusterUnavailableError` without a response, and `httpx.RemoteProtocolError` if it is interrupted.
         """
         try:
             with self._http.stream(
@@ -64,7 +64,7 @@ class RayDashboard:
             raise self.no_response_error(error) from error
 
     async def stream_messages(self, path: str) -> AsyncGenerator[str, None]:
-        """Yield the messages of a WebSocket until Ray closes it; none if Ray does not know the path's object.
+        """Yield the messages of a WebSocket until Ray closes it; none if Ray returns 404.
 
         Raises `ClusterUnavailableError`.
         """
@@ -88,7 +88,8 @@ class RayDashboard:
             raise self.no_response_error(error) from error
 
     def parse_object(self, response: httpx.Response, action: str) -> dict[str, Any]:
-        """The JSON object of a successful answer. Raises `ClusterUnavailableError`: Ray could not `action`."""
+        """Return the JSON object of a response. Raises `ClusterUnavailableError` ("could not `action`") for an
+        unsuccessful one."""
         self.check_success(response, action)
         try:
             document: dict[str, Any] = response.json()
@@ -97,19 +98,19 @@ class RayDashboard:
         return document
 
     def check_success(self, response: httpx.Response, action: str) -> None:
-        """Raise `ClusterUnavailableError` unless the answer is a success."""
+        """Raise `ClusterUnavailableError` unless the response is successful."""
         if not response.is_success:
             raise self.failure_error(response, action)
 
     def check_alive(self) -> None:
-        """Raise `ClusterUnavailableError` unless Ray answers and has a live node, which may be the head's: without one
-        it takes no jobs."""
+        """Raise `ClusterUnavailableError` unless Ray responds and has a live node (the head counts): without one it
+        accepts no jobs."""
         document = self.parse_object(self.request("GET", _LIVE_NODES_PATH), "list its nodes")
         if not document["data"]["result"]["result"]:
             raise self._unavailable_error("has no live node")
 
     def failure_error(self, response: httpx.Response, action: str) -> ClusterUnavailableError:
-        """Return the error for an answer that says that Ray could not `action`."""
+        """Return the error for an unsuccessful response: Ray could not `action`."""
         hint = ""
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             hint = "; its token is read from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
@@ -117,7 +118,7 @@ class RayDashboard:
         return self._unavailable_error(f"could not {action}: {response.status_code} {why}{hint}")
 
     def no_response_error(self, error: BaseException) -> ClusterUnavailableError:
-        """Return the error for a request that Ray did not answer."""
+        """Return the error for a request without a response."""
         return self._unavailable_error(
             f"does not answer: {error or type(error).__name__}; is it running, and is SWIFTKV_RAY_DASHBOARD_URL "
             "its dashboard's address?"
@@ -131,14 +132,14 @@ class RayDashboard:
 
 
 def extract_last_error(text: str) -> str:
-    """Return the error at the end of a traceback, or the text itself if it holds none; at most 2000 characters."""
+    """Return the error at the end of a traceback, or the text itself without a traceback; at most 2000 characters."""
     starts = [match.start() for match in _ERROR_LINE.finditer(text)]
     return text[starts[-1] if starts else 0 :].strip()[:_MAX_REASON_CHARS]
 
 
 def _make_auth_headers(token_file: Path | None) -> dict[str, str]:
-    """Return the header with Ray's bearer token, if there is one. Read anew each time, since a restarted Ray may have
-    another."""
+    """Return the header with Ray's bearer token, if there is one. Read for each request, since a restarted Ray may
+    have another token."""
     token = "" if token_file else os.environ.get("RAY_AUTH_TOKEN", "").strip()
     if not token:
         named = token_file or os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token"

@@ -1,4 +1,4 @@
-"""Placement on Ray's nodes: whether bundles of resources, each on one node, all fit at once. Knows no Ray."""
+"""Placement on Ray's nodes: whether bundles of resources, each on one node, fit at the same time. Knows no Ray."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from dataclasses import dataclass
 from itertools import groupby
 
 Bundle = Mapping[str, float]
-"""Resources that have to be on one node, by Ray's names."""
+"""Resources that must be on one node, by Ray's names."""
 _ROUNDING = 1e-4
 """Ray counts resources in ten-thousandths."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """Resources of a node by Ray's names: `CPU`, `GPU`, `memory` (bytes), `accelerator_type:H100`."""
+    """A node's resources by Ray's names: `CPU`, `GPU`, `memory` (bytes), `accelerator_type:H100`."""
 
     total: Bundle
     free: Bundle
-    """Resources that no task, actor or placement group holds."""
+    """Resources not held by tasks, actors and placement groups."""
 
 
 def normalize_resource_name(name: str) -> str:
-    """Normalise the name of a resource, since Ray's dashboard changes capitals and underscores."""
+    """Normalize the name of a resource: Ray's dashboard changes capitals and underscores."""
     return name if name in ("CPU", "GPU", "memory") else name.lower().replace("_", "")
 
 
 def can_place(nodes: Iterable[Bundle], bundles: Sequence[Bundle]) -> bool:
-    """Whether nodes with these resources hold all bundles at once."""
+    """Whether all bundles fit on the nodes at the same time."""
     return reserve([normalize_resources(node) for node in nodes], bundles)
 
 
 class EmptyNodes:
-    """Empty nodes, for many queries. Of nodes with equal amounts of the needed resources, only as many are looked at as
-    there are bundles."""
+    """Empty nodes, optimized for many queries: of nodes with equal resources, only as many are tried as there are
+    bundles."""
 
     def __init__(self, totals: Iterable[Bundle]) -> None:
         self._nodes = [normalize_resources(total) for total in totals]
         self._groups: dict[tuple[str, ...], dict[tuple[float, ...], list[int]]] = {}
-        """Indices of nodes by their amounts of some resources, by the names of those resources."""
+        """Indices of nodes by amounts, by the names of the resources."""
 
     def can_place(self, bundles: Sequence[Bundle]) -> bool:
-        """Whether the nodes hold all bundles at once; the same answer as `fit`."""
+        """Whether all bundles fit on the nodes at the same time, as `can_place` above decides."""
         names = tuple(sorted({"GPU", "CPU"}.union(*({n for n, amount in each.items() if amount} for each in bundles))))
         if names not in self._groups:
             alike = self._groups[names] = {}
@@ -53,18 +53,18 @@ class EmptyNodes:
 
 
 def limit_deployments(total: float, share: float) -> float:
-    """Return how much of a cluster's resource replicas may use: a share rounded up, so that there is room for one."""
+    """Return the max amount of a cluster's resource for replicas: a share rounded up, so that one replica fits."""
     return min(math.ceil(total * share), total)
 
 
 def normalize_resources(resources: Bundle) -> dict[str, float]:
-    """Return the resources of a node by normalised names, in a copy that `take` may change."""
+    """Return a copy of a node's resources by normalized names, which `reserve` may change."""
     return {normalize_resource_name(name): amount for name, amount in resources.items()}
 
 
 def reserve(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
-    """Take places for all bundles, of which the first may differ and the others are alike. Returns False, and takes
-    nothing, if they do not fit at once."""
+    """Reserve resources for all bundles. The first bundle may differ from the others, which are equal. Returns
+    False, and reserves nothing, if they do not fit at the same time."""
     if _reserve_in_order(nodes, bundles):
         return True
     first, others = bundles[:1], bundles[1:]
@@ -79,7 +79,7 @@ def reserve(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
 
 
 def _reserve_in_order(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
-    """Take each bundle from the node with the fewest GPUs, then CPUs, that holds it. Returns False, and takes nothing,
+    """Reserve each bundle on the fitting node with the fewest GPUs, then CPUs. Returns False, and reserves nothing,
     if one does not fit."""
     taken: list[tuple[dict[str, float], Bundle]] = []
     for _, alike in groupby(bundles, key=id):

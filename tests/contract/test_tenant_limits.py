@@ -41,7 +41,7 @@ class _Policies:
     def __init__(self, **limits: int) -> None:
         self._policy = TenantPolicy.model_validate(limits)
 
-    def policy(self, _tenant: str) -> TenantPolicy:
+    def get(self, _tenant: str) -> TenantPolicy:
         return self._policy
 
 

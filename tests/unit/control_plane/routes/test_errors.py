@@ -84,7 +84,7 @@ def test_the_frameworks_refusals_are_problems_too(server: Server) -> None:
 
 def test_routes_of_a_model_are_asked_of_its_deployment(server: Server) -> None:
     """Clients of OpenAI's fine-tuning routes ask the control plane for models too: it points to deployments."""
-    said = "use the `url` of a deployment (GET /deployments) and /v1"
+    said = "URL/v1/chat/completions with the `url` that GET /deployments returns"
     for method, path, is_told in (
         ("GET", "/v1/models", True),
         ("POST", "/v1/chat/completions", True),
@@ -191,7 +191,7 @@ def test_a_body_of_errors_is_looked_through_once(start: Start, monkeypatch: pyte
     assert len(document["errors"]) == 20
     assert looked == [200]
     document = problem(client.post("/jobs", json={"name": "x", "training": {**many, **dict.fromkeys("abcdefg")}}), 422)
-    assert document["errors"][0]["message"] == "training has 1027 keys; an object may have at most 1024"
+    assert document["errors"][0]["message"] == "training has 1027 keys; the limit is 1024"
     for wrong in ({"tasks": [{"zz": 1}] * 3000}, {"needle_lengths": [0] * 3000}):
         looked.clear()
         problem(client.post("/jobs", json={"name": "x", "evaluation": wrong}), 422)

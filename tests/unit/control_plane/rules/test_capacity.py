@@ -100,7 +100,7 @@ def test_what_no_node_holds_waits_until_one_joins_and_stops_nobody(plane: Plane)
     reconciler.tick()
     reconciler.tick()
     assert plane.cluster.started == [f"{small.id}-1"]
-    assert "1 worker with 1 CPU and 8 GPU: no node" in plane.reason(large).message
+    assert "1 worker with 1 CPU and 8 GPU: the nodes of this cluster cannot hold them" in plane.reason(large).message
     plane.cluster.nodes = [node(2), node(8, 8)]
     plane.cluster.finish(f"{small.id}-1", plane.cluster.submissions[f"{small.id}-1"].state.status.SUCCEEDED)
     for _ in range(3):

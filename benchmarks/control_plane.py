@@ -54,6 +54,7 @@ def main() -> None:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         postgres = stack.enter_context(postgres_server()) if options.postgres == "" else options.postgres
         clients = {}
+        # start an application per database
         for name, jobs in (("empty", 0), ("full", options.jobs)):
             database = open_database(name, directory, postgres)
             insert_jobs(database, jobs)

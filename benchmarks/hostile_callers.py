@@ -329,6 +329,7 @@ def main() -> None:
     if options.attack is not None:
         asyncio.run(run_attack(*options.attack))
         return
+    # measure each case, and print a row of the table
     report = {}
     print(
         "| attack | answered requests of others (without) | median (without) | p99 (without) | ratio (of rounds) "

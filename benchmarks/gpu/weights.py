@@ -170,6 +170,7 @@ def compare_models(
 
     Each round has its own prompts, the same for all models, and starts with another model; the first round warms up.
     """
+    # 1. play rounds
     vocab_size = json.loads((served[0].directory / "config.json").read_text())["vocab_size"]
     systems = {
         f"{one.weights} {one.model}": make_vllm_system(worker) for one, worker in zip(served, workers, strict=True)
@@ -178,10 +179,11 @@ def compare_models(
         play_round(systems, load.requests, make_random_prompts(load.requests, vocab_size, seed=number), number)
         for number in range(args.rounds + 1)
     ]
-    seen = [[found[name][load.figure] for found in rounds[1:]] for name in systems]
-    dense = {one.weights: values for one, values in zip(served, seen, strict=True) if one.model == DENSE}
+    # 2. compare each model with the dense model of the same weights
+    figures = [[found[name][load.figure] for found in rounds[1:]] for name in systems]
+    dense = {one.weights: values for one, values in zip(served, figures, strict=True) if one.model == DENSE}
     found_by: dict[str, dict[str, Figures]] = {}
-    for one, values in zip(served, seen, strict=True):
+    for one, values in zip(served, figures, strict=True):
         ratios = [value / other for value, other in zip(values, dense[one.weights], strict=True)]
         unit = 1.0 if load.figure.endswith("_ms") else 1e3
         found_by.setdefault(one.weights, {})[one.model] = {

@@ -54,6 +54,7 @@ def measure_lengths(systems: SystemFactory, args: argparse.Namespace) -> Iterato
 
 def measure_memory(systems: SystemFactory, args: argparse.Namespace) -> Iterator[Report]:
     """Measure the throughput by size of the KV cache (paper, table 5)."""
+    # 1. create an engine for each model and cache size
     names = ["dense", "merge_all_layers", "swiftkv_g1", get_student_name(args), f"{get_student_name(args)}_fp8"]
     engines: list[dict[str, LLMEngine]] = [
         {
@@ -66,6 +67,7 @@ def measure_memory(systems: SystemFactory, args: argparse.Namespace) -> Iterator
         }
         for mib in args.memory_mib
     ]
+    # 2. play rounds on each size
     players = [{name: make_engine_system(engine) for name, engine in some.items()} for some in engines]
     for one in players:
         _warm_up(systems, one)

@@ -78,6 +78,7 @@ def compute_figures(requests: Sequence[RequestTimes]) -> Figures:
         "output_throughput": num_output / duration,
         "total_token_throughput": (num_input + num_output) / duration,
     }
+    # latencies: mean, median and percentiles
     latencies = {
         "ttft": [request.ttft for request in requests],
         "tpot": [request.tpot for request in requests if request.tpot is not None],

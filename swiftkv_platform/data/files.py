@@ -386,7 +386,7 @@ def _read_parquet(file: Path, columns: Sequence[str] | None, field: str) -> Iter
                 yield number, row
                 number += 1
     except UnicodeDecodeError as error:
-        why = f" or one of the {_ROWS_PER_BATCH} after it, holds text that is not UTF-8 ({error.reason})"
+        why = f" or one of the {_ROWS_PER_BATCH} after it, has text that is not UTF-8 ({error.reason})"
         raise make_row_error(field, file, number, f"{why}; UTF-8 text is accepted", unit="row") from error
     except (ValueError, OSError) as error:
         raise make_file_error(field, file, f"cannot be read as parquet: {error}") from error

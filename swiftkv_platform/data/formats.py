@@ -295,7 +295,7 @@ PROMPT_FORMATS = (
     RowFormat("alpaca", (("instruction",),), _parse_alpaca_prompt, optional=_ALPACA_COLUMNS),
     RowFormat("text", (("text",),), _parse_text),
 )
-"""Row formats that read only the prompt, for the teacher to answer; in the same order."""
+"""Row formats that read only the prompt, which the teacher completes; in the same order."""
 
 COLUMNS = frozenset(
     column for formats in (FORMATS, PROMPT_FORMATS) for each in formats for group in each.columns for column in group

@@ -187,7 +187,7 @@ def _parse_text_part(part: Any) -> str:
     key = _TEXT_PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
     text = part.get(key) if isinstance(part, Mapping) else None
     if not isinstance(text, str):
-        raise RowError(f"a message holds the part {part!r:.80}; only text parts are accepted")
+        raise RowError(f"a message has the part {part!r:.80}; only text parts are accepted")
     return text
 
 
@@ -276,7 +276,7 @@ def parse_json(text: str, label: str) -> Any:
     """Parse JSON. Raises `RowError`, also for NaN and infinities and for deep nesting."""
 
     def refuse(constant: str) -> None:
-        raise ValueError(f"it holds {constant}, which is not valid JSON")
+        raise ValueError(f"it has {constant}, which is not valid JSON")
 
     try:
         found = json.loads(text, parse_constant=refuse)

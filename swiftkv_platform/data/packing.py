@@ -167,6 +167,7 @@ def pack(samples: Samples, chosen: IntArray, *, max_length: int, pad_token_id: i
     lengths = samples.lengths[chosen]
     if len(lengths) and lengths.max() > max_length:
         raise ValueError(f"a sample of {lengths.max()} tokens does not fit a row of {max_length}")
+    # 1. order the samples by row
     if packing:
         fits = [
             (begin, _pack_best_fit(lengths[begin : begin + _SAMPLES_PER_FIT], max_length))
@@ -176,6 +177,7 @@ def pack(samples: Samples, chosen: IntArray, *, max_length: int, pad_token_id: i
         sizes = np.concatenate([np.empty(0, dtype=np.int64), *(sizes for _, (_, sizes) in fits)])
     else:
         order, sizes = np.arange(len(chosen)), np.ones(len(chosen), dtype=np.int64)
+    # 2. store each row as a range of members
     return PackedRows(
         samples=samples,
         members=chosen[order],

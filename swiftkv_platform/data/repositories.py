@@ -285,5 +285,5 @@ def _read_rows(dataset: Any, name: str, source_field: str, columns: Sequence[str
         why = f"the hub became unavailable after row {number - 1} of {name!r} ({error})"
         raise StorageError(f"{source_field}: {why}") from error
     except UnicodeDecodeError as error:
-        why = f" or one soon after it, holds text that is not UTF-8 ({error.reason}); UTF-8 text is accepted"
+        why = f" or one soon after it, has text that is not UTF-8 ({error.reason}); UTF-8 text is accepted"
         raise make_row_error(source_field, name, number, why, unit="row") from error

@@ -114,6 +114,7 @@ def open_source(
         case PathSource(name, location):
             if not location.exists():
                 raise DataError.for_field(field, name, ": no such file or directory")
+            # links may lead out of allowed directories
             boundary = access.boundary
             location = boundary.check_path(location, field)
             if location.is_dir():

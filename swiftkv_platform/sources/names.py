@@ -166,9 +166,9 @@ def check_name(name: str, field: str) -> None:
     try:
         encoded = name.encode()
     except UnicodeEncodeError as error:
-        raise _make_error(name, field, "holds a character that cannot be encoded") from error
+        raise _make_error(name, field, "has a character that cannot be encoded") from error
     if _CONTROL_CHARACTER.search(name) is not None:
-        raise _make_error(name, field, "holds a control character")
+        raise _make_error(name, field, "has a control character")
     if len(encoded) > _MAX_NAME_BYTES:
         raise _make_error(name, field, f"has {len(encoded)} bytes, and at most {_MAX_NAME_BYTES} are accepted")
     if max(map(len, encoded.split(b"/"))) > _MAX_SEGMENT_BYTES:

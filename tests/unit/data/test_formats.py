@@ -152,7 +152,7 @@ def test_a_named_format_overrides_detection() -> None:
         ),
         ({"conversations": [{"from": "function_call", "value": "add"}]}, "the content of function_call is 'add', "),
         ({"messages": [{**ANSWER, "function_call": {"name": "add", "arguments": {"a": math.nan}}}]}, "a value is NaN"),
-        ({"messages": [QUESTION], "tools": '[{"name": "f", "parameters": {"default": -Infinity}}]'}, "holds -Infinity"),
+        ({"messages": [QUESTION], "tools": '[{"name": "f", "parameters": {"default": -Infinity}}]'}, "has -Infinity"),
         ({"text": math.nan}, "text is NaN, a float; a string is accepted"),
         ({"prompt": math.inf, "completion": ""}, "the prompt is Infinity, a float"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text parts are accepted"),

@@ -1,5 +1,5 @@
-"""Export of a student for serving: with its teacher, or without the modules that only the teacher runs (paper, section
-3: inference drops the projections of layers >= l that SwiftKV replaces).
+"""Export of a student: with its teacher, or for serving without the modules that only the teacher runs (paper, section
+3: inference drops the replaced projections of layers >= l).
 """
 
 from __future__ import annotations
@@ -132,21 +132,20 @@ def export_adapter(
     revision: str | None = None,
     progress: Progress = lambda _done, _total: None,
 ) -> AdapterConfig:
-    """Write the tensors in which `student` differs from its base model to the directory `target`, completely or not at
-    all.
+    """Write the tensors in which `student` differs from its base model to the directory `target` atomically.
 
-    One tensor of each is in memory at a time, besides the tensors of the next file.
+    Memory holds one tensor of each model and the tensors of the next file.
 
     Args:
         student: directory or hub id of a SwiftKV model.
         target: a new or empty directory.
-        base: directory or hub id of the model that it was made from.
-        name_or_path: name under which the base is found later; None: `base`, as a full path if it is a directory.
+        base: directory or hub id of the student's teacher.
+        name_or_path: name by which the adapter refers to the base; None: `base`, as a full path if it is a directory.
         revision: the base's revision on the hub.
         progress: called with the number of tensors compared and of all tensors.
 
     Raises:
-        ModelError: not a SwiftKV model, an adapter already, or a model that shares hardly a tensor with the base.
+        ModelError: not a SwiftKV model, an adapter already, or a model that shares almost no tensor with the base.
         ConflictError: `target` exists and is not empty.
     """
     target = Path(target)
@@ -192,14 +191,14 @@ def drop_teacher(student: Any) -> None:
 
 @dataclass(frozen=True)
 class _ExportSource:
-    """A student on disk that is exported."""
+    """A student on disk to export."""
 
     name: str
     directory: Path
     whole: Any
-    """Its configuration."""
+    """Configuration of the student."""
     config: Any
-    """The configuration to write."""
+    """Configuration to write."""
     checkpoint: Checkpoint
     kept: frozenset[str]
     """Names of the tensors to keep."""
@@ -295,7 +294,7 @@ def _export_quantized(
 def _make_export_config(
     config: Any, source: str, teacher: bool, prefill_only: bool
 ) -> tuple[Any, Callable[[str], bool]]:
-    """Return the configuration to write, and a function that says whether a tensor is kept. Raises `ModelError`."""
+    """Return the configuration to write, and a predicate of the names of tensors to keep. Raises `ModelError`."""
     if not isinstance(config, SwiftKVConfigMixin):
         raise ModelError(
             f"{source!r} is a {getattr(config, 'model_type', '?')} model without SwiftKV; convert it first",
@@ -316,7 +315,7 @@ def _make_export_config(
 
 
 def _check_prefill_only(config: SwiftKVConfigMixin, source: str, teacher: bool) -> None:
-    """Raise `ModelError` if the student has no layers to leave out, or vLLM does not serve its family."""
+    """Raise `ModelError` if prefill runs all layers of the student, or vLLM does not serve its family."""
     refused = config.family.vllm_obstacle
     if teacher or refused or not config.layer_map.leaders:
         why = "a teacher decodes" if teacher else refused or "all its layers compute their own K and V"
@@ -328,7 +327,7 @@ def _check_prefill_only(config: SwiftKVConfigMixin, source: str, teacher: bool) 
 
 
 def list_teacher_modules(config: Any) -> list[str]:
-    """Return the names of a student's modules that only its teacher runs."""
+    """Return the names of the modules in a student that only its teacher runs."""
     modules: list[str] = student_classes(config.model_type).causal_lm.list_teacher_modules(config)
     return modules
 

@@ -1,10 +1,7 @@
-"""transformers' `generate()` for a SwiftKV model: its cache, prefill in chunks, early exit.
+"""transformers' `generate()` for SwiftKV models: cache, chunked prefill, early exit (paper, appendix E).
 
-The decoding loops are transformers' own. `generate()` gets two more arguments, which can also be entries of a
-generation configuration: `kv_cache_dtype` ("auto", "fp8", "int8") and `early_exit` (a mode's name, an `EarlyExit` or
-its fields).
-
-`ThresholdExits` decides in each step of a call which rows exit at layer l, and counts their tokens (paper, appendix E).
+The decoding loops are transformers' own. `generate()` accepts two more arguments, or entries of a generation
+configuration: `kv_cache_dtype` ("auto", "fp8", "int8") and `early_exit` (a mode's name, an `EarlyExit` or its fields).
 """
 
 from __future__ import annotations
@@ -27,40 +24,41 @@ from swiftkv_platform.specs.sampling import EarlyExit
 
 
 def exit_confidence(logits: torch.Tensor) -> torch.Tensor:
-    """Return the largest probability of each row of the exit head's logits [..., vocab_size], at temperature 1 and
-    before any logits processor; a row exits if it reaches the threshold."""
+    """Return the max probability per row of the exit head's logits [..., vocab_size], at temperature 1 without logits
+    processors. A row exits if it reaches the threshold."""
     return logits.float().softmax(-1).amax(-1)
 
 
 class ThresholdExits:
-    """Decides in each step which rows exit, and counts their tokens. A step is `select_rows`, `merge_logits`, then
+    """Selects the rows that exit in each step and counts their tokens. A step calls `select_rows`, `merge_logits` and
     `finish_step`."""
 
     def __init__(self, threshold: float, exit_logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._threshold, self._exit_logits = threshold, exit_logits
         self.num_exited_tokens: torch.Tensor | None = None
-        """Exited tokens by row, int64 [batch]; tokens after a row's end do not count."""
+        """Number of exited tokens per row, int64 [batch], without tokens after a row's end."""
         self._logits: torch.Tensor | None = None
         self._exited: torch.Tensor | None = None
         self._running: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None
 
     def select_rows(self, x: torch.Tensor) -> TokenSelection:
-        """Select the last token of the rows that do not exit. `x` [batch, num_tokens, hidden_size]: layer l's input."""
+        """Select the last token of the rows that do not exit, from layer l's input `x` [batch, num_tokens,
+        hidden_size]."""
         self._logits = self._exit_logits(x[:, -1:])  # [batch, 1, vocab_size]
         self._exited = exit_confidence(self._logits[:, 0]) >= self._threshold
         self._rows = (~self._exited).nonzero().squeeze(1) if bool(self._exited.any()) else None
         return TokenSelection(1, rows=self._rows)
 
     def merge_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits of all rows [batch, 1, vocab_size], given those of rows that went on [num_rows, 1,
+        """Return the logits of all rows [batch, 1, vocab_size] from those of the selected rows [num_rows, 1,
         vocab_size]."""
-        assert self._logits is not None, "merged before a row was chosen"
+        assert self._logits is not None, "select_rows comes first"
         return logits if self._rows is None else self._logits.index_copy(0, self._rows, logits)
 
     def finish_step(self, done: torch.Tensor) -> None:
-        """Count the step's exited tokens. `done`: rows that have ended with this step, bool [batch]."""
-        assert self._exited is not None, "a step ends before a row was chosen"
+        """Count the step's exited tokens. `done`: rows that end with this step, bool [batch]."""
+        assert self._exited is not None, "select_rows comes first"
         if self.num_exited_tokens is None or self._running is None:
             self.num_exited_tokens = torch.zeros_like(done, dtype=torch.long)
             self._running = torch.ones_like(done)
@@ -68,7 +66,7 @@ class ThresholdExits:
         self._running &= ~done
 
     def wrap_stopping_criteria(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
-        """Wrap stopping criteria so that they also report finished rows to this object."""
+        """Wrap stopping criteria so that they report finished rows to this object."""
         return _WatchedCriteria(self, criteria)
 
 
@@ -159,7 +157,7 @@ class SwiftKVGenerationMixin(nn.Module):
         if generation_config.use_cache is False and wanted is not None:
             _refuse_cache("kv_cache_dtype", kv_cache_dtype, "needs a cache; leave out use_cache=False")
         if generation_config.use_cache is False and self.config.layer_map.deep_leaders:
-            # Without a cache each pass recomputes the answer, whose tokens are deep.
+            # Without a cache each pass recomputes the generated tokens, which are deep.
             model_kwargs["prompt_length"] = _get_prompt_length(generation_config, model_kwargs)
         plain_teacher = not self.model.swiftkv_enabled and wanted is None
         if given is not None or generation_config.use_cache is False or plain_teacher:
@@ -194,7 +192,7 @@ class SwiftKVGenerationMixin(nn.Module):
     def _prefill(
         self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], **kwargs: Any
     ) -> Any:
-        """Prefill. With `prefill_chunk_size` all chunks but the last stop at layer l: their logits are not needed."""
+        """Prefill. With `prefill_chunk_size`, all chunks but the last stop at layer l."""
         family: Any = super()
         chunk_size, cache = generation_config.prefill_chunk_size, model_kwargs.get("past_key_values")
         if chunk_size is not None and cache is not None:
@@ -212,12 +210,12 @@ class SwiftKVGenerationMixin(nn.Module):
         model_kwargs: dict[str, Any],
         chunk_size: int,
     ) -> torch.Tensor:
-        """Run the prompt up to its last chunk; returns the remaining token ids (the caller slices embeddings)."""
+        """Run the prompt up to its last chunk. Returns the remaining token ids; the caller slices embeddings."""
         cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
         position_ids = model_kwargs.get("position_ids")
         seen = int(cache.get_seq_length())
         tokens = input_ids if embeddings is None else embeddings
-        # A prompt that continues a cache is passed whole or as its new tokens only; its mask's length tells which.
+        # With a filled cache the caller passes the whole prompt or only its new tokens: the mask's length tells which.
         mask_length = _get_prompt_length(generation_config, model_kwargs)
         new = tokens[:, seen:] if embeddings is not None or mask_length == tokens.shape[1] else tokens
         num_run = (new.shape[1] - 1) // chunk_size * chunk_size
@@ -245,7 +243,7 @@ class SwiftKVGenerationMixin(nn.Module):
         generation_config: Any,
         **model_kwargs: Any,
     ) -> Any:
-        """Run greedy search or sampling, with early exit if it is asked for."""
+        """Run greedy search or sampling, with early exit if enabled."""
         family: Any = super()
         if generation_config.early_exit.mode == "off":
             return family._sample(input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
@@ -273,7 +271,7 @@ class SwiftKVGenerationMixin(nn.Module):
 
 
 def _get_prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int:
-    """Return the prompt's number of tokens, including padding; transformers drops a mask that hides nothing."""
+    """Return the prompt's number of tokens, including padding. transformers drops masks without padding."""
     mask = model_kwargs.get("attention_mask")
     return int(getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1])
 

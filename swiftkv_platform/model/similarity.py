@@ -21,7 +21,7 @@ _MASKS = ("loss_mask", "attention_mask")
 
 @dataclass(frozen=True)
 class Similarity:
-    """Sums over tokens; `+` adds those of two workers."""
+    """Sums over tokens. `+` adds the sums of two workers."""
 
     cosines: torch.Tensor
     """Sum over tokens of the cosine between two layers' inputs, by pair of layers, [L, L] float64."""
@@ -32,11 +32,10 @@ class Similarity:
 
     @property
     def scores(self) -> list[float]:
-        """SimScores of the inputs of layers 0 .. L - 2; the last layer has no later one.
+        """SimScores of the inputs of layers 0 .. L - 2.
 
-        Entry l is the mean over layers j > l of the mean cosine between the inputs of l and j. With l layers that
-        compute their own KV, it tells how similar the input of layer l, which SwiftKV projects, is to the inputs for
-        which the later layers' projections were trained.
+        SimScore(l) is the mean over layers j > l of the mean cosine between the inputs of l and j: the similarity of x
+        to the inputs that the later layers' projections were trained for.
         """
         mean = self.cosines / self.num_tokens
         return [float(mean[i, i + 1 :].mean()) for i in range(mean.shape[0] - 1)]

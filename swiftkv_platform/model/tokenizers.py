@@ -1,4 +1,4 @@
-"""Tokenizers, made of checked files only, and their properties: ids, and the bytes of text that a token can cover."""
+"""Loading of tokenizers from checked files, and their properties: special ids, max bytes per token."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.j
 
 
 def load_tokenizer(source: str | Path, vocab_size: int, *, field: str = FIELD, revision: str | None = None) -> Any:
-    """Load a model's tokenizer and check that the model has an embedding for each of its ids.
+    """Load a model's tokenizer and check that the model has an embedding for each id.
 
-    A `tokenizer.json` is used as it is; without one, the class in `tokenizer_config.json` reads its own files.
+    Without a `tokenizer.json`, the class in `tokenizer_config.json` reads its own files.
 
     Args:
         source: directory or hub id.
@@ -37,7 +37,7 @@ def load_tokenizer(source: str | Path, vocab_size: int, *, field: str = FIELD, r
     try:
         with open_tokenizer_view(directory) as view:
             tokenizer = _read_tokenizer(view, directory)
-        # Ask the loaded tokenizer: its class or tokenizer_config.json may add tokens that tokenizer.json lacks.
+        # Its class or tokenizer_config.json may add tokens that tokenizer.json lacks.
         token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
     except ModelError as error:
         raise ModelError.for_field(field, str(source), f": its {error.message}") from error
@@ -61,7 +61,7 @@ def load_tokenizer(source: str | Path, vocab_size: int, *, field: str = FIELD, r
 
 
 def _read_tokenizer(view: Path, directory: Path) -> Any:
-    """Read the tokenizer in a view of a directory, and let it name the directory's files."""
+    """Read the tokenizer from a view of a directory, and make its file names point to the directory."""
     has_file = (view / TOKENIZER).is_file()
     tokenizer = (PreTrainedTokenizerFast if has_file else AutoTokenizer).from_pretrained(view, trust_remote_code=False)
     for values in (tokenizer.init_kwargs, vars(tokenizer)):  # transformers copies vocabularies when it saves them
@@ -76,10 +76,10 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def max_bytes_per_token(tokenizer: Any) -> int | None:
-    """Return the maximum bytes of text that one token can cover, from which a minimum number of tokens follows.
+    """Return the max bytes of text per token, or None if there is no maximum or it is unknown.
 
-    None if there is no maximum: a normalizer or a pre-tokenizer removes text, an unknown word of any length is one
-    token, or a special token absorbs the spaces around it. None also if this cannot be determined.
+    There is no maximum if a normalizer or a pre-tokenizer removes text, if an unknown word of any length is one token,
+    or if a special token absorbs the spaces around it.
     """
     if not getattr(tokenizer, "is_fast", False):
         return None
@@ -105,7 +105,7 @@ def max_bytes_per_token(tokenizer: Any) -> int | None:
 
 
 def get_special_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the token ids that `decode` leaves out with `skip_special_tokens`."""
+    """Return the token ids that `decode(skip_special_tokens=True)` omits."""
     if not getattr(tokenizer, "is_fast", False):
         return frozenset(tokenizer.all_special_ids)
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
@@ -113,18 +113,18 @@ def get_special_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def get_end_ids(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
-    """Return the ids in an `eos_token_id`: none, one or several."""
+    """Return the ids of an `eos_token_id`, which may be None, an id or several ids."""
     return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or ())
 
 
 _SHRINK_FACTORS = {"NFC": 3, "NFD": 3, "Prepend": 1, "Replace": 1, "ByteLevel": 1}
-"""Normalizers that keep text, and the factor by which bytes may shrink: three Hangul letters of 9 bytes become 3."""
+"""Normalizers that keep all text, and their max shrink factor in bytes: three Hangul letters of 9 bytes become 3."""
 _TEXT_PRESERVING = {"ByteLevel", "Split", "Digits", "Metaspace", "Punctuation"}
-"""Pre-tokenizers that keep text, unless their options say otherwise."""
+"""Pre-tokenizers that keep all text by default."""
 
 
 def _deletes_text(step: dict[str, Any]) -> bool:
-    """Whether a step's options make it remove text."""
+    """Whether a step with these options removes text."""
     if step["type"] == "Replace":
         pattern = step["pattern"].get("String")
         return pattern is None or len(step["content"].encode()) < len(pattern.encode())

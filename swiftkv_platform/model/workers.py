@@ -1,4 +1,4 @@
-"""The processes that share work: those of torch's default process group, or this one alone."""
+"""Collectives of the worker processes: torch's default process group, or one process alone."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 class Workers:
-    """This process and those that it works with. All methods but `get_share` are collective; properties are not.
+    """The workers of a job. All methods except `get_share` are collective; properties are not.
 
     Args:
-        in_step: whether a forward pass of the model is collective too, so that all workers must run equally many.
-        alone: work without the process group's others.
+        in_step: whether forward passes are collective, so that all workers must run the same number.
+        alone: this process is the only worker.
     """
 
     def __init__(self, *, in_step: bool = False, alone: bool = False) -> None:
@@ -41,7 +41,7 @@ class Workers:
         return not self._alone and dist.is_available() and dist.is_initialized()
 
     def get_share(self, indices: Sequence[int]) -> list[int]:
-        """Return this worker's share of `indices`, every `size`-th one."""
+        """Return every `size`-th of the `indices`, starting at this worker's rank."""
         return list(indices[self.rank :: self.size])
 
     def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ class Workers:
         return values[0]
 
     def scatter(self, values: Sequence[T] | None) -> T:
-        """Return this worker's item of the first worker's `values`, one per worker; the others pass None."""
+        """Return this worker's item of the first worker's `values`, one per worker. The others pass None."""
         if self.size == 1:
             assert values is not None, "the first worker passes the values"
             return values[0]

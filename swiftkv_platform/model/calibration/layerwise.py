@@ -1,5 +1,5 @@
-"""Passes over a model layer by layer, so that one layer is in memory at a time: where its weights come from, and where
-the activations of all rows wait for the next layer."""
+"""Passes over a model with one layer in memory at a time: the source of its weights, and the store of all rows'
+activations between layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TokenBatch = torch.Tensor | Mapping[str, torch.Tensor]
 """Token ids [batch, num_tokens] or [num_tokens], or a mapping with `input_ids` and `position_ids` of one shape (packed
 rows)."""
 MAX_ACTIVATION_BYTES = 4 << 30
-"""Bytes of activations that a worker keeps in host memory by default."""
+"""Default max bytes of activations in a worker's host memory."""
 
 
 class LayerSource(Protocol):
@@ -65,7 +65,7 @@ def make_decoder_inputs(batch: TokenBatch, decoder: Any, device: torch.device | 
 
 
 class StoredActivation:
-    """A tensor in an `ActivationStore`; deleting this object frees its memory or file."""
+    """A tensor in an `ActivationStore`. Deleting this object frees its memory or file."""
 
     def __init__(self, store: ActivationStore, tensor: torch.Tensor | None, path: Path | None) -> None:
         self._store, self._tensor, self._path = store, tensor, path
@@ -84,7 +84,7 @@ class StoredActivation:
 
 
 class ActivationStore:
-    """Store of tensors, up to `max_bytes` in host memory and the rest in files.
+    """Stores tensors, up to `max_bytes` in host memory and the rest in files.
 
     Args:
         max_bytes: maximum bytes in memory.

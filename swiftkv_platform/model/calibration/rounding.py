@@ -1,9 +1,9 @@
-"""Integer quantization of a student's projections, rounded so that its hidden states on calibration text change least
-(GPTQ, Frantar et al. 2022). It goes layer by layer, so the whole model is never in memory.
+"""Integer quantization of a student's projections with minimal change of its hidden states on calibration text (GPTQ,
+Frantar et al. 2022), layer by layer.
 
-Each layer is read and runs over the outputs of the quantized layers before it, which gives every projection the inputs
-that it will have in serving; then its projections are rounded and it runs again. In layers >= l, K and V are projected
-from x for all tokens, and only deep tokens run through the layer, as in serving.
+Each layer runs over the outputs of the quantized layers before it, so that every projection sees its inputs in serving.
+Then its projections are rounded and it runs again. In layers >= l, K and V come from x for all tokens, and only deep
+tokens run through the layer, as in serving.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ def round_calibrated(
     *,
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Yield, layer by layer, the integers and scales (see `quantize_weight`) of each weight in `formats` that belongs
-    to a linear module which got a token. Raises `InvalidInputError`: there are no tokens, or a batch has ids that are
-    not the model's.
+    """Yield, layer by layer, the integers and scales (see `quantize_weight`) of each weight in `formats` whose linear
+    module received tokens. Raises `InvalidInputError` without tokens, or for ids outside the vocabulary.
 
     Args:
         source: the student, without the modules that only its teacher runs.
@@ -185,7 +184,7 @@ class _RoundingPass:
 
 @contextmanager
 def _record_grams(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, torch.Tensor]]:
-    """Yield, by module, the sum over tokens of x^T x for the inputs x of `modules`, updated while the block runs."""
+    """Yield the sums over tokens of x^T x by module, for inputs x of `modules` while the block runs."""
     grams: dict[nn.Module, torch.Tensor] = {}
 
     def add(module: nn.Module, inputs: tuple[torch.Tensor]) -> None:

@@ -1,9 +1,8 @@
-"""The calibrated start, layer by layer, with rows divided among workers.
+"""Calibration layer by layer, with rows divided among workers.
 
-A layer is read, runs over the activations of this worker's rows, which wait in memory or on disk, and is freed. Sums
-over tokens are reduced over the workers after each layer, and a group is fitted after its last layer. A worker holds
-one layer at a time, its rows' activations and the sums of one group; the first worker also holds the attention of a
-group.
+A layer is read, runs over the stored activations of this worker's rows, and is freed. After each layer the workers
+reduce their sums over tokens; after the last layer of a group the first worker fits it. A worker holds one layer, its
+rows' activations and the sums of one group; the first worker also holds a group's attention.
 """
 
 from __future__ import annotations
@@ -46,14 +45,13 @@ def calibrate_streamed(
     max_activation_bytes: int = MAX_ACTIVATION_BYTES,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names and tensors of the calibrated start, one at a time, on the first worker; the others yield nothing
-    but must run it to its end. Raises `InvalidInputError`: no worker has tokens, or a batch has ids that are not the
-    model's.
+    """Yield the names and tensors of the calibrated start on the first worker. The others yield nothing but must
+    exhaust the iterator. Raises `InvalidInputError` without tokens, or for ids outside the vocabulary.
 
     Args:
         batches: this worker's share of the rows.
-        max_activation_bytes: maximum bytes of activations in memory; the rest goes to disk.
-        progress: called with the number of layers done and the number of all layers.
+        max_activation_bytes: max bytes of activations in memory; the rest goes to disk.
+        progress: called with the number of finished layers and the total.
     """
     with ActivationStore.open(max_activation_bytes) as store:
         yield from _CalibrationPass(source, workers, device, store).run(batches, progress)
@@ -61,8 +59,8 @@ def calibrate_streamed(
 
 @torch.no_grad()
 def calibrate(student: Any, batches: Iterable[TokenBatch]) -> None:
-    """Give a student in memory, which has the copied start, the calibrated one, in place. Raises `InvalidInputError`:
-    as `calibrate_streamed`."""
+    """Replace the copied start of a student in memory by the calibrated one. Raises `InvalidInputError` as
+    `calibrate_streamed`."""
     parameters = dict(student.named_parameters())
     has_weights: Any = SimpleNamespace(model=student, fill=lambda *_, **__: None, release=lambda _: None)
     alone = Workers(alone=True)
@@ -71,7 +69,7 @@ def calibrate(student: Any, batches: Iterable[TokenBatch]) -> None:
 
 
 class _Recorder:
-    """The latest outputs of modules of a teacher's attention, recorded while the teacher runs."""
+    """Latest outputs of modules in a teacher's attention, recorded by hooks."""
 
     def __init__(self, attention: Any, method: CalibrationMethod) -> None:
         self.outputs: dict[str, torch.Tensor] = {}
@@ -128,13 +126,13 @@ class _CalibrationPass:
         self._positions: list[torch.Tensor] = []
         self._hidden: list[StoredActivation] = []
         self._x: list[StoredActivation] = []
-        """Outputs of layer l - 1 by row, with every token taken as a skipped prompt token."""
+        """Outputs of layer l - 1 per row, with all tokens as skipped prompt tokens."""
         self._deep_x: list[StoredActivation] = []
-        """Outputs of the teacher's layer l - 1 by row; they differ from `_x` if prompts bypass layers below l."""
+        """Outputs of the teacher's layer l - 1 per row; equal to `_x` unless prompts bypass layers below l."""
         self._own_inputs: list[StoredActivation] = []
-        """Inputs of the projections of a group's leader, by row, if deep tokens keep their own K and V."""
+        """Inputs of the leader's projections per row, if deep tokens have their own K and V."""
         self._scale = 1.0
-        """Weight of the rows: 0 for a worker without rows, which runs one token to take part in the reductions."""
+        """Weight of the rows: 0 for a worker without rows, which runs one token to join the reductions."""
 
     def run(
         self, batches: Iterable[TokenBatch], progress: Callable[[int, int], None]
@@ -173,7 +171,7 @@ class _CalibrationPass:
             yield from self._fit_exit_head()
 
     def _embed(self, batches: Iterable[TokenBatch]) -> int:
-        """Embed this worker's rows; returns the number of tokens of all workers."""
+        """Embed this worker's rows. Returns the number of tokens of all workers."""
         num_tokens = 0
         with self._load_teacher_module(self._decoder.embed_tokens):
             for batch in batches:
@@ -197,13 +195,13 @@ class _CalibrationPass:
 
     def _run_layer(self, i: int, states: list[StoredActivation], row: int) -> None:
         """Run layer i over the hidden states of a row."""
-        # Masks are rebuilt each time: kept for all rows, they could be larger than the rows.
+        # Masks are rebuilt per layer: the masks of all rows could be larger than the rows.
         hidden = states[row].load(self._device)
         context = self._decoder.make_context(inputs_embeds=hidden, position_ids=self._positions[row])
         states[row] = self._store.add(self._decoder.run_layer(i, context.hidden, context))
 
     def _compute_regression_inputs(self, row: int) -> torch.Tensor:
-        """Return h with a 1 for the intercept, [num_tokens, hidden_size + 1]."""
+        """Return [h, 1], [num_tokens, hidden_size + 1]."""
         return _append_intercept(self._decoder.norm_swiftkv(self._x[row].load(self._device))) * self._scale
 
     def _compute_gram(self) -> torch.Tensor:
@@ -214,7 +212,7 @@ class _CalibrationPass:
         return self._workers.all_reduce_(total)
 
     def _collect_layer_sums(self, i: int, sums: GroupSums, leader: int) -> None:
-        """Run an upper layer of the teacher, and add its statistics, reduced over all workers, to `sums`."""
+        """Run a teacher layer >= l, and add its statistics over all workers to `sums`."""
         config, layer = self._config, self._decoder.layers[i]
         takes_own = bool(config.layer_map.deep_leaders) and len(config.layer_map.get_group(leader)) > 1
         of_layer = GroupSums()

@@ -95,7 +95,7 @@ def test_sharing_is_refused_where_heads_do_not_divide_and_for_latents() -> None:
     with pytest.raises(ModelError, match="one latent for all heads") as caught:
         convert(family_teacher("deepseek_v2"), num_key_value_layers=3, sharing="mqa")
     assert caught.value.field == "swiftkv.sharing"
-    with pytest.raises(ModelError, match="normalizes the keys of all its heads together") as caught:
+    with pytest.raises(ModelError, match="normalizes the keys of all heads together") as caught:
         convert(family_teacher("olmo2"), num_key_value_layers=3, sharing="mha")
     assert caught.value.field == "swiftkv.sharing"
 

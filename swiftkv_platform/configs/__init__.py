@@ -18,7 +18,7 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import FAMILIES, Family, find_family
 from swiftkv_platform.student_shape import LayerMap, StudentShape
 
-__all__ = ["CONFIGS", "SwiftKVConfigMixin", "get_layer_windows", "register"]
+__all__ = ["CONFIG_CLASSES", "SwiftKVConfigMixin", "get_layer_windows", "register"]
 
 
 class SwiftKVConfigMixin:
@@ -94,7 +94,7 @@ class SwiftKVConfigMixin:
 
 def register() -> None:
     """Make `AutoConfig` read the `config.json` of every family's students."""
-    for config in CONFIGS.values():
+    for config in CONFIG_CLASSES.values():
         AutoConfig.register(config.model_type, config, exist_ok=True)
 
 
@@ -125,5 +125,5 @@ def _define_config_class(family: Family) -> type[Any]:
     return config
 
 
-CONFIGS = {model_type: _define_config_class(family) for model_type, family in FAMILIES.items()}
+CONFIG_CLASSES = {model_type: _define_config_class(family) for model_type, family in FAMILIES.items()}
 """Configuration classes of students, e.g. `LlamaSwiftKVConfig`, by a teacher's `model_type`."""

@@ -36,7 +36,7 @@ class BaseTensor(FrozenModel):
     """Hex digest of its bytes, row by row, little-endian."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> BaseTensor:
+    def describe(cls, tensor: torch.Tensor) -> BaseTensor:
         return cls(dtype=get_dtype_name(tensor.dtype), shape=tuple(tensor.shape), sha256=_compute_sha256(tensor))
 
 
@@ -105,26 +105,26 @@ class AdapterConfig(FrozenModel):
             advice = "use its files as `swiftkv export --adapter` wrote them"
             raise ModelError(f"the adapter {source!r} {difference}; {advice}", field="adapter", value=source)
 
-    def check_base_tensor_names(self, names: Iterable[str], found_at: str) -> None:
-        """Raise `ModelError` unless the base at `found_at` has the tensor `names` of the adapter's base."""
+    def check_base_tensor_names(self, names: Iterable[str], base_path: str) -> None:
+        """Raise `ModelError` unless the base at `base_path` has the tensor `names` of the adapter's base."""
         if difference := _describe_difference(self.base.tensors, names):
-            raise self.make_base_error(f"{found_at!r} {difference}", found_at)
+            raise self.make_base_error(f"{base_path!r} {difference}", base_path)
 
-    def check_base_header(self, name: str, dtype: str, shape: tuple[int, ...], found_at: str) -> None:
+    def check_base_header(self, name: str, dtype: str, shape: tuple[int, ...], base_path: str) -> None:
         """Raise `ModelError` if a tensor of the base has another dtype or shape than the adapter's base."""
         expected = self.base.tensors[name]
         for found, wanted in ((list(shape), list(expected.shape)), (dtype, expected.dtype)):
             if found != wanted:
-                problem = f"{name} of {found_at!r} is {found}, but the adapter was made for {wanted}"
-                raise self.make_base_error(problem, found_at)
+                problem = f"{name} of {base_path!r} is {found}, but the adapter was made for {wanted}"
+                raise self.make_base_error(problem, base_path)
 
-    def check_base_tensor(self, name: str, tensor: torch.Tensor, found_at: str) -> None:
+    def check_base_tensor(self, name: str, tensor: torch.Tensor, base_path: str) -> None:
         """Raise `ModelError` if a tensor of the base has another dtype, shape or content than the adapter's base."""
-        self.check_base_header(name, get_dtype_name(tensor.dtype), tuple(tensor.shape), found_at)
+        self.check_base_header(name, get_dtype_name(tensor.dtype), tuple(tensor.shape), base_path)
         found, expected = _compute_sha256(tensor), self.base.tensors[name].sha256
         if found != expected:
             raise self.make_base_error(
-                f"{name} of {found_at!r} has the SHA-256 {found}, but the adapter was made for {expected}", found_at
+                f"{name} of {base_path!r} has the SHA-256 {found}, but the adapter was made for {expected}", base_path
             )
 
     def keeps_base_tensor(self, name: str) -> bool:
@@ -156,14 +156,14 @@ class AdapterConfig(FrozenModel):
         self.check_adapter_tensor_names(own, source)
         self.check_base_tensor_names(base, name_of_base)
 
-    def make_base_error(self, problem: str, found_at: str) -> ModelError:
+    def make_base_error(self, problem: str, base_path: str) -> ModelError:
         """Return the error for a base that is not the adapter's."""
         revision = "" if self.base.revision is None else f" at revision {self.base.revision!r}"
         return ModelError(
             f"base.name_or_path: {problem}; the adapter only fits {self.base.name_or_path!r}{revision} "
             f"with digest {self.base.digest}",
             field="base.name_or_path",
-            value=found_at,
+            value=base_path,
         )
 
 

@@ -102,14 +102,17 @@ def _attend_varlen(
     """Attend with one operator for all sequences. Returns [1, num_tokens, num_heads, dim of values]."""
     dim = query.shape[-1]
     if isinstance(key, PagedTensor) and isinstance(value, PagedTensor):
-        keys, values = key.view_blocks(call.pages.block_size), value.view_blocks(call.pages.block_size)
+        keys, values = (
+            key.view_blocks(call.settings.block_size),
+            value.view_blocks(call.settings.block_size),
+        )
     else:
         assert isinstance(key, torch.Tensor)
         assert isinstance(value, torch.Tensor)
         dim = value.shape[-1]
         keys, values = key[0].transpose(0, 1), _pad_values(value, key)[0].transpose(0, 1)
     output = call.arguments.attend(
-        call.pages.operator, query[0].transpose(0, 1), keys, values, scaling=scaling, window=window
+        call.settings.operator, query[0].transpose(0, 1), keys, values, scaling=scaling, window=window
     )
     return output[None, ..., :dim]
 

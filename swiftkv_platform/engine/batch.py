@@ -147,14 +147,14 @@ def make_inputs(spans: Sequence[SequenceSpan], cache: KVCache, selected: Sequenc
     block_size, context_start = cache.block_size, 0
     for span in spans:
         first, end = span.positions[0], span.positions[-1] + 1
-        blocks = () if cache.pages is None else span.block_table.blocks[: -(-end // block_size)]
+        blocks = () if cache.varlen_settings is None else span.block_table.blocks[: -(-end // block_size)]
         query = SequenceQueries(
             span.positions, _convert_to_slot_runs(span.block_table.runs, block_size, end), context_start, tuple(blocks)
         )
         at = [slot for start, stop in query.find_slot_runs(first, end) for slot in range(start, stop)]
         slots += at if query.is_consecutive else [at[position - first] for position in span.positions]
         queries.append(query)
-        context_start += end if cache.pages is None else len(blocks) * block_size
+        context_start += end if cache.varlen_settings is None else len(blocks) * block_size
     attention = PagedAttentionMetadata(tuple(queries), tuple(slots))
     return move_inputs_to_device(attention, [token for span in spans for token in span.token_ids], cache, selected)
 
@@ -167,13 +167,13 @@ def move_inputs_to_device(
         selected = ()
     own = [np.array(numbers, dtype=np.int64) for numbers in (token_ids, attention.positions, attention.slots, selected)]
     contexts: Sequence[SlotRun] | torch.Tensor = attention.contexts if cache.expands_contexts else ()
-    if cache.pages is None:
+    if cache.varlen_settings is None:
         tensors = copy_to_device(own, cache.device)
     else:
         if cache.expands_contexts:
             own.append(np.array([block for one in attention.sequences for block in one.blocks], dtype=np.int64))
         metadata = [attention, attention.select_rows(selected)] if selected else [attention]
-        (attention, *prepared), tensors = add_block_tables(metadata, cache.pages, own)
+        (attention, *prepared), tensors = add_block_tables(metadata, cache.varlen_settings, own)
         for one in prepared:
             attention.cache_selection(selected, one)
         contexts = tensors[4] if cache.expands_contexts else ()
@@ -233,7 +233,7 @@ class SequenceQueries:
 class VarlenCall:
     """A step's attention by block tables: the operator and its arguments, on the device."""
 
-    pages: VarlenSettings
+    settings: VarlenSettings
     arguments: VarlenArguments
 
 
@@ -255,7 +255,7 @@ class PagedAttentionMetadata:
         """Positions of all queries in their sequences."""
         return [position for sequence in self.sequences for position in sequence.positions]
 
-    def without_device_tensors(self) -> PagedAttentionMetadata:
+    def copy_without_device_tensors(self) -> PagedAttentionMetadata:
         """Return the same metadata without tensors on a device."""
         return replace(self, varlen=None, _selections={}, _decode_spans={})
 
@@ -271,17 +271,17 @@ class PagedAttentionMetadata:
             runs += sequence.runs
         return torch.tensor(sequences), torch.tensor(positions), torch.tensor(runs)
 
-    def make_varlen_arrays(self, pages: VarlenSettings) -> tuple[list[np.ndarray], int, int]:
+    def make_varlen_arrays(self, settings: VarlenSettings) -> tuple[list[np.ndarray], int, int]:
         """Return the tensors of `VarlenArguments` as host arrays in its order, and `max_q` and `max_k`."""
         runs = [(sequence, *run) for sequence in self.sequences for run in split_consecutive_runs(sequence.positions)]
         used = np.array([end for _, _, end in runs], dtype=np.int32)
         lengths = [length for _, length, _ in runs]
         cu_seq_q = np.zeros(len(runs) + 1, dtype=np.int32)
         np.cumsum(lengths, out=cu_seq_q[1:])
-        ends = [sequence.context_start + len(sequence.blocks) * pages.block_size for sequence in self.sequences]
+        ends = [sequence.context_start + len(sequence.blocks) * settings.block_size for sequence in self.sequences]
         starts = [sequence.context_start for sequence, _, _ in runs]
         arrays = [cu_seq_q, np.array([*starts, max(ends)], dtype=np.int32), used]
-        if not pages.expands_contexts:
+        if not settings.expands_contexts:
             table = np.zeros((len(runs), max(len(sequence.blocks) for sequence in self.sequences)), dtype=np.int32)
             for row, (sequence, _, _) in zip(table, runs, strict=True):
                 row[: len(sequence.blocks)] = sequence.blocks
@@ -312,51 +312,51 @@ class PagedAttentionMetadata:
 
     def select_tokens(self, selection: TokenSelection) -> PagedAttentionMetadata:
         """Return metadata for the selected queries. They still attend to whole contexts."""
-        kept = selection.indices
-        if kept is None:
-            device = torch.device("cpu") if self.varlen is None else self.varlen.pages.device
-            kept = tuple(selection.get_positions(len(self.positions), device).tolist())
-        if kept not in self._selections:
-            selected = self.select_rows(kept)
+        selected_rows = selection.indices
+        if selected_rows is None:
+            device = torch.device("cpu") if self.varlen is None else self.varlen.settings.device
+            selected_rows = tuple(selection.get_positions(len(self.positions), device).tolist())
+        if selected_rows not in self._selections:
+            selected = self.select_rows(selected_rows)
             if self.varlen is not None:
-                (selected,), _ = add_block_tables([selected], self.varlen.pages)
-            self._selections[kept] = selected
-        return self._selections[kept]
+                (selected,), _ = add_block_tables([selected], self.varlen.settings)
+            self._selections[selected_rows] = selected
+        return self._selections[selected_rows]
 
-    def cache_selection(self, kept: Sequence[int], selected: PagedAttentionMetadata) -> None:
-        """Cache the result of `select_tokens` for the tokens `kept`."""
-        self._selections[tuple(kept)] = selected
+    def cache_selection(self, selected_rows: Sequence[int], selected: PagedAttentionMetadata) -> None:
+        """Cache the result of `select_tokens` for the tokens `selected_rows`."""
+        self._selections[tuple(selected_rows)] = selected
 
-    def select_rows(self, kept: Sequence[int]) -> PagedAttentionMetadata:
-        """Return metadata for the ascending queries `kept`, without tensors on a device."""
+    def select_rows(self, selected_rows: Sequence[int]) -> PagedAttentionMetadata:
+        """Return metadata for the ascending queries `selected_rows`, without tensors on a device."""
         selected: list[SequenceQueries] = []
         row, at = 0, 0
         for sequence in self.sequences:
             end = row + len(sequence.positions)
             first = at
-            while at < len(kept) and kept[at] < end:
+            while at < len(selected_rows) and selected_rows[at] < end:
                 at += 1
             if at > first:
-                positions = [sequence.positions[index - row] for index in kept[first:at]]
+                positions = [sequence.positions[index - row] for index in selected_rows[first:at]]
                 selected.append(replace(sequence, positions=positions))
             row = end
-        assert at == len(kept), "a selection of a flat batch is ascending"
+        assert at == len(selected_rows), "a selection of a flat batch is ascending"
         return PagedAttentionMetadata(tuple(selected))
 
 
 def add_block_tables(
-    metadata: Sequence[PagedAttentionMetadata], pages: VarlenSettings, others: Sequence[np.ndarray] = ()
+    metadata: Sequence[PagedAttentionMetadata], settings: VarlenSettings, others: Sequence[np.ndarray] = ()
 ) -> tuple[list[PagedAttentionMetadata], list[torch.Tensor]]:
     """Return the metadata with block tables on the device, and `others` as tensors on the device, with one copy."""
-    parts = [one.make_varlen_arrays(pages) for one in metadata]
+    parts = [one.make_varlen_arrays(settings) for one in metadata]
     arrays = [array for one, _, _ in parts for array in one]
-    tensors = iter(copy_to_device([*others, *arrays], pages.device))
+    tensors = iter(copy_to_device([*others, *arrays], settings.device))
     copied = [next(tensors) for _ in others]
     placed = []
     for one, (own, max_q, max_k) in zip(metadata, parts, strict=True):
         cu_seq_q, cu_seq_k, used, *table = [next(tensors) for _ in own]
         arguments = VarlenArguments(cu_seq_q, cu_seq_k, used, table[0] if table else None, max_q, max_k)
-        placed.append(replace(one, varlen=VarlenCall(pages, arguments)))
+        placed.append(replace(one, varlen=VarlenCall(settings, arguments)))
     return placed, copied
 
 
@@ -404,9 +404,13 @@ def write_shared_key_values(decoder: Any, x: torch.Tensor, context: DecoderConte
     cache: Any = context.past_key_values
     rotation, first = context.rotation, decoder.layer_map.num_key_value_layers
     if len(rows) < x.shape[1]:
-        kept = TokenSelection(make_index_tensor(rows, x.device))
-        x, cache = kept.select(x), replace(cache, slots=select_entries(cache.slots, rows))
-        rotation = tuple(map(kept.select, rotation)) if isinstance(rotation, tuple) else kept.select(rotation)
+        selected_rows = TokenSelection(make_index_tensor(rows, x.device))
+        x, cache = selected_rows.select(x), replace(cache, slots=select_entries(cache.slots, rows))
+        rotation = (
+            tuple(map(selected_rows.select, rotation))
+            if isinstance(rotation, tuple)
+            else selected_rows.select(rotation)
+        )
     writer = getattr(decoder, "shared_writer", None)  # only with native kernels
     if writer is not None and writer.write(x, rotation, cache):
         return

@@ -91,8 +91,8 @@ class BlockManager:
     def can_allocate(self, matched: list[int], num_tokens: int, *, num_spare: int = 0) -> bool:
         """Whether a new table over `num_tokens` tokens, beginning with `matched`, leaves `num_spare` blocks free."""
         revived = sum(self._reference_counts[block] == 0 for block in matched)
-        wanted = self.count_blocks(num_tokens) - len(matched)
-        return wanted + revived + num_spare <= self.num_free_blocks
+        num_blocks_wanted = self.count_blocks(num_tokens) - len(matched)
+        return num_blocks_wanted + revived + num_spare <= self.num_free_blocks
 
     def allocate(self, table: BlockTable, matched: list[int], num_tokens: int) -> None:
         """Fill an empty table with the `matched` blocks and new blocks, for `num_tokens` tokens in total."""
@@ -171,10 +171,10 @@ class BlockManager:
         return table.hashes[index]
 
     def _append_blocks(self, table: BlockTable, num_blocks: int) -> None:
-        wanted = num_blocks - len(table.blocks)
-        if wanted > self._num_empty:
-            self._evict(max(wanted - self._num_empty, MIN_EVICTED_BLOCKS))
-        for remaining in range(wanted, 0, -1):
+        num_blocks_wanted = num_blocks - len(table.blocks)
+        if num_blocks_wanted > self._num_empty:
+            self._evict(max(num_blocks_wanted - self._num_empty, MIN_EVICTED_BLOCKS))
+        for remaining in range(num_blocks_wanted, 0, -1):
             block = table.blocks[-1] + 1 if table.blocks else self.num_blocks
             if block >= self.num_blocks or not self._free_map[block]:
                 block = self._find_longest_free_run(remaining)
@@ -183,9 +183,9 @@ class BlockManager:
             self._reference_counts[block] = 1
             table.append(block)
 
-    def _find_longest_free_run(self, wanted: int) -> int:
-        """Choose the first of `wanted` new blocks in the longest run of empty blocks. Half of the run's other blocks
-        stay empty on each side, so that the sequence before it can grow too."""
+    def _find_longest_free_run(self, num_blocks_wanted: int) -> int:
+        """Choose the first of `num_blocks_wanted` new blocks in the longest run of empty blocks. Half of the run's
+        other blocks stay empty on each side, so that the sequence before it can grow too."""
         start, size, at = -1, 0, self._free_map.find(1)
         while at >= 0:
             end = self._free_map.find(0, at)
@@ -194,7 +194,7 @@ class BlockManager:
                 start, size = at, end - at
             at = self._free_map.find(1, end)
         assert size, "no block is empty"
-        return start if start == 0 else start + max(size - wanted, 0) // 2
+        return start if start == 0 else start + max(size - num_blocks_wanted, 0) // 2
 
     def _evict(self, count: int) -> None:
         for _ in range(min(count, len(self._evictable))):

@@ -13,7 +13,7 @@ from swiftkv_platform.model.tokenizers import list_steps
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 MAX_CHARACTER_BYTES = 4
 """Max bytes of a UTF-8 character."""
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class StopString:
@@ -239,7 +239,7 @@ class Vocabulary:
             return b""
         if self._byte_level:
             return b"".join(self._byte_level.get(character) or character.encode() for character in piece)
-        if byte := _BYTE.fullmatch(piece):
+        if byte := _BYTE_TOKEN.fullmatch(piece):
             return bytes([int(byte[1], 16)])
         if "WordPiece" in self._steps or "BPEDecoder" in self._steps or "CTC" in self._steps:
             return self._decode_single(token_id)

@@ -52,11 +52,11 @@ NO_DRAFT = Draft()
 class DraftCosts:
     """Costs in units of a decode pass, which is bound by reading weights."""
 
-    lower: float
+    lower_layers: float
     """Cost of layers < l, which run once per draft of the exit head."""
     exit_head: float
     """Cost of the exit head's logits."""
-    row: float
+    token: float
     """Cost of one more token in a pass."""
     max_step_tokens: int
     """Max tokens of a step with drafts. Larger steps are bound by arithmetic, where each token costs time."""
@@ -189,7 +189,7 @@ class DraftHistory:
 def choose_lookup_size(history: DraftHistory, costs: DraftCosts, num_sequences: int, limit: int) -> int:
     """Return how many tokens of a prompt lookup to draft. The n-th is accepted with probability (acceptance rate)^n."""
     accepted, probability, size = history.lookup_acceptance.value, 1.0, 0
-    while size < limit and (probability := probability * accepted) > costs.row * num_sequences:
+    while size < limit and (probability := probability * accepted) > costs.token * num_sequences:
         size += 1
     return size
 
@@ -197,14 +197,16 @@ def choose_lookup_size(history: DraftHistory, costs: DraftCosts, num_sequences: 
 def should_evaluate_exit_head(history: DraftHistory, costs: DraftCosts, num_sequences: int, num_drafting: int) -> bool:
     """Whether evaluating the exit head is worthwhile. Sequences that draft in the same step share the cost."""
     sequences_per_draft = num_sequences / num_drafting
-    max_gain = 1.0 - costs.row * num_sequences - costs.lower * sequences_per_draft  # if the draft is surely accepted
+    max_gain = (
+        1.0 - costs.token * num_sequences - costs.lower_layers * sequences_per_draft
+    )  # if the draft is surely accepted
     return min(max_gain, history.exit_gain.value) > costs.exit_head * sequences_per_draft
 
 
 def choose_worthwhile_drafts(expected: Tokens[float], costs: DraftCosts, num_sequences: int) -> dict[int, float]:
     """Choose the drafts to run in one pass of layers < l. Returns the expected number of passes saved per chosen draft.
     `expected`: for each draft, the probability that it and all drafts before it are accepted."""
-    row = costs.row * num_sequences
+    row = costs.token * num_sequences
     chosen = [at for at, probability in enumerate(expected) if probability > row]
-    gain = sum(expected[at] - row for at in chosen) - costs.lower * num_sequences
+    gain = sum(expected[at] - row for at in chosen) - costs.lower_layers * num_sequences
     return dict.fromkeys(chosen, gain / len(chosen)) if chosen and gain > 0.0 else {}

@@ -236,16 +236,16 @@ class GrammarCompiler:
         self._vocabulary: Any = None
         self._vocabulary_lock = threading.Lock()
 
-    def find_cached(self, wanted: StructuredOutputs) -> Constraint | None:
+    def find_cached(self, structured_outputs: StructuredOutputs) -> Constraint | None:
         """Return a new constraint if its grammar is cached, else None. Does not block."""
         with self._cache_lock:
-            template = self._cache.get(_make_key(wanted))
+            template = self._cache.get(_make_key(structured_outputs))
             if template is None:
                 return None
-            self._cache.move_to_end(_make_key(wanted))
-            return template.copy(wanted.name)
+            self._cache.move_to_end(_make_key(structured_outputs))
+            return template.copy(structured_outputs.name)
 
-    def compile(self, wanted: StructuredOutputs) -> Constraint:
+    def compile(self, structured_outputs: StructuredOutputs) -> Constraint:
         """Compile the grammar, and return a new constraint. Blocks.
 
         Raises:
@@ -253,98 +253,111 @@ class GrammarCompiler:
                 tokenizer or an end-of-sequence token.
             QueueFullError: no slot became free within `grammar_timeout_s`.
         """
-        found = self.find_cached(wanted)
+        found = self.find_cached(structured_outputs)
         if found is not None:
             return found
-        size = len(wanted.text.encode())
+        size = len(structured_outputs.text.encode())
         if size > self._max_bytes:
-            raise wanted.make_error(f"has {size} bytes; max_grammar_bytes is {self._max_bytes}")
-        vocabulary = self.get_vocabulary(wanted)
-        template = self._compile_in_thread(wanted, vocabulary)
+            raise structured_outputs.make_error(f"has {size} bytes; max_grammar_bytes is {self._max_bytes}")
+        vocabulary = self.get_vocabulary(structured_outputs)
+        template = self._compile_in_thread(structured_outputs, vocabulary)
         with self._cache_lock:
-            self._cache[_make_key(wanted)] = template
+            self._cache[_make_key(structured_outputs)] = template
             if len(self._cache) > MAX_CACHED_GRAMMARS:
                 self._cache.popitem(last=False)
-            return template.copy(wanted.name)
+            return template.copy(structured_outputs.name)
 
-    def _compile_in_thread(self, wanted: StructuredOutputs, vocabulary: Any) -> Constraint:
+    def _compile_in_thread(self, structured_outputs: StructuredOutputs, vocabulary: Any) -> Constraint:
         """Compile the grammar in a trial process, then in a thread. Wait at most `grammar_timeout_s` for each."""
         if not _compile_slots.acquire(timeout=self._timeout_s):
             raise QueueFullError(f"{MAX_CONCURRENT_COMPILATIONS} grammars are being compiled; try again later")
         outcome: list[Constraint | Exception] = []
 
-        def work() -> None:
+        def compile_grammar() -> None:
             try:
-                outcome.append(_compile_grammar(wanted, vocabulary))
+                outcome.append(_compile_grammar(structured_outputs, vocabulary))
             except Exception as error:
                 outcome.append(error)
             finally:
                 _compile_slots.release()
 
         try:
-            self._compile_trial(wanted)
-            thread = start_thread(work)
+            self._compile_trial(structured_outputs)
+            thread = start_thread(compile_grammar)
         except BaseException:
             _compile_slots.release()
             raise
         thread.join(self._timeout_s)
         if not outcome:
-            raise self._make_timeout_error(wanted)
+            raise self._make_timeout_error(structured_outputs)
         if isinstance(outcome[0], Exception):
             raise outcome[0]
         return outcome[0]
 
-    def _compile_trial(self, wanted: StructuredOutputs) -> None:
+    def _compile_trial(self, structured_outputs: StructuredOutputs) -> None:
         """Raise `InvalidInputError` if the grammar cannot be compiled, or takes too long."""
         trial = _idle_trials.pop()
         try:
-            trial.check_grammar(wanted.kind, wanted.text, _get_whitespace_pattern(wanted), self._timeout_s)
+            trial.check_grammar(
+                structured_outputs.kind,
+                structured_outputs.text,
+                _get_whitespace_pattern(structured_outputs),
+                self._timeout_s,
+            )
         except TimeoutError as error:
-            raise self._make_timeout_error(wanted) from error
+            raise self._make_timeout_error(structured_outputs) from error
         except TrialCompilerError as error:
-            raise wanted.make_error(f"cannot be compiled: {error}") from error
+            raise structured_outputs.make_error(f"cannot be compiled: {error}") from error
         finally:
             _idle_trials.append(trial)
 
-    def _make_timeout_error(self, wanted: StructuredOutputs) -> InvalidInputError:
-        return wanted.make_error(f"took longer to compile than grammar_timeout_s, {self._timeout_s:g} s; simplify it")
+    def _make_timeout_error(self, structured_outputs: StructuredOutputs) -> InvalidInputError:
+        return structured_outputs.make_error(
+            f"took longer to compile than grammar_timeout_s, {self._timeout_s:g} s; simplify it"
+        )
 
-    def get_vocabulary(self, wanted: StructuredOutputs) -> Any:
+    def get_vocabulary(self, structured_outputs: StructuredOutputs) -> Any:
         """Return llguidance's tokenizer. It is made once, since that takes a second with a large vocabulary. Raises
         `InvalidInputError`: the model lacks a tokenizer or an end-of-sequence token."""
         with self._vocabulary_lock:
             if self._vocabulary is None:
-                self._vocabulary = self._make_vocabulary(wanted)
+                self._vocabulary = self._make_vocabulary(structured_outputs)
             return self._vocabulary
 
-    def _make_vocabulary(self, wanted: StructuredOutputs) -> Any:
+    def _make_vocabulary(self, structured_outputs: StructuredOutputs) -> Any:
         if self._tokenizer is None:
-            raise wanted.make_error("needs a tokenizer, which this model's directory lacks")
+            raise structured_outputs.make_error("needs a tokenizer, which this model's directory lacks")
         if not self._eos_token_ids:
-            raise wanted.make_error("needs an end-of-sequence token, which this model's configuration does not name")
+            raise structured_outputs.make_error(
+                "needs an end-of-sequence token, which this model's configuration does not name"
+            )
         try:
             from llguidance.hf import from_tokenizer
         except ModuleNotFoundError as error:
-            raise wanted.make_error("needs llguidance; install the extra `serve` where the model is served") from error
+            raise structured_outputs.make_error(
+                "needs llguidance; install the extra `serve` where the model is served"
+            ) from error
         try:
             return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=sorted(self._eos_token_ids))
         except ValueError as error:
-            raise wanted.make_error(f"cannot be served with this model's tokenizer: {error}") from error
+            raise structured_outputs.make_error(f"cannot be served with this model's tokenizer: {error}") from error
 
 
-def _make_key(wanted: StructuredOutputs) -> GrammarKey:
-    return wanted.kind, wanted.text, wanted.disable_any_whitespace
+def _make_key(structured_outputs: StructuredOutputs) -> GrammarKey:
+    return structured_outputs.kind, structured_outputs.text, structured_outputs.disable_any_whitespace
 
 
-def _get_whitespace_pattern(wanted: StructuredOutputs) -> str | None:
-    return None if wanted.disable_any_whitespace else WHITESPACE
+def _get_whitespace_pattern(structured_outputs: StructuredOutputs) -> str | None:
+    return None if structured_outputs.disable_any_whitespace else WHITESPACE
 
 
-def _compile_grammar(wanted: StructuredOutputs, vocabulary: Any) -> Constraint:
+def _compile_grammar(structured_outputs: StructuredOutputs, vocabulary: Any) -> Constraint:
     try:
-        made, first = make_matcher(vocabulary, wanted.kind, wanted.text, _get_whitespace_pattern(wanted))
+        made, first = make_matcher(
+            vocabulary, structured_outputs.kind, structured_outputs.text, _get_whitespace_pattern(structured_outputs)
+        )
     except ValueError as error:
-        raise wanted.make_error(f"cannot be compiled: {error}") from error
+        raise structured_outputs.make_error(f"cannot be compiled: {error}") from error
     if made.is_stopped():
-        raise wanted.make_error("leaves no text to generate")
-    return Constraint(made, wanted.name, first)
+        raise structured_outputs.make_error("leaves no text to generate")
+    return Constraint(made, structured_outputs.name, first)

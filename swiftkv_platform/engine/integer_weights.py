@@ -100,7 +100,7 @@ def _slice_integers(
     whole: IntegerWeight, name: str, linear: nn.Linear, ranks: TensorParallelGroup, config: Any
 ) -> IntegerWeight | None:
     """Return a rank's part of a weight; None: the part would divide a group of inputs with one scale."""
-    if (cut := get_shard_spec(name, config)) is None:
+    if (spec := get_shard_spec(name, config)) is None:
         return whole
-    first, *others = (whole.slice_part(index) for index in cut.get_indices(linear.weight.shape[cut.dim], ranks))
+    first, *others = (whole.slice_part(index) for index in spec.get_indices(linear.weight.shape[spec.dim], ranks))
     return first if first is None or not others else IntegerWeight.cat([first, *(one for one in others if one)])

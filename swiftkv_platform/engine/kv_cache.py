@@ -128,7 +128,9 @@ class KVCache:
         self.format = format_
         self.expands_contexts = expands_contexts
         """Whether the model expands cached latents to keys and values (MLA). Then it gets copies of whole contexts."""
-        self.pages = None if operator is None else VarlenSettings(operator, block_size, device, expands_contexts)
+        self.varlen_settings = (
+            None if operator is None else VarlenSettings(operator, block_size, device, expands_contexts)
+        )
         """Settings of attention with block tables; None if attention reads runs of slots."""
         num_slots = num_blocks * block_size
         self.layers = [

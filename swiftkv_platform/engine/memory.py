@@ -80,11 +80,11 @@ def compute_cache_bytes(config: Any, dtype: torch.dtype, lengths: Iterable[int])
     return block_bytes * sum(-(-length // DEFAULT_BLOCK_SIZE) for length in lengths)
 
 
-def get_storage_format(kv_cache_dtype: str, computed: torch.dtype) -> StorageFormat:
-    """Return the cache's format for `kv_cache_dtype` and a model of the dtype `computed`."""
+def get_storage_format(kv_cache_dtype: str, model_dtype: torch.dtype) -> StorageFormat:
+    """Return the cache's format for `kv_cache_dtype` and a model of the dtype `model_dtype`."""
     if kv_cache_dtype in PAYLOAD_DTYPES:
-        return StorageFormat(computed, torch.uint8, PAYLOAD_DTYPES[kv_cache_dtype])
-    return StorageFormat(computed, computed if kv_cache_dtype == "auto" else getattr(torch, kv_cache_dtype))
+        return StorageFormat(model_dtype, torch.uint8, PAYLOAD_DTYPES[kv_cache_dtype])
+    return StorageFormat(model_dtype, model_dtype if kv_cache_dtype == "auto" else getattr(torch, kv_cache_dtype))
 
 
 def _is_latent(config: Any) -> bool:
@@ -132,7 +132,7 @@ class DeviceMemory:
         """Bytes of other processes and of this process's driver."""
         return self.total - self.free - self.allocated
 
-    def kv_cache_bytes(self, reserved: float) -> int:
+    def compute_kv_cache_bytes(self, reserved: float) -> int:
         """Return the bytes left for the cache if the share `reserved` of all memory stays free, as in `swiftkv
         plan`."""
         return int(self.total * (1 - reserved)) - (self.total - self.free) - (self.peak - self.allocated)
@@ -143,7 +143,7 @@ def compute_num_blocks(loaded: LoadedModel, config: EngineConfig, cache: KVCache
     Raises `InvalidInputError`: no block fits."""
     shapes = get_layer_shapes(loaded.model.config, config.tensor_parallel_size)
     block_bytes = get_bytes_per_block(shapes, cache.block_size, cache.format)
-    num_fitting = memory.kv_cache_bytes(ServingSetup.reserved) // block_bytes + cache.num_blocks
+    num_fitting = memory.compute_kv_cache_bytes(ServingSetup.reserved) // block_bytes + cache.num_blocks
     if num_fitting < 1:
         raise InvalidInputError.for_field(
             "max_num_batched_tokens",

@@ -91,8 +91,8 @@ class ModelRunner:
         x = self._decoder.run_lower(context, bypass)  # [1, num_tokens, hidden_size]
         # 2. find sequences that exit early, and the rows that run through layers >= l
         exits = compute_exit_logits(self._model, x, scheduled, batch)
-        rows = batch.find_upper_rows(exits.at)
-        deep = batch.find_deep_rows(exits.at) if self._has_own_deep_kv else set()
+        rows = batch.find_upper_rows(exits.index_by_row)
+        deep = batch.find_deep_rows(exits.index_by_row) if self._has_own_deep_kv else set()
         # 3. write K and V of layers >= l from x, draft, and run layers >= l
         shared = self._write_shared(x, context, deep)
         drafts = self._draft_tokens(x, scheduled, batch)
@@ -205,17 +205,17 @@ class ModelRunner:
         owners: dict[int, tuple[range, Sequence[int]]] = {}  # by index: range in `at`, drafts
         for index, own in batch.next_token_rows.items():
             drafted: Sequence[int] = drafts.tokens.get(index) or scheduled[index].draft.token_ids
-            if index in exits.at:
-                at.append(len(logits.values) + exits.at[index])
+            if index in exits.index_by_row:
+                at.append(len(logits.values) + exits.index_by_row[index])
             else:
-                at += [logits.at[row] for row in own]
-                at += [logits.at[batch.first_rows[-1] + row] for row in drafts.rows.get(index, ())]
+                at += [logits.index_by_row[row] for row in own]
+                at += [logits.index_by_row[batch.first_rows[-1] + row] for row in drafts.rows.get(index, ())]
             rows += [make_sampling_row(scheduled[index].sequence, drafted[:count]) for count in range(len(drafted) + 1)]
             owners[index] = range(len(at) - len(drafted) - 1, len(at)), drafted
         if not at:
             return
         # 2. sample all tokens at once, with one copy to the host
-        values = torch.cat([logits.values, exits.values]) if exits.at else logits.values
+        values = torch.cat([logits.values, exits.values]) if exits.index_by_row else logits.values
         values = select_entries(values, at)  # [num_sequences and drafts, vocab_size]
         finite = values.sum(dim=-1).isfinite()
         tokens, finite = torch.stack([choose_tokens(values, rows), finite.long()]).tolist()
@@ -225,7 +225,7 @@ class ModelRunner:
             results[index] = result = accept_drafts(
                 item.sequence, drafted, [tokens[i] for i in indices], from_text=bool(item.draft.token_ids)
             )
-            result.is_exited = index in exits.at
+            result.is_exited = index in exits.index_by_row
             truncate_at_error(result, [finite[i] for i in indices])
             drop_tokens_of_failed_grammar(item.sequence, result)
         self._add_logprobs(scheduled, values, {index: indices for index, (indices, _) in owners.items()}, results)
@@ -256,7 +256,7 @@ class ModelRunner:
             if not rows:
                 continue
             sequence = scheduled[index].sequence
-            values = select_entries(logits.values, [logits.at[row] for row in rows])
+            values = select_entries(logits.values, [logits.index_by_row[row] for row in rows])
             known = len(sequence.prompt_logprobs)
             tokens = sequence.prompt_token_ids[known : known + len(rows)]
             counts = [sequence.params.prompt_logprobs or 0] * len(rows)
@@ -267,4 +267,4 @@ class ModelRunner:
     def _count_skipped_tokens(self, batch: Batch, logits: RowLogits, results: list[StepResult]) -> None:
         if self._has_upper_layers:
             for result, (first, end) in zip(results, pairwise(batch.first_rows), strict=True):
-                result.num_skipped_tokens = end - first - sum(row in logits.at for row in range(first, end))
+                result.num_skipped_tokens = end - first - sum(row in logits.index_by_row for row in range(first, end))

@@ -373,17 +373,17 @@ class NativeLayers:
         self._operands: dict[range, LayerOperands | None] = {}
 
     def __call__(
-        self, decoder: Any, which: range, hidden: torch.Tensor, context: Any, shared: Sequence[Any] | None
+        self, decoder: Any, layer_indices: range, hidden: torch.Tensor, context: Any, shared: Sequence[Any] | None
     ) -> torch.Tensor | None:
         """Run layers over hidden [1, num_tokens, hidden_size]. None: these layers cannot run in one operator."""
-        if which not in self._operands:
-            self._operands[which] = self._join_operands(which)
-        operands, paged = self._operands[which], context.layer_arguments.get("paged")
+        if layer_indices not in self._operands:
+            self._operands[layer_indices] = self._join_operands(layer_indices)
+        operands, paged = self._operands[layer_indices], context.layer_arguments.get("paged")
         if operands is None or paged is None:
             return None
         stored: list[LayerKeyValues] = []
         rotations: list[torch.Tensor | None] = []
-        for i, key_value in zip(which, [None] * len(which) if shared is None else shared, strict=True):
+        for i, key_value in zip(layer_indices, [None] * len(layer_indices) if shared is None else shared, strict=True):
             layer = self._layers[i]
             found = layer.find_key_values(context.past_key_values, key_value)
             rotation = decoder.select_rotation(i, context, shared=key_value is not None)
@@ -393,9 +393,9 @@ class NativeLayers:
             rotations += rotation if layer.rotates else (None, None)
         return _run_layers(operands, hidden, stored, rotations, paged)
 
-    def _join_operands(self, which: range) -> LayerOperands | None:
+    def _join_operands(self, layer_indices: range) -> LayerOperands | None:
         """Concatenate the layers' operands; None if some layer has another structure."""
-        layers = [self._layers[i] for i in which]
+        layers = [self._layers[i] for i in layer_indices]
         if not layers or not all(isinstance(layer, NativeLayer) for layer in layers):
             return None
         return LayerOperands(*([one for layer in layers for one in layer.operands[at]] for at in range(3)))

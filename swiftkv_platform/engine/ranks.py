@@ -156,7 +156,7 @@ class LeadingDecoder:
         self._leader.send_message(
             PassMessage(
                 is_upper=is_upper,
-                attention=context.layer_arguments["paged"].without_device_tensors(),
+                attention=context.layer_arguments["paged"].copy_without_device_tensors(),
                 hidden_shape=None if is_known else tuple(hidden.shape),
                 selected_rows=None if selection is None else selection.indices,
                 deep_rows=deep_rows,

@@ -39,7 +39,7 @@ class TokenizedRequest:
 
     token_ids: tuple[int, ...]
     params: SamplingParams
-    stops: tuple[StopString, ...]
+    stop_strings: tuple[StopString, ...]
     skipped_stop_texts: Mapping[int, str]
     """Texts of special tokens that occur in stop strings, by token id."""
 
@@ -74,7 +74,7 @@ class InputProcessor:
             if isinstance(prompt, str):
                 self.check_text(prompt)
             if not prompt:
-                raise _empty_prompt(prompt)
+                raise _make_empty_prompt_error(prompt)
             if not isinstance(prompt, str):
                 self._check_length(self._count_kept_tokens(len(prompt), params))
 
@@ -221,7 +221,7 @@ class InputProcessor:
             return None
         return IncrementalDetokenizer(
             partial(self.decode, skip_special_tokens=skip),
-            request.stops,
+            request.stop_strings,
             self._silent if skip else frozenset(),
             min_tokens=params.min_tokens,
             include_stop_string=params.include_stop_str_in_output,
@@ -250,7 +250,7 @@ class InputProcessor:
         token_ids = token_ids[len(token_ids) - self._count_kept_tokens(len(token_ids), params) :]
         if isinstance(prompt, str):  # `validate` has checked the number of token ids
             if not token_ids:
-                raise _empty_prompt(prompt)
+                raise _make_empty_prompt_error(prompt)
             self._check_length(len(token_ids))
         self._check_token_ids("prompt", token_ids)
         return token_ids
@@ -281,7 +281,7 @@ class InputProcessor:
         return token_ids
 
 
-def _empty_prompt(prompt: Prompt) -> InvalidInputError:
+def _make_empty_prompt_error(prompt: Prompt) -> InvalidInputError:
     return InvalidInputError("prompt is empty; give at least one token", field="prompt", value=prompt)
 
 

@@ -241,5 +241,5 @@ class Sequence:
             total=(self._finished or time.perf_counter()) - self._arrived,
         )
 
-    def _measure_since_arrival(self, moment: float | None) -> float | None:
-        return None if moment is None else moment - self._arrived
+    def _measure_since_arrival(self, event_time: float | None) -> float | None:
+        return None if event_time is None else event_time - self._arrived

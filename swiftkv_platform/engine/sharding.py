@@ -100,12 +100,12 @@ def shard_model(model: Any, ranks: TensorParallelGroup) -> None:
     check_divisible(model.config, ranks.size)
     for parent, name, child in list(_iterate_children(model.model.layers)):
         leaves = [leaf for leaf, _ in child.named_parameters(recurse=False)]
-        cuts = {leaf: cut for leaf in leaves if (cut := get_shard_spec(f"{name}.{leaf}", model.config))}
-        if not cuts:
+        specs = {leaf: spec for leaf in leaves if (spec := get_shard_spec(f"{name}.{leaf}", model.config))}
+        if not specs:
             continue
         # 1. shard the parameters
-        for leaf, cut in cuts.items():
-            _keep_shard(child, leaf, cut, ranks)
+        for leaf, spec in specs.items():
+            _keep_shard(child, leaf, spec, ranks)
         if name in HEAD_NORM_MODULES:
             setattr(parent, name, _ShardedRMSNorm(child, ranks))
             continue
@@ -176,11 +176,11 @@ def _iterate_children(root: nn.Module) -> Iterator[tuple[Any, str, Any]]:
             yield parent, name, child
 
 
-def _keep_shard(module: nn.Module, leaf: str, cut: ShardSpec, ranks: TensorParallelGroup) -> None:
+def _keep_shard(module: nn.Module, leaf: str, spec: ShardSpec, ranks: TensorParallelGroup) -> None:
     """Replace a parameter by a copy of this rank's part, so that the whole parameter is freed."""
     whole = module.get_parameter(leaf).detach()
-    indices = cut.get_indices(whole.shape[cut.dim] // ranks.size, ranks)
-    own = torch.cat([whole[index] for index in indices], cut.dim)
+    indices = spec.get_indices(whole.shape[spec.dim] // ranks.size, ranks)
+    own = torch.cat([whole[index] for index in indices], spec.dim)
     setattr(module, leaf, nn.Parameter(own, requires_grad=False))
 
 
@@ -231,7 +231,7 @@ def _read_shard(
     weights: StoredWeights, name: str, parameter: nn.Parameter, ranks: TensorParallelGroup, config: Any
 ) -> torch.Tensor:
     """Read this rank's part of the tensor `name`, with the shape of `parameter`."""
-    if (cut := get_shard_spec(name, config)) is None:
+    if (spec := get_shard_spec(name, config)) is None:
         return weights.read(name)
-    parts = [weights.read(name, index) for index in cut.get_indices(parameter.shape[cut.dim], ranks)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
+    parts = [weights.read(name, index) for index in spec.get_indices(parameter.shape[spec.dim], ranks)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, spec.dim)

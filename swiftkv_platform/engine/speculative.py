@@ -237,7 +237,7 @@ def _count_weights(module: nn.Module) -> int:
 class RowLogits:
     """Logits of some rows of a batch, or of some sequences of the schedule."""
 
-    at: dict[int, int]
+    index_by_row: dict[int, int]
     """Index into `values`, by row or by sequence."""
     values: torch.Tensor
     """[num_rows, vocab_size], float32."""

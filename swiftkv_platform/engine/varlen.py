@@ -158,19 +158,19 @@ def choose_operator(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     return reference_varlen_attn
 
 
-def choose_block_size(operator: VarlenOperator | None, wanted: int | None, default: int) -> int:
-    """Return the block size: `wanted`, or a default. Raises `InvalidInputError`: FlashAttention needs a multiple of
+def choose_block_size(operator: VarlenOperator | None, requested: int | None, default: int) -> int:
+    """Return the block size: `requested`, or a default. Raises `InvalidInputError`: FlashAttention needs a multiple of
     `FLASH_BLOCK_MULTIPLE`."""
     if operator is not varlen_attn:
-        return wanted or default
-    if wanted is not None and wanted % FLASH_BLOCK_MULTIPLE:
+        return requested or default
+    if requested is not None and requested % FLASH_BLOCK_MULTIPLE:
         raise InvalidInputError(
-            f"block_size is {wanted}; attention on a GPU needs a multiple of {FLASH_BLOCK_MULTIPLE} tokens: set a "
+            f"block_size is {requested}; attention on a GPU needs a multiple of {FLASH_BLOCK_MULTIPLE} tokens: set a "
             "multiple, or leave block_size out",
             field="block_size",
-            value=wanted,
+            value=requested,
         )
-    return wanted or FLASH_BLOCK_MULTIPLE
+    return requested or FLASH_BLOCK_MULTIPLE
 
 
 def split_consecutive_runs(positions: Sequence[int]) -> list[tuple[int, int]]:

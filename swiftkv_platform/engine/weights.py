@@ -121,11 +121,11 @@ def has_onednn_bfloat16() -> bool:
     return supported
 
 
-def _replace_modules(root: nn.Module, wanted: Callable[[Any], bool], make: Callable[[Any], nn.Module]) -> None:
-    """Replace all modules below `root` for which `wanted` is True by `make` of them."""
+def _replace_modules(root: nn.Module, predicate: Callable[[Any], bool], make: Callable[[Any], nn.Module]) -> None:
+    """Replace all modules below `root` for which `predicate` is True by `make` of them."""
     for parent in list(root.modules()):
         for name, child in list(parent.named_children()):
-            if wanted(child):
+            if predicate(child):
                 setattr(parent, name, make(child))
 
 

@@ -68,7 +68,7 @@ def _build_classes(family: Family) -> StudentClasses:
     transformers keeps experts fused in memory and one by one on disk, and looks up the conversion by `model_type`, so a
     student gets its teacher's entry.
     """
-    config = configs.CONFIGS[family.model_type]
+    config = configs.CONFIG_CLASSES[family.model_type]
     attention = _derive_class(family, "Attention", _ATTENTION[family.attention])
     layer = _derive_class(family, "DecoderLayer", SwiftKVDecoderLayerMixin, attention_class=attention)
     # transformers detects grouped experts in the source of a class's module, so a derived class takes its answer.

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from swiftkv_platform.configs import CONFIGS
+from swiftkv_platform.configs import CONFIG_CLASSES
 from swiftkv_platform.distillation.calibration_text import read_calibration_text
 from swiftkv_platform.distillation.strategy import EvaluationModel
 from swiftkv_platform.engine.loading import describe_model, load_model
@@ -202,7 +202,7 @@ FUZZED = ("llama", "deepseek_v2-lora", "gemma3_text", "phi3-partial")
 
 
 def test_a_students_keys_are_those_that_its_configuration_adds() -> None:
-    assert set(STUDENT_KEYS) == set(CONFIGS["llama"].__annotations__)
+    assert set(STUDENT_KEYS) == set(CONFIG_CLASSES["llama"].__annotations__)
 
 
 def spec_of(directory: Path) -> JobSpec:

@@ -25,7 +25,7 @@ from tests.support import reference
 TIE = 1e-4
 """Two logits, or a confidence and its threshold, may go either way if they are this close."""
 SHARED_PREFIXES = 3
-FREE = DraftCosts(lower=0.0, exit_head=0.0, row=0.0, max_step_tokens=1000)
+FREE = DraftCosts(lower_layers=0.0, exit_head=0.0, token=0.0, max_step_tokens=1000)
 """Draft costs with which the engine drafts everything that it may."""
 
 

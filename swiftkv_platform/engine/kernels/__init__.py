@@ -32,8 +32,8 @@ from swiftkv_platform.private_directories import ensure_private_directory, is_pr
 if TYPE_CHECKING:
     from swiftkv_platform.engine.native_layers import NativeRMSNorm
 
-SOURCE = Path(__file__).with_name("cpu.cpp")
-HEADERS = sorted(SOURCE.parent.glob("*.h"))
+SOURCE_FILE = Path(__file__).with_name("cpu.cpp")
+HEADER_FILES = sorted(SOURCE_FILE.parent.glob("*.h"))
 CACHE_DIRECTORY_VARIABLE = "SWIFTKV_KERNEL_CACHE"
 """Environment variable: cache directory of compiled kernels. Default: `~/.cache/swiftkv/kernels`."""
 VECTOR_FLAGS = {"AVX512": ("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512")}
@@ -85,7 +85,7 @@ def _find_or_build_library() -> Path:
     directory = Path(given) if given else Path.home() / ".cache" / "swiftkv" / "kernels"
     flags = [*COMPILER_FLAGS, *VECTOR_FLAGS[capability]]
     target = subprocess.run([compiler, "-march=native", "-Q", "--help=target"], capture_output=True, check=False).stdout
-    sources = b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
+    sources = b"".join(path.read_bytes() for path in (SOURCE_FILE, *HEADER_FILES))
     digest = hashlib.sha256(sources + target + repr([compiler, flags, torch.__version__]).encode())
     library = ensure_private_directory(directory) / f"cpu-{digest.hexdigest()[:16]}.so"
     if not is_private(library):  # another user could replace it
@@ -98,7 +98,7 @@ def _build_library(compiler: str, flags: list[str], library: Path) -> None:
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-ltorch_cpu", "-lc10"]
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
         built = Path(directory) / library.name
-        command = [compiler, *flags, *includes, str(SOURCE), "-o", str(built), *libraries]
+        command = [compiler, *flags, *includes, str(SOURCE_FILE), "-o", str(built), *libraries]
         try:
             run = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired as error:

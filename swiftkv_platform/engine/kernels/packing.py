@@ -125,9 +125,9 @@ def _split_blocks(weight: torch.Tensor) -> torch.Tensor:
     return torch.unflatten(F.pad(weight, (0, 0, 0, -weight.shape[0] % BLOCK_COLUMNS)), 0, (-1, BLOCK_COLUMNS))
 
 
-def _interleave_blocks(weight: torch.Tensor, together: int) -> torch.Tensor:
+def _interleave_blocks(weight: torch.Tensor, num_adjacent: int) -> torch.Tensor:
     """[size_out, size_in] -> [num_blocks, size_in / together, COLUMNS, together]."""
-    return torch.unflatten(_split_blocks(weight), 2, (-1, together)).transpose(1, 2).contiguous()
+    return torch.unflatten(_split_blocks(weight), 2, (-1, num_adjacent)).transpose(1, 2).contiguous()
 
 
 def pack_gated(gate: torch.Tensor | IntegerWeight, up: torch.Tensor | IntegerWeight) -> PackedWeight:

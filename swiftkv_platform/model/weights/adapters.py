@@ -81,7 +81,7 @@ def write_adapter(
     def describe(name: str) -> torch.Tensor:
         """Read a tensor of the base and record its digest."""
         tensor = base.read(name)
-        tensors[name] = BaseTensor.of(tensor)
+        tensors[name] = BaseTensor.describe(tensor)
         return tensor
 
     for name, tensor in student:

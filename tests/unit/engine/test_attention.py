@@ -88,8 +88,8 @@ class Case:
             start += len(blocks) * BLOCK if block_tables else length
         self.paged = PagedAttentionMetadata(tuple(sequences))
         if block_tables:
-            pages = VarlenSettings(reference_varlen_attn, BLOCK, CPU, expands_contexts=False)
-            (self.paged,), _ = add_block_tables([self.paged], pages)
+            varlen_settings = VarlenSettings(reference_varlen_attn, BLOCK, CPU, expands_contexts=False)
+            (self.paged,), _ = add_block_tables([self.paged], varlen_settings)
         num_queries = sum(len(positions) for _, positions in contexts)
         self.query = (torch.randn(1, num_queries, HEADS, dim) * query_size).to(dtype).transpose(1, 2)
 
@@ -273,7 +273,7 @@ def test_an_engine_on_block_tables_answers_as_one_on_runs(model_dir: Path) -> No
     plain = LLMEngine.from_pretrained(model_dir, config).generate(prompts, GREEDY)
     with patch.object(memory, "choose_operator", return_value=reference_varlen_attn):
         engine = LLMEngine.from_pretrained(model_dir, config)
-    assert engine._runner.cache.pages is not None
+    assert engine._runner.cache.varlen_settings is not None
     assert [one.token_ids for one in engine.generate(prompts, GREEDY)] == [one.token_ids for one in plain]
 
 

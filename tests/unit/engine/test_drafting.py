@@ -14,7 +14,7 @@ from swiftkv_platform.engine.drafting import (
     should_evaluate_exit_head,
 )
 
-COSTS = DraftCosts(lower=0.5, exit_head=0.03, row=0.06, max_step_tokens=16)
+COSTS = DraftCosts(lower_layers=0.5, exit_head=0.03, token=0.06, max_step_tokens=16)
 
 
 def test_lookup_goes_on_as_the_text_did() -> None:
@@ -72,7 +72,7 @@ def test_a_draft_pays_where_it_is_accepted_more_often_than_it_costs() -> None:
         expected = [draw.random() for _ in range(num_sequences)]
         chosen = choose_worthwhile_drafts(expected, COSTS, num_sequences)
         if chosen:
-            cost = (COSTS.lower + COSTS.row * len(chosen)) * num_sequences
+            cost = (COSTS.lower_layers + COSTS.token * len(chosen)) * num_sequences
             assert sum(expected[at] for at in chosen) > cost
 
 
@@ -129,6 +129,6 @@ def test_an_exit_head_that_is_never_sure_or_always_wrong_costs_little() -> None:
         history.observe_exit_head(gains.get(0, 0.0))
         spent += COSTS.exit_head
         if gains:
-            spent += COSTS.lower + COSTS.row
+            spent += COSTS.lower_layers + COSTS.token
             drafted(history, 0.95, accepted=False)
     assert 0 < spent < 30

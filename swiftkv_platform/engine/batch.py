@@ -79,8 +79,7 @@ class Batch:
     def find_upper_rows(self, exits: Container[int]) -> list[int]:
         """Return the ascending rows that run through layers >= l. `exits`: sequences whose token the exit head
         chose."""
-        rows = _collect_rows(self.next_token_rows, exits) | _collect_rows(self.recomputed_rows)
-        return sorted(rows.union(*self.prompt_rows.values()))
+        return sorted(self.find_deep_rows(exits).union(*self.prompt_rows.values()))
 
     def find_deep_rows(self, exits: Container[int]) -> set[int]:
         """Return the upper rows with their own K and V, for a student whose deep tokens have their own."""
@@ -252,7 +251,6 @@ class PagedAttentionMetadata:
 
     @property
     def positions(self) -> list[int]:
-        """Positions of all queries in their sequences."""
         return [position for sequence in self.sequences for position in sequence.positions]
 
     def copy_without_device_tensors(self) -> PagedAttentionMetadata:
@@ -388,7 +386,6 @@ def copy_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[t
 
 
 def make_index_tensor(indices: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return the indices as an int64 tensor on `device`."""
     return copy_to_device([np.array(indices, dtype=np.int64)], device)[0]
 
 

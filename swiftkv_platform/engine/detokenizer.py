@@ -98,7 +98,6 @@ class IncrementalDetokenizer:
         return shown + self._decoded_text[start : self._num_released]
 
     def append(self, token_id: int) -> None:
-        """Add the next token."""
         if self._get_text is None:
             self._append_token(token_id)
             return

@@ -122,12 +122,10 @@ class FairOrder:
         return self._tenants[sender.tenant], 0.0 if keys is None else keys[sender.key]
 
     def record_choice(self, sender: Sender) -> None:
-        """Record that the sender is served next."""
         self._tenants.raise_floor(sender.tenant)
         self._get_key_amounts(sender.tenant).raise_floor(sender.key)
 
     def record_service(self, sender: Sender, amount: float) -> None:
-        """Record service of a sender, in any unit."""
         self._tenants.add_service(sender.tenant, amount)
         self._get_key_amounts(sender.tenant).add_service(sender.key, amount)
 

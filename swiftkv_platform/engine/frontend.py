@@ -231,7 +231,6 @@ class EngineFrontend(ABC):
             stream.put_output(None)
 
     def make_dead_error(self) -> EngineDeadError:
-        """Return the error that ends all requests."""
         return EngineDeadError(self._failure or "the engine is no longer running")
 
     @property

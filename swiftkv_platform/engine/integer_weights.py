@@ -64,7 +64,6 @@ def round_weights(model: Any, form: WeightFormat) -> None:
 
 
 def get_integers(linear: nn.Module) -> IntegerWeight | None:
-    """Return the integer weight of a module, if any."""
     return getattr(linear, "integers", None)
 
 
@@ -78,7 +77,6 @@ def get_common_weights(linears: Sequence[Any]) -> list[IntegerWeight] | list[tor
 
 
 def drop_integers(model: nn.Module) -> None:
-    """Delete all integers, so that the floats are used."""
     for module in model.modules():
         module.__dict__.pop("integers", None)
 

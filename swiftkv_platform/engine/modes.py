@@ -94,7 +94,7 @@ class _TeacherDecoder:
         deep: None = None,
     ) -> torch.Tensor:
         assert not shared, "a teacher's layers compute their own K and V"
-        assert deep is None, "a teacher's layers compute their own K and V"
+        assert deep is None
         return x if selection is None else selection.select(x)
 
 

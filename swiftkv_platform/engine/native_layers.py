@@ -225,7 +225,6 @@ class SharedKeyValueWriter:
 
 
 def get_output_projection(attention: Any) -> Any:
-    """Return a layer's output projection."""
     student = isinstance(attention, HeadAttentionMixin)
     return attention.output_projection if student else attention.o_proj
 

@@ -111,7 +111,6 @@ class EngineState:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Number of prompt tokens that are not prefilled yet."""
         return sum(self.waiting_tokens.values())
 
 

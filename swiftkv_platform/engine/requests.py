@@ -201,7 +201,6 @@ class InputProcessor:
         return frozenset(token for token in token_ids if token < self._vocab_size)
 
     def decode(self, token_ids: abc.Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Decode tokens to text. The model must have a tokenizer."""
         assert self._tokenizer is not None, "checked before"
         text: str = self._tokenizer.decode(
             token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False

@@ -343,15 +343,12 @@ class SlowGrammarThrottle:
         does not matter."""
         if self._debt_s > 0.0 and not alone:
             return False
-        if (
-            self._spent_before
-            and sum(each.last_step_s for each in self._spent_before) + cpu_time.last_step_s > MAX_SLOW_GRAMMAR_STEP_S
-        ):
+        expected_s = sum(each.last_step_s for each in self._spent_before) + cpu_time.last_step_s
+        if self._spent_before and expected_s > MAX_SLOW_GRAMMAR_STEP_S:
             return False
         self._spent_before.setdefault(cpu_time, cpu_time.spent_s)
         return True
 
 
 def _get_queue_rank(sequence: Sequence) -> tuple[int, int]:
-    """Return the rank in the queue: priority, then arrival."""
     return sequence.priority, sequence.arrival

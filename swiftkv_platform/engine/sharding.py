@@ -136,7 +136,6 @@ class _AllReduced(nn.Module):
         self._ranks = ranks
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all ranks' outputs, [..., hidden_size]."""
         output = self._ranks.all_reduce(self.part(*inputs))
         return output if self.bias is None else output + self.bias
 

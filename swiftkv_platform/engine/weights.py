@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers.activations import SiLUActivation
 
 from swiftkv_platform.engine.integer_weights import get_common_weights, get_integers
-from swiftkv_platform.engine.kernels.packing import Arena
+from swiftkv_platform.engine.kernels.packing import TENSOR_ALIGNMENT, Arena
 from swiftkv_platform.engine.native_layers import (
     NativeAttention,
     NativeEmbedding,
@@ -45,8 +45,6 @@ FUSED_PROJECTIONS = (
 )
 """Names of linear modules of one parent that read the same input, in the order of their calls."""
 SILU_CLASSES = (nn.SiLU, SiLUActivation)
-ALIGNMENT = 64
-"""Alignment in bytes of tensors that PyTorch allocates on a CPU."""
 ARENA_MARGIN = 1 << 14
 """Max bytes by which a packed weight exceeds its parameter: padding to a whole block, scales, alignment."""
 ONEDNN_BATCH_HINT = 16
@@ -88,7 +86,7 @@ def align_weights(model: nn.Module) -> None:
     unaligned weights are rounded differently, so outputs would depend on the layout of the weight files."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False) if isinstance(module, nn.Linear) else ():
-            if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:
+            if parameter.device.type == "cpu" and parameter.data_ptr() % TENSOR_ALIGNMENT:
                 parameter.data = parameter.data.clone()
 
 

@@ -15,13 +15,13 @@ from swiftkv_platform.engine import LLMEngine, memory
 from swiftkv_platform.engine.varlen import reference_varlen_attn
 from swiftkv_platform.model import convert
 from tests.support.engine_schedules import (
-    Subject,
+    ServedModel,
     check_outputs,
-    happened,
-    random_arrivals,
-    random_config,
-    run,
-    scattered_exits,
+    count_events,
+    make_random_arrivals,
+    make_random_config,
+    randomize_exit_head,
+    run_schedule,
 )
 from tests.support.tiny_models import random_teacher
 
@@ -40,37 +40,37 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
+def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ServedModel]:
     made = {}
     for name, arguments in MODELS.items():
         model: Any = random_teacher(seed=1)
         if arguments:
-            model = scattered_exits(convert(model, **arguments))
+            model = randomize_exit_head(convert(model, **arguments))
         directory = tmp_path_factory.mktemp(name)
         model.save_pretrained(directory)
-        made[name] = Subject.load(directory)
+        made[name] = ServedModel.load(directory)
     return made
 
 
 @pytest.mark.slow("dozens of schedules, each token of which is compared with a plain forward pass")
 @pytest.mark.timeout(NUM_SCHEDULES * 10 + 300)
-def test_random_schedules_give_the_tokens_of_the_plain_forward(subjects: dict[str, Subject]) -> None:
+def test_random_schedules_give_the_tokens_of_the_plain_forward(subjects: dict[str, ServedModel]) -> None:
     """For both ways that attention reads the cache: runs of slots, and a GPU's block tables."""
     seen: Counter[str] = Counter()
     for seed in range(FIRST, FIRST + NUM_SCHEDULES):
         draw = random.Random(seed)
         name, operator = draw.choice(list(subjects)), (None, reference_varlen_attn)[seed // 2 % 2]
         subject = subjects[name]
-        arrivals = random_arrivals(draw, subject.plain.config.vocab_size, exits=name != "dense")
-        config = random_config(draw, subject, arrivals)
+        arrivals = make_random_arrivals(draw, subject.plain.config.vocab_size, exits=name != "dense")
+        config = make_random_config(draw, subject, arrivals)
         with patch.object(memory, "choose_operator", return_value=operator):
             engine = LLMEngine(subject.loaded, config)
         try:
-            finished = run(engine, arrivals)
+            finished = run_schedule(engine, arrivals)
             check_outputs(subject, arrivals, finished)
         except AssertionError as error:
             raise AssertionError(f"schedule {seed} on {name} with {config}: {error}") from error
         seen["preemptions"] += engine.state.num_preemptions
-        seen += happened([output for one in finished.values() for output in one])
+        seen += count_events([output for one in finished.values() for output in one])
     kinds = ("preemptions", "cached", "exited", "full", "accepted", "rejected", "prompt logprobs")
     assert all(seen[kind] > 0 for kind in kinds), f"a kind of event never happened: {seen}"

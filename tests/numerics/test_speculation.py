@@ -13,7 +13,7 @@ import torch
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, RequestOutput, SamplingParams
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.model import convert
-from tests.support.engine_schedules import agreeing_exits, free_drafts
+from tests.support.engine_schedules import align_exit_head, make_drafts_free
 from tests.support.fakes.tokenizers import byte_tokenizer
 from tests.support.tiny_models import family_teacher, random_teacher
 
@@ -31,7 +31,7 @@ PROCESSED = {
 
 def saved(model: Any, directory: Path) -> LoadedModel:
     """Save and load a student whose exit head agrees with the whole model often, but not always."""
-    student: Any = agreeing_exits(convert(model, num_key_value_layers=2, key_value_group_size=2, early_exit=True))
+    student: Any = align_exit_head(convert(model, num_key_value_layers=2, key_value_group_size=2, early_exit=True))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         student.exit_head.weight.add_(torch.randn(student.exit_head.weight.shape, generator=generator) * 0.02)
@@ -50,7 +50,7 @@ def make_engine(loaded: LoadedModel, **config: Any) -> LLMEngine:
 
 def drafting_engine(loaded: LoadedModel, **config: Any) -> LLMEngine:
     """Return an engine that considers drafts free."""
-    with free_drafts():
+    with make_drafts_free():
         return make_engine(loaded, **config)
 
 

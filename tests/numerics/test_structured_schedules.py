@@ -17,14 +17,14 @@ import pytest
 from swiftkv_platform.engine import EarlyExit, LLMEngine, RequestOutput, SamplingParams, StructuredOutputs
 from swiftkv_platform.model import convert
 from tests.support.engine_schedules import (
-    TIE,
+    MAX_TIE_DIFFERENCE,
     Arrival,
-    Subject,
-    agreeing_exits,
-    free_drafts,
-    random_arrivals,
-    random_config,
-    run,
+    ServedModel,
+    align_exit_head,
+    make_drafts_free,
+    make_random_arrivals,
+    make_random_config,
+    run_schedule,
 )
 from tests.support.fakes.tokenizers import byte_tokenizer
 from tests.support.tiny_models import random_teacher
@@ -46,15 +46,15 @@ CONSTRAINTS = (
 
 
 @pytest.fixture(scope="module")
-def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
+def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ServedModel]:
     """A dense model, and a student whose exit head agrees with the whole model often, but not always."""
     student: Any = convert(random_teacher(seed=1), num_key_value_layers=2, key_value_group_size=2, early_exit=True)
     made = {}
-    for name, model in (("student", agreeing_exits(student)), ("dense", random_teacher(seed=1))):
+    for name, model in (("student", align_exit_head(student)), ("dense", random_teacher(seed=1))):
         directory = tmp_path_factory.mktemp(name)
         model.save_pretrained(directory)
         byte_tokenizer().save_pretrained(directory)
-        made[name] = Subject.load(directory)
+        made[name] = ServedModel.load(directory)
     return made
 
 
@@ -100,7 +100,7 @@ def check_text(engine: LLMEngine, params: SamplingParams, output: RequestOutput)
         assert set(text) == {"x"}
 
 
-def check_greedy(engine: LLMEngine, subject: Subject, params: SamplingParams, output: RequestOutput) -> None:
+def check_greedy(engine: LLMEngine, subject: ServedModel, params: SamplingParams, output: RequestOutput) -> None:
     """Assert that each token is the reference's best among those that the grammar allows."""
     constraint = engine.grammar_compiler.compile(params.structured_outputs)
     prompt, answer = list(output.prompt_token_ids), list(output.token_ids)
@@ -109,21 +109,21 @@ def check_greedy(engine: LLMEngine, subject: Subject, params: SamplingParams, ou
         bits = constraint.compute_allowed_mask(answer[:at])
         among = [other for other in range(logits.shape[-1]) if bits[other // 8] >> other % 8 & 1]
         assert token in among
-        assert float(logits[at, among].max() - logits[at, token]) < TIE
+        assert float(logits[at, among].max() - logits[at, token]) < MAX_TIE_DIFFERENCE
 
 
 @pytest.mark.timeout(NUM_SCHEDULES * 20 + 300)
-def test_random_schedules_follow_their_constraints(subjects: dict[str, Subject]) -> None:
+def test_random_schedules_follow_their_constraints(subjects: dict[str, ServedModel]) -> None:
     seen: Counter[str] = Counter()
     for seed in range(NUM_SCHEDULES):
         draw = random.Random(seed)
         name = draw.choice(["student", "student", "dense"])
         subject = subjects[name]
-        arrivals = constrained(draw, random_arrivals(draw, subject.plain.config.vocab_size, exits=name != "dense"))
-        config = random_config(draw, subject, arrivals)
-        with free_drafts():
+        arrivals = constrained(draw, make_random_arrivals(draw, subject.plain.config.vocab_size, exits=name != "dense"))
+        config = make_random_config(draw, subject, arrivals)
+        with make_drafts_free():
             engine = LLMEngine(subject.loaded, config)
-        finished = run(engine, arrivals)
+        finished = run_schedule(engine, arrivals)
         seen["preemptions"] += engine.state.num_preemptions
         for number, arrival in enumerate(arrivals):
             outputs, params = finished[str(number)], arrival.params
@@ -143,21 +143,21 @@ def test_random_schedules_follow_their_constraints(subjects: dict[str, Subject])
 
 
 @pytest.mark.timeout(NUM_SCHEDULES * 20 + 300)
-def test_drafts_leave_the_constrained_answer_of_off(subjects: dict[str, Subject]) -> None:
+def test_drafts_leave_the_constrained_answer_of_off(subjects: dict[str, ServedModel]) -> None:
     seen: Counter[str] = Counter()
     subject = subjects["student"]
     for seed in range(max(NUM_SCHEDULES // 3, 1)):
         draw = random.Random(seed)
-        arrivals = constrained(draw, random_arrivals(draw, subject.plain.config.vocab_size, exits=False))
+        arrivals = constrained(draw, make_random_arrivals(draw, subject.plain.config.vocab_size, exits=False))
         off = drafting(arrivals, early_exit=EarlyExit())
-        expected = answers(LLMEngine(subject.loaded, random_config(draw, subject, arrivals)), off)
+        expected = answers(LLMEngine(subject.loaded, make_random_config(draw, subject, arrivals)), off)
         for kind, params in (
             ("exit", {"early_exit": EarlyExit("lossless", 0.0, draw.choice([1, 3, 8]))}),
             ("text", {"num_lookup_tokens": draw.choice([1, 4, 8])}),
             ("both", {"early_exit": EarlyExit("lossless", 0.1, 4), "num_lookup_tokens": 3}),
         ):
-            with free_drafts():
-                engine = LLMEngine(subject.loaded, random_config(draw, subject, arrivals))
+            with make_drafts_free():
+                engine = LLMEngine(subject.loaded, make_random_config(draw, subject, arrivals))
             found = answers(engine, drafting(arrivals, **params))
             answered, wanted = (
                 {key: (output.token_ids, output.finish_reason) for key, output in one.items()}
@@ -172,6 +172,6 @@ def test_drafts_leave_the_constrained_answer_of_off(subjects: dict[str, Subject]
 
 def answers(engine: LLMEngine, arrivals: list[Arrival]) -> dict[tuple[int, int], RequestOutput]:
     """Return the outputs by index of the arrival and of the sample."""
-    finished = run(engine, arrivals)
+    finished = run_schedule(engine, arrivals)
     found = {(int(number), output.index): output for number, outputs in finished.items() for output in outputs}
     return dict(sorted(found.items()))

@@ -20,13 +20,13 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, export, export_adapter
 from swiftkv_platform.model.weights.adapters import check_adapter_base
 from tests.support.engine_schedules import (
-    Subject,
+    ServedModel,
     check_outputs,
-    free_drafts,
-    happened,
-    random_arrivals,
-    run,
-    scattered_exits,
+    count_events,
+    make_drafts_free,
+    make_random_arrivals,
+    randomize_exit_head,
+    run_schedule,
 )
 from tests.support.tiny_models import disturb, family_teacher, random_teacher
 
@@ -40,7 +40,7 @@ in_soak = pytest.mark.soak("starts a process more")
 
 @contextmanager
 def sharing(directory: Path, size: int = 2, **config: Any) -> Iterator[LLMEngine]:
-    with free_drafts():
+    with make_drafts_free():
         engine = LLMEngine.from_pretrained(directory, EngineConfig(tensor_parallel_size=size, num_threads=1, **config))
     try:
         yield engine
@@ -73,18 +73,18 @@ def test_random_schedules_of_two_ranks_give_the_tokens_of_the_plain_forward(tmp_
     """Chunks, prefix hits, exits, drafts of both kinds and prompt log-probabilities are as with one rank. When a rank
     dies, the step fails and no process is left."""
     teacher = random_teacher(seed=1, attention_bias=True, mlp_bias=True)
-    student = scattered_exits(convert(teacher, **form, own_output_projection=True))
-    subject = Subject.load(saved(student, tmp_path))
+    student = randomize_exit_head(convert(teacher, **form, own_output_projection=True))
+    subject = ServedModel.load(saved(student, tmp_path))
     token = sum(2 * shape.num_heads * shape.dim for shape, _ in get_layer_shapes(student.config, 2)) * 4
     with sharing(tmp_path, **SMALL, kv_cache_bytes=40 * 4 * token) as engine:
         assert engine.num_blocks == 40, "each rank caches half of the heads"
         seen: Counter[str] = Counter()
         for seed in range(4):
             draw = random.Random(seed)
-            arrivals = [one for one in random_arrivals(draw, 258, exits=True) if len(one.prompt) < 140]
-            finished = run(engine, arrivals)
+            arrivals = [one for one in make_random_arrivals(draw, 258, exits=True) if len(one.prompt) < 140]
+            finished = run_schedule(engine, arrivals)
             check_outputs(subject, arrivals, finished)
-            seen += happened([output for one in finished.values() for output in one])
+            seen += count_events([output for one in finished.values() for output in one])
         assert all(seen[kind] for kind in ("cached", "exited", "accepted")), seen
         [process] = engine._leader._processes
         engine.add_request([1, 2, 3])

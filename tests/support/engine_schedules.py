@@ -22,22 +22,22 @@ from swiftkv_platform.model import load_dense
 from swiftkv_platform.web.limiters import Sender
 from tests.support import reference
 
-TIE = 1e-4
+MAX_TIE_DIFFERENCE = 1e-4
 """Two logits, or a confidence and its threshold, may go either way if they are this close."""
 SHARED_PREFIXES = 3
-FREE = DraftCosts(lower_layers=0.0, exit_head=0.0, token=0.0, max_step_tokens=1000)
+FREE_DRAFTS = DraftCosts(lower_layers=0.0, exit_head=0.0, token=0.0, max_step_tokens=1000)
 """Draft costs with which the engine drafts everything that it may."""
 
 
 @contextmanager
-def free_drafts() -> Iterator[None]:
+def make_drafts_free() -> Iterator[None]:
     """Let engines that are created in the block draft everything that they may."""
-    with patch("swiftkv_platform.engine.llm_engine.estimate_draft_costs", return_value=FREE):
+    with patch("swiftkv_platform.engine.llm_engine.estimate_draft_costs", return_value=FREE_DRAFTS):
         yield
 
 
 @dataclass(frozen=True)
-class Subject:
+class ServedModel:
     """A model to serve, and a copy of it to compare with."""
 
     loaded: LoadedModel
@@ -45,7 +45,7 @@ class Subject:
     """The copy, which no engine uses."""
 
     @classmethod
-    def load(cls, directory: Path) -> Subject:
+    def load(cls, directory: Path) -> ServedModel:
         student = AutoConfig.from_pretrained(directory).model_type.endswith("_swiftkv")
         plain = AutoModelForCausalLM.from_pretrained(directory) if student else load_dense(directory)
         return cls(load_model(directory, EngineConfig()), plain.eval())
@@ -66,7 +66,7 @@ class Subject:
 
 
 @torch.no_grad()
-def scattered_exits(student: Any) -> Any:
+def randomize_exit_head(student: Any) -> Any:
     """Move a student from its start, so that its exit head is sure of some tokens, right or wrong."""
     for name, parameter in student.swiftkv_parameters().items():
         parameter.add_(torch.randn_like(parameter) * (0.4 if name.startswith("exit_head") else 0.05))
@@ -74,7 +74,7 @@ def scattered_exits(student: Any) -> Any:
 
 
 @torch.no_grad()
-def agreeing_exits(student: Any) -> Any:
+def align_exit_head(student: Any) -> Any:
     """Make the layers from 2 on add little to x, so that the exit head agrees with the whole model often, but not
     always."""
     for name, module in student.model.layers[2:].named_modules():
@@ -96,7 +96,7 @@ class Arrival:
     """Steps between arrival and abort; None if it is not aborted."""
 
 
-def random_config(draw: random.Random, subject: Subject, arrivals: list[Arrival]) -> EngineConfig:
+def make_random_config(draw: random.Random, subject: ServedModel, arrivals: list[Arrival]) -> EngineConfig:
     """Return a config so small that sequences wait and preempt each other."""
     block_size = draw.choice([1, 3, 8, 16])
     largest = max(len(arrival.prompt) + arrival.params.max_tokens for arrival in arrivals)
@@ -112,7 +112,7 @@ def random_config(draw: random.Random, subject: Subject, arrivals: list[Arrival]
     )
 
 
-def random_arrivals(draw: random.Random, vocab_size: int, *, exits: bool) -> list[Arrival]:
+def make_random_arrivals(draw: random.Random, vocab_size: int, *, exits: bool) -> list[Arrival]:
     prefixes = [[draw.randrange(vocab_size) for _ in range(draw.randrange(10, 40))] for _ in range(SHARED_PREFIXES)]
     arrivals = []
     for _ in range(draw.randrange(3, 9)):
@@ -142,7 +142,7 @@ def random_arrivals(draw: random.Random, vocab_size: int, *, exits: bool) -> lis
     return arrivals
 
 
-def run(engine: LLMEngine, arrivals: list[Arrival]) -> dict[str, list[RequestOutput]]:
+def run_schedule(engine: LLMEngine, arrivals: list[Arrival]) -> dict[str, list[RequestOutput]]:
     """Run the schedule, check blocks after every step, and return the finished outputs by index of the arrival."""
     finished: dict[str, list[RequestOutput]] = {str(number): [] for number in range(len(arrivals))}
     step, last = 0, max(arrival.step for arrival in arrivals)
@@ -168,7 +168,7 @@ def run(engine: LLMEngine, arrivals: list[Arrival]) -> dict[str, list[RequestOut
     return finished
 
 
-def happened(outputs: list[RequestOutput]) -> Counter[str]:
+def count_events(outputs: list[RequestOutput]) -> Counter[str]:
     """Count the events of a schedule."""
     seen: Counter[str] = Counter()
     for output in outputs:
@@ -181,7 +181,7 @@ def happened(outputs: list[RequestOutput]) -> Counter[str]:
     return seen
 
 
-def check_outputs(subject: Subject, arrivals: list[Arrival], finished: dict[str, list[RequestOutput]]) -> None:
+def check_outputs(subject: ServedModel, arrivals: list[Arrival], finished: dict[str, list[RequestOutput]]) -> None:
     """Assert that every answer that was not aborted is complete and equals the reference's."""
     for number, arrival in enumerate(arrivals):
         outputs = finished[str(number)]
@@ -193,7 +193,7 @@ def check_outputs(subject: Subject, arrivals: list[Arrival], finished: dict[str,
             _check_prompt_logprobs(subject, output)
 
 
-def _check_tokens(subject: Subject, params: SamplingParams, output: RequestOutput) -> None:
+def _check_tokens(subject: ServedModel, params: SamplingParams, output: RequestOutput) -> None:
     """Assert that each greedy token is the reference's best; in mode `threshold`, the exit head's where it is sure."""
     if params.temperature:
         return
@@ -212,16 +212,24 @@ def _check_tokens(subject: Subject, params: SamplingParams, output: RequestOutpu
     num_exits = [0, 0]  # at least, at most
     if params.early_exit.mode == "threshold":
         for at, (head, margin) in enumerate(zip(heads, margins.tolist(), strict=True)):
-            sources[at] = [head] if margin > TIE else [full[at]] if margin < -TIE else [head, full[at]]
-            num_exits[0] += margin > TIE
-            num_exits[1] += margin > -TIE
+            sources[at] = (
+                [head]
+                if margin > MAX_TIE_DIFFERENCE
+                else [full[at]]
+                if margin < -MAX_TIE_DIFFERENCE
+                else [head, full[at]]
+            )
+            num_exits[0] += margin > MAX_TIE_DIFFERENCE
+            num_exits[1] += margin > -MAX_TIE_DIFFERENCE
     for at, token in enumerate(answer):
         gaps = [float(logits.max() - logits[token]) for logits in sources[at]]
-        assert min(gaps) < TIE, f"token {at} of {output.request_id} is {token}, {min(gaps)} below the best"
+        assert min(gaps) < MAX_TIE_DIFFERENCE, (
+            f"token {at} of {output.request_id} is {token}, {min(gaps)} below the best"
+        )
     assert num_exits[0] <= output.num_exited_tokens <= num_exits[1]
 
 
-def _check_prompt_logprobs(subject: Subject, output: RequestOutput) -> None:
+def _check_prompt_logprobs(subject: ServedModel, output: RequestOutput) -> None:
     if output.prompt_logprobs is None:
         return
     prompt = list(output.prompt_token_ids)

@@ -15,6 +15,7 @@ from swiftkv_platform.model.weights.quantization import IntegerWeight
 
 HUGE_PAGE_BYTES = 2 << 20
 TENSOR_ALIGNMENT = 64
+"""Alignment in bytes of tensors that PyTorch allocates on a CPU."""
 
 
 class Arena:
@@ -79,7 +80,6 @@ class PackedWeight(NamedTuple):
     """Multipliers of the groups of an output's inputs in int4, uint8 [num_blocks, size_in / group, COLUMNS]."""
 
     def move_into(self, arena: Arena) -> PackedWeight:
-        """Return the weight with its tensors in an arena."""
         return PackedWeight(arena.move(self.values), *(part if part is None else arena.move(part) for part in self[1:]))
 
 

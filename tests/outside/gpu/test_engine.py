@@ -15,14 +15,14 @@ from swiftkv_platform.engine.varlen import FLASH_BLOCK_MULTIPLE, reference_varle
 from swiftkv_platform.model import convert
 from tests.outside.gpu.device import DEVICE, ON_GPU, needs_gpu
 from tests.support.engine_schedules import (
-    Subject,
+    ServedModel,
     check_outputs,
-    free_drafts,
-    happened,
-    random_arrivals,
-    random_config,
-    run,
-    scattered_exits,
+    count_events,
+    make_drafts_free,
+    make_random_arrivals,
+    make_random_config,
+    randomize_exit_head,
+    run_schedule,
 )
 from tests.support.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_teacher, random_tokens
 
@@ -41,21 +41,21 @@ PROMPTS = [random_tokens(size, seed=size).tolist() for size in (240, 250, 245, 7
 def test_random_schedules_give_the_tokens_of_the_plain_forward(form: str, tmp_path: Path) -> None:
     model: Any = random_teacher(seed=1)
     if FORMS[form]:
-        model = scattered_exits(convert(model, **FORMS[form]))
+        model = randomize_exit_head(convert(model, **FORMS[form]))
     model.save_pretrained(tmp_path)
-    subject, seen = Subject.load(tmp_path), Counter[str]()
+    subject, seen = ServedModel.load(tmp_path), Counter[str]()
     assert subject.loaded.model.device.type == DEVICE
     for seed in range(12):
         draw = random.Random(seed)
-        arrivals = random_arrivals(draw, subject.plain.config.vocab_size, exits=form != "dense")
-        engine = LLMEngine(subject.loaded, random_config(draw, subject, arrivals))
+        arrivals = make_random_arrivals(draw, subject.plain.config.vocab_size, exits=form != "dense")
+        engine = LLMEngine(subject.loaded, make_random_config(draw, subject, arrivals))
         if ON_GPU:
             assert engine._runner.cache.varlen_settings is not None
             assert engine._runner.cache.varlen_settings.operator is reference_varlen_attn, "float32"
-        finished = run(engine, arrivals)
+        finished = run_schedule(engine, arrivals)
         check_outputs(subject, arrivals, finished)
         seen["preemptions"] += engine.state.num_preemptions
-        seen += happened([output for one in finished.values() for output in one])
+        seen += count_events([output for one in finished.values() for output in one])
     assert seen["preemptions"]
     assert seen["cached"]
 
@@ -104,7 +104,7 @@ def test_answers_agree_with_pytorch_in_the_same_type(name: str, form: str, load:
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "dense"])
 def test_lossless_exit_and_lookup_agree_as_well(form: str, tmp_path: Path) -> None:
     path = saved("llama", form, tmp_path)
-    with free_drafts():
+    with make_drafts_free():
         engine = LLMEngine.from_pretrained(path, EngineConfig(kv_cache_bytes=1 << 28))
     params = SamplingParams(
         max_tokens=40,

@@ -18,7 +18,7 @@ from swiftkv_platform.engine.sharding import shard_model
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.families import student_classes
 from swiftkv_platform.student_shape import StudentShape
-from tests.support.engine_schedules import free_drafts
+from tests.support.engine_schedules import make_drafts_free
 from tests.support.fakes.cuda import (
     ALLOCATED_MEMORY,
     DEVICE,
@@ -64,7 +64,7 @@ def open_engine(family: str = "llama", *, student: bool = True, **config: Any) -
     dtype = config.pop("model_dtype", torch.bfloat16)
     settings = EngineConfig(**{"max_num_batched_tokens": 32, "kv_cache_bytes": 1 << 26, **config})
     model = prepare_model(model_of(family, student=student, dtype=dtype), settings)
-    with free_drafts():
+    with make_drafts_free():
         return LLMEngine(LoadedModel(model.config, None, frozenset(), 256, model, "digest"), settings)
 
 
@@ -222,7 +222,7 @@ def test_ranks_of_a_shared_model_wait_for_nothing_but_the_token(family: str, dra
         parts.append(LoadedModel(model.config, None, frozenset(), 256, prepare_model(model, config, DEVICE), "digest"))
     here, there = Pipe()
     leader = ranks.Leader(rank_of(0), [here], [])
-    with free_drafts():
+    with make_drafts_free():
         engine = LLMEngine(parts[0], config, leader)
     exits = EarlyExit("lossless", 0.0, num_draft_tokens=drafting) if drafting else EarlyExit("off")
     for outputs in steps(engine, log, replace(GREEDY, early_exit=exits)):

@@ -23,7 +23,7 @@ ADAPTER_FILE = "swiftkv_adapter.json"
 ADAPTER_WEIGHTS_PREFIX = "adapter"
 """Prefix of an adapter's weight files, numbered from 1."""
 _MAX_SHOWN_NAMES = 3
-"""Maximum number of tensor names in a message."""
+"""Max number of tensor names in a message."""
 
 
 class BaseTensor(FrozenModel):
@@ -191,7 +191,7 @@ def _compute_sha256(tensor: torch.Tensor) -> str:
 
 
 def _describe_difference(expected: Iterable[str], names: Iterable[str]) -> str:
-    """Name the missing tensors, or else the unexpected ones; empty if the names are equal."""
+    """Name the missing tensors or, without any, the unexpected tensors; empty if the names are equal."""
     wanted, found = set(expected), set(names)
     if wanted == found:
         return ""

@@ -124,7 +124,7 @@ class EngineFrontend(ABC):
         num_sequences = len(prompts) * params.n
         if num_sequences > self.max_sequences_per_caller:
             raise InvalidInputError(
-                f"{len(prompts)} prompts x n {params.n} are {num_sequences} answers; a request accepts "
+                f"{len(prompts)} prompts x n {params.n} are {num_sequences} outputs; the max per request is "
                 f"{self.max_sequences_per_caller} (max_num_seqs + max_num_waiting)",
                 field="n",
                 value=params.n,

@@ -145,8 +145,8 @@ class Constraint:
         self._consumed: list[int] = []
 
     def copy(self, name: str, cpu_time: GrammarCpuTime | None = None) -> Constraint:
-        """Return an unused constraint with the same grammar, for the field `name`. `work`: that of other answers of the
-        same request; None: it is for another request."""
+        """Return a new constraint with the same grammar, for the field `name`. `cpu_time`: shared with other samples of
+        the request; None: for another request."""
         assert not self._consumed, "a constraint in use cannot be copied"
         return Constraint(self._matcher.deep_copy(), name, self._first, cpu_time)
 
@@ -181,8 +181,8 @@ class Constraint:
             return 0 if self.cpu_time.is_exhausted else self._matcher.validate_tokens(list(drafted))
 
     def get_forced_tokens(self, output_token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return tokens of the text that must follow `output_token_ids`, such as an object's keys; others may spell it
-        too."""
+        """Return tokens of the text that must follow `output_token_ids`, e.g. an object's keys. Other tokenizations are
+        possible."""
         with self.cpu_time.measure():
             self._advance_to(output_token_ids)
             return () if self.cpu_time.is_exhausted else tuple(self._matcher.compute_ff_tokens())

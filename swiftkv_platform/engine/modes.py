@@ -99,7 +99,7 @@ class _TeacherDecoder:
 
 
 class _TeacherModel:
-    """A student's teacher, with those attributes of a model that the engine uses."""
+    """A student's teacher, with the attributes of a model that the engine uses."""
 
     def __init__(self, student: Any) -> None:
         self.config = make_dense_config(student.config)

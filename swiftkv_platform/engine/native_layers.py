@@ -332,7 +332,7 @@ class NativeLayer(nn.Module):
         return None if heads is None else cls(layer, heads)
 
     def forward(self, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        """[1, num_tokens, hidden_size] -> the same. `arguments`: those of a decoder layer."""
+        """[1, num_tokens, hidden_size] -> the same. `arguments`: arguments of a decoder layer."""
         paged, rotation = arguments.get("paged"), arguments["position_embeddings"]
         stored = None
         if paged is not None and rotation[0].dtype == hidden_states.dtype:

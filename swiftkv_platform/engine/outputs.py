@@ -26,7 +26,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 `error`: generation failed, see `RequestOutput.error`."""
 
 TokenLogprobs = Mapping[int, float]
-"""Natural logarithms of probabilities by token id: the actual token and the most probable ones."""
+"""Natural logarithms of probabilities by token id: the actual token and the most probable tokens."""
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ class InputProcessor:
         if needed > self._num_slots:
             raise ContextLengthError(
                 f"the request needs KV cache for {needed} tokens ({num_prompt_tokens} of the prompt, up to "
-                f"{num_output_tokens} of the answer); the whole cache holds {self._num_slots}: shorten one of them, or "
+                f"{num_output_tokens} of the output); the whole cache holds {self._num_slots}: shorten one of them, or "
                 "raise kv_cache_bytes",
                 field="prompt",
                 value=num_prompt_tokens,
@@ -268,7 +268,7 @@ class InputProcessor:
         if num_tokens >= self._max_model_len:
             raise ContextLengthError(
                 f"prompt has {num_tokens} tokens; the context of {self._max_model_len} tokens holds prompts of "
-                f"1..{self._max_model_len - 1} tokens, and their answer",
+                f"1..{self._max_model_len - 1} tokens, plus their output",
                 field="prompt",
                 value=num_tokens,
                 max_tokens=self._max_model_len,

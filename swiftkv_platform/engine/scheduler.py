@@ -131,7 +131,7 @@ class Scheduler:
         ]
 
     def _choose_sequences(self, may_step_grammar: Callable[[GrammarCpuTime], bool]) -> dict[Sequence, int]:
-        """Choose the sequences to run and the number of their tokens; those with a grammar only if `may_step_grammar`
+        """Choose the sequences to run, and how many of their tokens. A grammar runs only if `may_step_grammar` allows
         it."""
         scheduled: dict[Sequence, int] = {}
         num_preemptions = self.num_preemptions

@@ -74,7 +74,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.num_exited_tokens = 0
         self.exited_positions: set[int] = set()
-        """Positions of tokens that exited at layer l. Their K and V in layers >= l are the shared ones, from x."""
+        """Positions of tokens that exited at layer l. Their K and V in layers >= l come from x, as for prompts."""
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.num_skipped_tokens = 0

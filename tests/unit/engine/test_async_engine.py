@@ -247,7 +247,7 @@ async def test_prompt_tokens_bound_the_queue_too(swiftkv_dir: Path) -> None:
     release.set()
     *streams, refused = await asyncio.gather(*arriving, return_exceptions=True)
     assert isinstance(refused, QueueFullError)
-    assert re.search(r"60 prompt tokens are waiting, and 40 are accepted", str(refused))
+    assert re.search(r"60 prompt tokens of .* are waiting; the limit is 40", str(refused))
     assert await held
     for stream in streams:
         assert [output async for output in stream][-1].finish_reason == "length"

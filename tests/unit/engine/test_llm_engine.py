@@ -188,7 +188,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(swiftkv_dir: Path) -
     assert (good.finish_reason, good.error) == ("length", None)
     for output in (bad, again):
         assert output.finish_reason == "error"
-        assert "not a number" in output.error
+        assert "not finite" in output.error
         assert output.token_ids == []
     engine.assert_consistent()
     assert engine.num_free_blocks == engine.num_blocks

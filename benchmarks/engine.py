@@ -152,9 +152,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.systems is None:
         args.systems = [*OWN_SYSTEMS, "huggingface", *(["vllm"] if args.vllm_python else [])]
     if any(name in VLLM_SYSTEMS for name in args.systems) != (args.vllm_python is not None):
-        parser.error("--systems vllm and --vllm-python PATH go together: give both, or neither")
+        parser.error("give --systems vllm and --vllm-python PATH together, or neither")
     if any(name in OPENVINO_SYSTEMS for name in args.systems) != (args.openvino_python is not None):
-        parser.error("--systems openvino-... and --openvino-python PATH go together: give both, or neither")
+        parser.error("give --systems openvino-... and --openvino-python PATH together, or neither")
     if args.short:
         args.rounds = args.prefill_rounds = 2
     return args
@@ -280,7 +280,7 @@ def print_table(load: str, results: dict[str, Figures]) -> None:
         )
     for other, ratios in compute_speedups(results).items():
         shown = ", ".join(f"{name} {ratio:.3f}x" for name, ratio in ratios.items())
-        print(f"{load:8} as fast as {other}: {shown}", flush=True)
+        print(f"{load:8} speed relative to {other}: {shown}", flush=True)
 
 
 def _linear_flops(x: Sequence[int], _weight: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> int:

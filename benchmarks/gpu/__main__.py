@@ -146,7 +146,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("model", type=Path, nargs="?", metavar="MODEL")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument("--tiny", action="store_true", help="a tiny random model and loads of seconds")
+    parser.add_argument("--tiny", action="store_true", help="a tiny random model and tiny loads")
     parser.add_argument("--short", action="store_true", help="only figure 3, each point once: minutes")
     parser.add_argument("--agreement", action="store_true", help="only compare with PyTorch, without measuring speed")
     parser.add_argument("--models", type=Path, help="empty directory in which to keep the generated models")

@@ -124,10 +124,10 @@ def main(argv: list[str] | None = None) -> None:
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_benchmark_parser(__doc__)
     parser.add_argument(
-        "--vllm-python", type=Path, metavar="PATH", required=True, help="an interpreter that has vLLM and the plugin"
+        "--vllm-python", type=Path, metavar="PATH", required=True, help="Python interpreter with vLLM and the plugin"
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a tiny random model, whose figures mean nothing")
+    parser.add_argument("--tiny", action="store_true", help="a tiny random model, for a test of the code")
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=["bfloat16", "fp8"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", type=Path, help="empty directory in which to keep the generated models")

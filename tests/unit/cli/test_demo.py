@@ -66,7 +66,7 @@ def test_the_recipe_is_a_valid_spec_of_half_the_layers(tmp_path: Path, monkeypat
 def test_what_cannot_be_shown_is_refused_and_leaves_the_home_alone(
     options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftkv_platform.sources.teacher_config._REAL_PACKAGE", "swiftkv-no-such-package")
+    monkeypatch.setattr("swiftkv_platform.sources.teacher_config._TEACHER_PACKAGE", "swiftkv-no-such-package")
     (tmp_path / "thesis.txt").write_text("years of work")
     result = CliRunner().invoke(app, ["demo", "--home", str(tmp_path), *options])
     assert (result.exit_code, message in result.stderr) == (1, True), result.output

@@ -36,7 +36,7 @@ from swiftkv_platform.reports.pages import render_evaluation_page
 from swiftkv_platform.sources.names import make_absolute
 from swiftkv_platform.sources.recipes import adapt_dtype_to_cpu, find_recipe, find_recipes
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.documents import with_changes
+from swiftkv_platform.specs.documents import apply_changes
 from swiftkv_platform.student_shape import parse_layers
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def distill(
             prefill_layers=None if prefill_layers is None else parse_layers(prefill_layers),
             key_value_group_size=key_value_group_size,
         )
-        document = with_changes(document, dict(map(parse_spec_change, set_ or ())))
+        document = apply_changes(document, dict(map(parse_spec_change, set_ or ())))
         spec = validate_options(JobSpec, document)
         save_spec(output, yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
     artifact = _run_job(spec, output)

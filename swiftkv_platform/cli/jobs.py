@@ -50,7 +50,7 @@ from swiftkv_platform.local.terminal import format_count, format_duration, forma
 from swiftkv_platform.sources.names import make_override_absolute
 from swiftkv_platform.sources.recipes import find_recipe
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.documents import load_yaml, with_changes
+from swiftkv_platform.specs.documents import apply_changes, load_yaml
 from swiftkv_platform.tracking.recorded import RecordedRun, drop_steps, fetch_last_step, upload_run
 
 SpecChanges = Annotated[
@@ -377,7 +377,7 @@ def load_spec(file: Path | None, recipe_: str | None, changes: Sequence[str] | N
     if not changes:
         return spec
     document = spec.model_dump(mode="json", exclude_unset=True)
-    return validate_options(JobSpec, with_changes(document, dict(map(parse_spec_change, changes))))
+    return validate_options(JobSpec, apply_changes(document, dict(map(parse_spec_change, changes))))
 
 
 def parse_spec_change(text: str) -> tuple[str, Any]:

@@ -23,7 +23,7 @@ from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import format_size
 from swiftkv_platform.sources.names import make_absolute
-from swiftkv_platform.specs.documents import with_changes
+from swiftkv_platform.specs.documents import apply_changes
 
 _CHANGEABLE_SECTIONS = ("evaluation", "resources", "metadata")
 """Sections of a job's spec that may be changed for a model made from its checkpoint."""
@@ -208,4 +208,4 @@ def _parse_section_changes(texts: Sequence[str]) -> dict[str, Any]:
                 f"{', '.join(_CHANGEABLE_SECTIONS)}; `swiftkv jobs clone` with training.from can change all of it",
                 field=path,
             )
-    return with_changes({}, changes)
+    return apply_changes({}, changes)

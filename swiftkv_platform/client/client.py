@@ -27,7 +27,7 @@ from swiftkv_platform.client.models import Generation, Job, JobEvent, Resource
 from swiftkv_platform.client.transport import OutageTimer, Transport, iter_events, iter_lines, make_idempotency_header
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.documents import with_changes
+from swiftkv_platform.specs.documents import apply_changes
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 _SERVING_STATUSES = ("running", "swapping", "refused")
@@ -450,7 +450,7 @@ class Jobs(Collection):
             InvalidRequestError: the changed spec is refused; `errors` names field, value and what is accepted.
             InvalidInputError: a path does not exist in the spec.
         """
-        return self.create(with_changes(self.get(job_id).spec, changes or {}), idempotency_key)
+        return self.create(apply_changes(self.get(job_id).spec, changes or {}), idempotency_key)
 
     def validate(self, spec: JobSpec | dict[str, Any]) -> Resource:
         """Check a spec as `create` does and estimate its cost, without submitting it."""

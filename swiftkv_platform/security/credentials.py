@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swiftkv_platform.errors import UnauthenticatedError
-from swiftkv_platform.security.keys import KEY_PREFIX, KeyRing, bearer_token
+from swiftkv_platform.security.keys import KEY_PREFIX, KeyRing, parse_bearer_token
 from swiftkv_platform.security.principals import Principal
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Credentials:
     def authenticate(self, authorization: str | None) -> Principal:
         """Return the caller. May wait for a token's issuer. Raises `UnauthenticatedError`."""
         if self.tokens is not None and has_token(authorization):
-            token = bearer_token(authorization)
+            token = parse_bearer_token(authorization)
             if self.key_ring is None or self.key_ring.find(token) is None:
                 return self.tokens.authenticate(token)
         if self.key_ring is None:
@@ -62,5 +62,5 @@ def open_credentials(
 
 def has_token(authorization: str | None) -> bool:
     """Whether a header contains a JSON Web Token rather than an API key."""
-    token = bearer_token(authorization)
+    token = parse_bearer_token(authorization)
     return token.count(".") == 2 and not token.startswith(KEY_PREFIX)

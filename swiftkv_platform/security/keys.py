@@ -68,7 +68,7 @@ class KeyRing:
 
     def authenticate(self, authorization: str | None) -> ApiKey:
         """Return the key of an `Authorization: Bearer` header. Raises `UnauthenticatedError`."""
-        token = bearer_token(authorization)
+        token = parse_bearer_token(authorization)
         if not token:
             raise UnauthenticatedError("send `Authorization: Bearer <key>`", field="Authorization")
         key = self.find(token)
@@ -85,7 +85,7 @@ class KeyRing:
 
     def find(self, token: str) -> ApiKey | None:
         """Return the key of a token, also if not valid now; None if unknown."""
-        return self._file.content.get(_digest(token))
+        return self._file.content.get(_hash_token(token))
 
     def read(self) -> list[ApiKey]:
         return list(self._file.content.values())
@@ -95,7 +95,7 @@ class KeyRing:
         return self._file.is_usable
 
 
-def bearer_token(authorization: str | None) -> str:
+def parse_bearer_token(authorization: str | None) -> str:
     """Return the token of an `Authorization: Bearer` header; empty for any other header."""
     scheme, _, token = (authorization or "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
@@ -117,7 +117,7 @@ def create_key(path: Path, *, name: str, tenant: str, scopes: frozenset[Scope], 
             raise ConflictError(f"a key named {name!r} exists; rotate it, or revoke it first", field="name", value=name)
         token = _new_token()
         try:
-            key = ApiKey(name=name, tenant=tenant, scopes=scopes, sha256=_digest(token), **rights)
+            key = ApiKey(name=name, tenant=tenant, scopes=scopes, sha256=_hash_token(token), **rights)
         except ValidationError as error:
             first = error.errors()[0]
             raise InvalidInputError.for_field(str(first["loc"][0]), first["input"], f": {first['msg']}") from error
@@ -144,7 +144,7 @@ def rotate_key(
             raise _make_not_found_error(path, name)
         token = _new_token()
         times = {"expires_at": expires_at, "not_before": not_before}
-        new = present[-1].model_copy(update={**times, "sha256": _digest(token)})
+        new = present[-1].model_copy(update={**times, "sha256": _hash_token(token)})
         _check_times(new)
         end = max(now, not_before or now) + overlap_s
         if end > MAX_TIME:
@@ -208,7 +208,7 @@ def _replace_file(path: Path, keys: list[ApiKey]) -> None:
         Path(partial).unlink(missing_ok=True)
 
 
-def _digest(token: str) -> str:
+def _hash_token(token: str) -> str:
     return hashlib.sha256(token.encode(errors="replace")).hexdigest()
 
 

@@ -42,7 +42,7 @@ def load_yaml(text: str | bytes) -> Any:
         loader.dispose()
 
 
-def with_changes(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def apply_changes(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of `document` with `changes` by dotted path, where a number is a list index. Missing objects are
     created. Raises `InvalidInputError` if a path goes through a scalar or beyond the end of a list."""
     changed: dict[str, Any] = copy.deepcopy(dict(document))

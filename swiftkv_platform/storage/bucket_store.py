@@ -366,7 +366,7 @@ class BucketStore:
             raise InvalidInputError("delete_prefix needs a prefix that is not empty", field="prefix", value=prefix)
         self.delete_many([info.key for info in self.list(prefix)])
 
-    def presigned_url(self, key: str, expires_s: int) -> str | None:
+    def create_presigned_url(self, key: str, expires_s: int) -> str | None:
         """Return a signed URL; None if the credentials cannot sign, which is remembered. Workload identities need a
         separate permission."""
         validate_key(key)

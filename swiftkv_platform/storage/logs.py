@@ -74,7 +74,7 @@ class SavedLog:
             return self.stream(self.layout.head)
         return self.stream(self.size - (self.layout.size - sent))
 
-    def tail(self, lines: int) -> Iterator[bytes]:
+    def stream_tail(self, lines: int) -> Iterator[bytes]:
         """Stream the last `lines` lines."""
         start = self.size
         while start > 0:
@@ -128,7 +128,7 @@ class _RingFile:
             self.num_added += len(part)
             piece = piece[len(part) :]
 
-    def blocks(self) -> Iterator[bytes]:
+    def iterate_blocks(self) -> Iterator[bytes]:
         """Yield the bytes in pieces of at most `_BLOCK_BYTES`."""
         begin, end = max(self.num_added - self.capacity, 0), self.num_added
         while begin < end:
@@ -147,8 +147,8 @@ def _write_log(file: IO[bytes], pieces: Iterable[bytes], max_head: int, tail: _R
         file.write(to_head)
         head += len(to_head)
         tail.add(piece[len(to_head) :])
-    blocks = tail.blocks()
-    first = next(blocks, b"")
+    iterate_blocks = tail.iterate_blocks()
+    first = next(iterate_blocks, b"")
     left_out = max(tail.num_added - tail.capacity, 0)
     kept = tail.num_added - left_out
     if left_out:
@@ -156,7 +156,7 @@ def _write_log(file: IO[bytes], pieces: Iterable[bytes], max_head: int, tail: _R
         first, kept = first[cut:], kept - cut
         left_out = tail.num_added - kept + (max_head - head)
         file.write(f"[... {left_out} bytes of this log are left out here ...]\n".encode())
-    file.writelines(chain([first], blocks))
+    file.writelines(chain([first], iterate_blocks))
     return LogLayout(size=head + left_out + kept, head=head, left_out=left_out)
 
 

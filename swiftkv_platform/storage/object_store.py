@@ -91,7 +91,7 @@ class ObjectStore(Protocol):
     def delete_prefix(self, prefix: str) -> None:
         """Remove every object below `prefix`, which must not be empty."""
 
-    def presigned_url(self, key: str, expires_s: int) -> str | None:
+    def create_presigned_url(self, key: str, expires_s: int) -> str | None:
         """Return a signed URL of the object, valid for `expires_s` seconds; None if the store has no signed URLs."""
 
     def ping(self) -> None:
@@ -240,7 +240,7 @@ class LocalObjectStore:
             if (self._root / trimmed).is_dir():
                 shutil.rmtree(self._root / trimmed)
 
-    def presigned_url(self, key: str, expires_s: int) -> str | None:  # noqa: ARG002 (a directory serves no URLs)
+    def create_presigned_url(self, key: str, expires_s: int) -> str | None:  # noqa: ARG002 (a directory serves no URLs)
         validate_key(key)
         return None
 

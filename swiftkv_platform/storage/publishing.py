@@ -63,7 +63,7 @@ def publish(
     files = _fetch_files(source, key, manifest, progress)
     if parse_target_kind(target) == "hub":
         return _publish_to_hub(files, manifest, extra, get_repository_name(target), private=private)
-    _publish_to_store(files, manifest, extra, open_store(target), _TargetDirectory.of(target, targets))
+    _publish_to_store(files, manifest, extra, open_store(target), _TargetDirectory.for_target(target, targets))
     return target
 
 
@@ -76,7 +76,7 @@ class _TargetDirectory:
     boundary: Boundary
 
     @classmethod
-    def of(cls, target: str, targets: Sequence[str] | None) -> Self:
+    def for_target(cls, target: str, targets: Sequence[str] | None) -> Self:
         if not target.startswith("/") or targets is None:
             return cls(None, UNBOUNDED)
         return cls(Path(target), Boundary.from_directories(*(each for each in targets if each.startswith("/"))))

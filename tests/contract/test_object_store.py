@@ -201,7 +201,7 @@ def test_an_s3_address_opens_the_same_store_again(s3_store: ObjectStore) -> None
 
 def test_a_presigned_url_needs_no_credentials(s3_store: ObjectStore) -> None:
     s3_store.put_bytes("a/b c", b"content")
-    url = s3_store.presigned_url("a/b c", 60)
+    url = s3_store.create_presigned_url("a/b c", 60)
     assert url is not None
     assert httpx.get(url).content == b"content"
 

@@ -56,9 +56,9 @@ def test_submission_queue_and_the_attempts_phases_are_one_trace(
         while not parts.cluster.submissions:
             time.sleep(0.01)
     request = parts.attempts.read_request(AttemptId(job["id"], 1))
-    with driver._traced(request, "prepare"):
+    with driver._trace_phase(request, "prepare"):
         pass
-    with driver._traced(request, "evaluate", rank=1):
+    with driver._trace_phase(request, "evaluate", rank=1):
         pass
 
     spans = receiver.by_name()

@@ -218,7 +218,9 @@ def _read_from(parts: Components, job: Job, offset: int) -> Iterator[bytes]:
 def read_tail(parts: Components, job: Job, lines: int) -> Iterator[bytes]:
     """The last lines of the newest attempt's log."""
     saved = parts.attempts.open_saved_logs(job.attempt_id)
-    return _read_live_log(parts, job, job.attempt.number, tail_lines=lines) if saved is None else saved.tail(lines)
+    return (
+        _read_live_log(parts, job, job.attempt.number, tail_lines=lines) if saved is None else saved.stream_tail(lines)
+    )
 
 
 def _read_live_log(parts: Components, job: Job, number: int, *, tail_lines: int | None = None) -> Iterator[bytes]:

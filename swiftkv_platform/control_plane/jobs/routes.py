@@ -403,7 +403,7 @@ def list_artifacts(
 
     def make_response(item: tuple[str, ManifestFile]) -> ArtifactFileResponse:
         path, file = item
-        url = parts.objects.presigned_url(f"{job.attempt_id.artifact_prefix}/{path}", _URL_LIFETIME_S)
+        url = parts.objects.create_presigned_url(f"{job.attempt_id.artifact_prefix}/{path}", _URL_LIFETIME_S)
         url = url or str(request.url_for("download_artifact", job_id=job.id, path=path))
         return ArtifactFileResponse(path=path, size=file.size, sha256=file.sha256, url=url)
 
@@ -438,7 +438,7 @@ def list_tracking_files(
 
     def make_response(item: tuple[str, ObjectInfo]) -> TrackingFileResponse:
         path, file = item
-        url = parts.objects.presigned_url(file.key, _URL_LIFETIME_S)
+        url = parts.objects.create_presigned_url(file.key, _URL_LIFETIME_S)
         url = url or str(request.url_for("download_tracking_file", job_id=job_id, tracking_path=path))
         return TrackingFileResponse(path=path, size=file.size, url=url)
 

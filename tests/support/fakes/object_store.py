@@ -22,7 +22,7 @@ class InMemoryObjectStore(BucketStore):
     def upload_file(self, path: Path, key: str) -> None:
         self.put_bytes(key, path.read_bytes())
 
-    def presigned_url(self, key: str, expires_s: int) -> str | None:
+    def create_presigned_url(self, key: str, expires_s: int) -> str | None:
         validate_key(key)
         return None
 

@@ -149,8 +149,8 @@ def test_a_cpu_without_bfloat16_products_computes_in_float32(
 def test_a_job_warns_of_slow_products(fast: bool, dtype: str, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "has_fast_bfloat16", lambda: fast)
     spec = JobSpec.model_validate({"name": "job", "model": {"dtype": dtype}})
-    messages = list(prepare._slow_products(spec))
+    messages = list(prepare._warn_slow_bfloat16(spec))
     assert [is_warning for _, is_warning in messages] == [True] * warns
     assert all("use float32" in message for message, _ in messages)
     on_gpus = JobSpec.model_validate({"name": "job", "resources": {"gpus_per_worker": 1}})
-    assert list(prepare._slow_products(on_gpus)) == []
+    assert list(prepare._warn_slow_bfloat16(on_gpus)) == []

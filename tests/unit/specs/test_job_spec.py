@@ -12,7 +12,7 @@ from swiftkv_platform.cli.context import read_spec
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import STORED_CONTEXT
-from swiftkv_platform.specs.documents import load_yaml, with_changes
+from swiftkv_platform.specs.documents import apply_changes, load_yaml
 from swiftkv_platform.specs.job import resolve_batch_size, resolve_model_defaults
 
 
@@ -91,11 +91,11 @@ def test_new_students_keep_what_they_write_and_stored_ones_stay_as_they_were(swi
 def test_what_is_named_is_changed_and_the_original_is_not() -> None:
     before = spec().model_dump(mode="json")
     changes = {"training.max_steps": 7, "data.sources.0.weight": 2.0, "sweep.key_value_group_size": [1, 2], "name": "m"}
-    changed = with_changes(before, changes)
+    changed = apply_changes(before, changes)
     assert changed["training"] == {**before["training"], "max_steps": 7}
     assert changed["data"]["sources"] == [{**before["data"]["sources"][0], "weight": 2.0}]
     assert (changed["sweep"], changed["name"]) == ({"key_value_group_size": [1, 2]}, "m")
-    assert before == spec().model_dump(mode="json") == with_changes(before, {})
+    assert before == spec().model_dump(mode="json") == apply_changes(before, {})
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_what_is_named_is_changed_and_the_original_is_not() -> None:
 )
 def test_a_path_that_leads_nowhere_is_refused(path: str, why: str) -> None:
     with pytest.raises(InvalidInputError, match=why) as refused:
-        with_changes(spec().model_dump(mode="json"), {path: 1})
+        apply_changes(spec().model_dump(mode="json"), {path: 1})
     assert refused.value.field == path
 
 

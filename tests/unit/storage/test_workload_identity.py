@@ -39,7 +39,7 @@ def test_google_is_asked_with_the_identity_of_the_node_or_pod(monkeypatch: pytes
         store = open_store("gs://bucket/models", patient=False)
         assert store.get_bytes("a") == b"data"
         # Signing needs a role that this identity lacks: the control plane then passes the object on itself.
-        assert store.presigned_url("a", 60) is None
+        assert store.create_presigned_url("a", 60) is None
     [asked] = script.sent("GET", GOOGLES)[:1]
     assert asked.headers["metadata-flavor"] == "Google"
     [read] = script.sent("GET", "/bucket/models%2Fa")
@@ -64,7 +64,7 @@ def test_azure_is_asked_with_the_identity_of_the_pod(monkeypatch: pytest.MonkeyP
             monkeypatch.setenv(name, value)
         store = open_store("az://container/models", patient=False)
         assert store.get_bytes("a") == b"data"
-        assert [store.presigned_url(key, 60) for key in ("a", "b")] == [None, None]
+        assert [store.create_presigned_url(key, 60) for key in ("a", "b")] == [None, None]
     exchanged = parse_qs(script.sent("POST", MICROSOFTS)[0].raw.decode())
     assert (exchanged["client_id"], exchanged["client_assertion"]) == (["client"], ["the-service-accounts"])
     [read] = script.sent("GET", "/container/models/a")

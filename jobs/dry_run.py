@@ -332,7 +332,7 @@ def _run_train(spec: JobSpec, config: Any, fakes: FakeInputs) -> tuple[Memory, t
     """Return memory and collectives of a step, and the numbers of all and of trained parameters."""
     device, dtype = torch.device("cpu"), get_compute_dtype(spec)
     model = DistillationModel.from_spec(fakes.make_student(config), spec, device=device)
-    strategy = parallelize(model, spec, dtype=dtype, device=device, weights=FakeWeights(model.make_student, fakes))
+    strategy = parallelize(model, spec, dtype=dtype, device=device, weights=FakeWeights(model.student, fakes))
     nothing = cast("Any", None)  # a single step neither saves nor reports
     assert spec.training.batch_size is not None, "resolved"
     rows = fakes.make_rows(spec.training.batch_size)

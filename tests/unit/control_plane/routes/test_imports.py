@@ -164,9 +164,9 @@ WRONG: dict[str, Any] = {
     "a manifest of another form": ({}, "manifest.json", "{}", "cannot be read"),
     "code": ({}, "config.json", '{"model_type": "llama_swiftkv", "attn_implementation": "a/b"}', "names the code"),
     "an adapter": ({}, "swiftkv_adapter.json", "{}", "swiftkv export"),
-    "gates of another form": ({"gates": 5}, None, "", "another form"),
-    "tasks of another form": ({"tasks": [{"task": "needle_many"}]}, None, "", "another form"),
-    "characters that no database takes": ({"note": "\0"}, None, "", "another form"),
+    "gates of another form": ({"gates": 5}, None, "", "unknown format"),
+    "tasks of another form": ({"tasks": [{"task": "needle_many"}]}, None, "", "unknown format"),
+    "characters that no database takes": ({"note": "\0"}, None, "", "unknown format"),
 }
 
 

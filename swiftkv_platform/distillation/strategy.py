@@ -68,7 +68,7 @@ class Strategy(ABC):
     weights, optimizer state and the reduction of gradients are float32, whatever the compute dtype.
 
     Args:
-        fork: equal on all workers.
+        model: equal on all workers.
         device: this worker's device.
     """
 

@@ -156,17 +156,17 @@ def test_what_an_analysis_refuses(tmp_path: Path) -> None:
     text.write_text("One document.")
     too_long = AnalysisOptions(measure=True, needle_length=4096)
     for options, error, message in (
-        (AnalysisOptions(depths=(6,)), InvalidInputError, r"depth is 6; a model of 6 layers accepts 1\.\.5"),
-        (AnalysisOptions(measure=True), DataError, "some must be held out"),
+        (AnalysisOptions(depths=(6,)), InvalidInputError, r"depth is 6; use 1\.\.5 for a model of 6 layers"),
+        (AnalysisOptions(measure=True), DataError, "none can be held out"),
         (AnalysisOptions(needle_length=256), InvalidInputError, "needle_length is 256, but no depth is measured"),
-        (AnalysisOptions(num_prefill_layers=5), InvalidInputError, r"num_prefill_layers is 5; .* accepts 1\.\.4"),
+        (AnalysisOptions(num_prefill_layers=5), InvalidInputError, r"num_prefill_layers is 5; use 1\.\.4"),
         (
             AnalysisOptions(num_prefill_layers=3, depths=(3,)),
             InvalidInputError,
-            r"depth is 3; to keep 3 layers, 4\.\.5",
+            r"depth is 3; use 4\.\.5 to keep 3 layers",
         ),
         (AnalysisOptions(num_prefill_layers=3, measure=True), InvalidInputError, "cannot be combined with measure"),
-        (too_long, InvalidInputError, "needle_length is 4096, .* context has"),
+        (too_long, InvalidInputError, "needle_length 4096 needs .* context has"),
     ):
         with pytest.raises(error, match=message):
             analyze("tiny", read_config(model), str(model), [str(text)], options)

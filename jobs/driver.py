@@ -349,7 +349,7 @@ def publish(request: AttemptRequest, store_uri: str, key: str) -> str:
         store,
         key,
         spec.to,
-        card=lambda manifest: render_model_card(manifest.lineage, manifest.metrics, licence=None),
+        card=lambda manifest: render_model_card(manifest.lineage, manifest.metrics, license_id=None),
         private=spec.private,
         targets=request.publish_targets,
         progress=make_progress_callback(store, request, "publish", "bytes"),

@@ -1,5 +1,5 @@
-"""The process environment as one frozen object. Every variable is `SWIFTKV_<FIELD>`; credentials of S3, W&B and the hub
-keep the names their own libraries read (`AWS_*`, `WANDB_API_KEY`, `HF_TOKEN`) and never pass through here.
+"""Settings from environment variables `SWIFTKV_<FIELD>`. Credentials of S3, W&B and the hub are not settings: their
+libraries read `AWS_*`, `WANDB_API_KEY` and `HF_TOKEN`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from swiftkv_platform.limits import (
 
 
 def get_default_home() -> Path:
-    """Return `~/.swiftkv`, where a machine without configuration keeps databases, stores, logs and pids."""
+    """Return `~/.swiftkv`, the default directory of database, object store, logs and pids."""
     return Path.home() / ".swiftkv"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address is reachable from its own machine only."""
+    """Return whether a host name or address is a loopback one."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -49,13 +49,13 @@ def is_loopback(host: str) -> bool:
 
 
 def get_default_keys_file(home: Path) -> Path:
-    """Return the file of API keys that holds unless `api_keys_file` names another one."""
+    """Return the default of `api_keys_file`."""
     return home / "keys.json"
 
 
 def _find_default_keys_file(values: Mapping[str, Any]) -> Path | None:
-    """Return the default file of API keys unless it does not exist. A file that cannot be looked up counts as existing:
-    opening it then fails, and nothing starts without keys by mistake."""
+    """Return the default API keys file if it exists. An inaccessible file counts as existing: opening it fails, so that
+    nothing starts without keys by mistake."""
     path = get_default_keys_file(values["home"])
     try:
         os.lstat(path)
@@ -67,7 +67,7 @@ def _find_default_keys_file(values: Mapping[str, Any]) -> Path | None:
 
 
 def _find_serve_file(name: str, values: Mapping[str, Any]) -> Path | None:
-    """Return the control plane's own file `name` if Ray Serve runs on this machine, which then has the same files."""
+    """Return the control plane's file `name` if Ray Serve runs on this machine."""
     address = urlsplit(values["serve_dashboard_url"] or values["ray_dashboard_url"])
     path: Path | None = values[name]
     return path.absolute() if path is not None and is_loopback(address.hostname or "") else None
@@ -86,152 +86,151 @@ class NodeGroup(FrozenModel):
     resources: dict[ResourceName, Annotated[float, Field(ge=0.0)]]
     """Resources of a node by Ray's names: `CPU`, `GPU`, `memory` (bytes), `accelerator_type:H100`."""
 
-    def described(self) -> str:
-        """Return the group in words: `2 nodes with 8 CPU, 1 GPU`."""
+    def describe(self) -> str:
+        """Return e.g. `2 nodes with 8 CPU, 1 GPU`."""
         each = ", ".join(f"{amount:g} {name}" for name, amount in self.resources.items() if name != "memory")
         return f"{self.max_nodes} {'node' if self.max_nodes == 1 else 'nodes'} with {each}"
 
 
 class Settings(BaseSettings):
-    """Settings of the control plane and of the command line."""
+    """Settings of the control plane and the command line."""
 
     model_config = SettingsConfigDict(env_prefix="SWIFTKV_", frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     home: Annotated[Path, AfterValidator(Path.expanduser)] = Field(default_factory=get_default_home)
-    """Directory for everything that no other setting places elsewhere."""
+    """Directory of the database, object store, logs and keys, unless other settings change these."""
     database_url: str | None = None
     """SQLAlchemy URL; None is SQLite at `{home}/swiftkv.db`."""
     database_connect_timeout_s: Annotated[int, Field(ge=2, le=600)] = 10
-    """Seconds to wait for a connection to PostgreSQL; SQLite ignores this and the three settings that follow."""
+    """Max seconds to connect to PostgreSQL. SQLite ignores this and the next three settings."""
     database_statement_timeout_s: Annotated[float, Field(gt=0.0, le=86400.0)] = 30.0
-    """Seconds for one statement, except in migrations. Ten seconds later the control plane drops the connection."""
+    """Max seconds per statement, except in migrations. The control plane drops the connection 10 seconds later."""
     database_tcp_timeout_s: Annotated[int, Field(ge=4, le=3600)] = 30
-    """Seconds until a connection whose packets get no acknowledgement counts as lost."""
+    """Seconds without TCP acknowledgement after which a connection is closed."""
     database_pool_recycle_s: Annotated[int, Field(ge=1)] = 1800
-    """Age in seconds at which a connection is replaced."""
+    """Max age of a connection in seconds."""
     storage_uri: str | None = None
     """Object store: directory, `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`; None is
     `{home}/store`. Endpoint, region and keys come from the variables of S3, Google and Azure."""
     ray_dashboard_url: str = "http://127.0.0.1:8265"
-    """Address of Ray's job and serve APIs."""
+    """URL of Ray's dashboard, with its job and Serve APIs."""
     serve_dashboard_url: str | None = None
-    """Address of the serve API if deployments have their own Ray cluster; None: `ray_dashboard_url`."""
+    """URL of the Ray dashboard for deployments on a separate Ray cluster; None: `ray_dashboard_url`."""
     entrypoint_num_cpus: Annotated[float, Field(ge=0.0)] = 0.0
-    """CPUs that Ray reserves for the driver of each job. With 0 CPUs and 0 bytes, drivers run on Ray's head node and
-    reserve nothing, which leaves a machine of two cores to the workers; else they run on any node with room."""
+    """CPUs that Ray reserves per job driver. With 0 CPUs and 0 bytes, drivers run on Ray's head node without a
+    reservation; else they run on any node with free resources."""
     entrypoint_memory: Annotated[int, Field(ge=0)] = 0
-    """Bytes that Ray reserves for the driver of each job; a driver takes some 400 MB."""
+    """Bytes that Ray reserves per job driver; a driver takes about 400 MB."""
     node_groups: dict[str, NodeGroup] = {}
-    """Groups of nodes that Ray's autoscaler v2 adds, by name, as JSON:
-    `{"gpu": {"max_nodes": 8, "resources": {"CPU": 8, "GPU": 1}}}`. Jobs then wait in the queue until these groups and
-    the present nodes have room, and are refused if they never could. Ray does not report its groups: without this
-    setting a job on a growing cluster starts at once and waits in its attempt."""
+    """Node groups of Ray's autoscaler v2, by name, as JSON:
+    `{"gpu": {"max_nodes": 8, "resources": {"CPU": 8, "GPU": 1}}}`. Jobs wait in the queue until these groups and the
+    running nodes have enough resources, and are rejected if they can never fit. Without this setting, a job on an
+    autoscaling cluster starts at once and waits in its attempt, since Ray does not report its groups."""
     serve_url: str = "http://127.0.0.1:8001"
-    """Address of Ray Serve's HTTP proxy."""
+    """URL of Ray Serve's HTTP proxy."""
     source_roots: tuple[str, ...] | None = None
     """Directories and `s3://` prefixes that specs may read; `{tenant}` is replaced by the caller's tenant. The hub and
-    built-in sources are always open. None: everything is open, or nothing else if callers need keys or tokens."""
+    built-in sources are always allowed. None: all sources are allowed without authentication, no others with it."""
     publish_targets: tuple[str, ...] = ()
-    """Places that jobs may publish models to: `hf://organization`, `s3://bucket/prefix`, directories; `{tenant}` is
-    replaced by the caller's tenant. Empty by default, since workers write there with their own credentials."""
+    """Targets that jobs may publish models to: `hf://organization`, `s3://bucket/prefix`, directories; `{tenant}` is
+    replaced by the caller's tenant. Empty by default, since workers write with their own credentials."""
     allow_code_tasks: bool = False
-    """Let evaluation tasks run text as code on the workers, with the workers' access: code that a model writes
-    (HumanEval, MBPP, tasks that pass answers to sympy) or a metric from the hub."""
+    """Allow evaluation tasks to execute code on workers, with the workers' permissions: model output (HumanEval, MBPP,
+    sympy tasks) or metrics from the hub."""
     model_cache_bytes: Annotated[int, Field(ge=0)] = 0
-    """Bytes of models that a machine caches for its replicas at `{home}/models`; set it where replicas run. With 0 each
-    replica, and each swap, fetches its model again."""
+    """Max bytes of models that a machine caches for its replicas at `{home}/models`; set it on replica machines. With
+    0, each replica and each swap downloads its model again."""
     host: str = "127.0.0.1"
-    """Address the control plane listens on; without API keys only loopback is allowed."""
+    """Address that the control plane listens on; without API keys only loopback is allowed."""
     api_keys_file: Path | None = Field(default_factory=_find_default_keys_file)
-    """File of hashed API keys (`swiftkv keys create` writes it). Default: `{home}/keys.json` if it exists; without a
-    file, every request from this machine is accepted."""
+    """File of hashed API keys (see `swiftkv keys create`). Default: `{home}/keys.json` if it exists. Without a file,
+    all requests from this machine are accepted."""
     oidc_file: Path | None = None
-    """YAML file of OpenID Connect issuers whose bearer tokens are accepted as well as keys (docs/operations.md)."""
+    """YAML file of OpenID Connect issuers whose bearer tokens are accepted besides API keys (docs/operations.md)."""
     serve_api_keys_file: Path | None = Field(default_factory=partial(_find_serve_file, "api_keys_file"))
-    """Path on Ray's nodes of `api_keys_file` or another such file: deployments then accept their tenant's keys with the
-    scope `generate`. Default: `api_keys_file` if Ray's dashboard has a loopback address; without a file, deployments
-    answer every request that reaches `serve_url`."""
+    """Path of an API keys file on Ray's nodes: deployments then require their tenant's keys with the scope `generate`.
+    Default: `api_keys_file` if Ray's dashboard has a loopback address. Without a file, deployments accept all requests
+    to `serve_url`."""
     serve_oidc_file: Path | None = Field(default_factory=partial(_find_serve_file, "oidc_file"))
-    """Path on Ray's nodes of `oidc_file` or another such file: deployments then accept tokens as well. Default: as for
-    `serve_api_keys_file`."""
+    """Path of an OIDC file on Ray's nodes: deployments then accept tokens as well. Default: as `serve_api_keys_file`,
+    with `oidc_file`."""
     tenants_file: Path | None = None
-    """YAML file of quotas and weights (docs/operations.md). None: every tenant has the default limits."""
+    """YAML file of tenants' quotas and weights (docs/operations.md). None: default limits for all tenants."""
     gpu_hour_price: Annotated[float, Field(ge=0.0)] | None = None
-    """Price of a GPU for an hour; without prices jobs have no cost and `limits.cost_cap` is refused."""
+    """Price per GPU hour. Without prices, jobs have no cost and `limits.cost_cap` is rejected."""
     cpu_hour_price: Annotated[float, Field(ge=0.0)] | None = None
-    """Price of a CPU core for an hour."""
+    """Price per CPU core hour."""
     flops_per_second: Annotated[float, Field(gt=0.0)] | None = None
-    """FLOPs per second of one worker, for the time estimate of a job until a similar one has been
-    measured; None: an assumed share of a known GPU's peak."""
+    """FLOPs per second of a worker, for time estimates until a similar job has finished. None: an assumed share of a
+    known GPU's peak."""
     webhook_origins: tuple[str, ...] = ()
-    """Origins that webhooks may be sent to: `https://host`, `https://*.domain`, `http://host:port`. Empty: webhooks
-    are refused."""
+    """Allowed origins of webhooks: `https://host`, `https://*.domain`, `http://host:port`. Empty: webhooks are
+    rejected."""
     secrets_dir: Path | None = None
-    """Directory of the named secrets that sign webhooks, one file `{tenant}/{name}` each."""
+    """Directory of webhook signing secrets, one file `{tenant}/{name}` each."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     reconcile_interval_s: Annotated[float, Field(gt=0.0)] = 1.0
-    """Seconds between two rounds of the reconciler."""
+    """Seconds between rounds of the reconciler."""
     max_running_jobs: Annotated[int, Field(ge=1)] = 1
-    """Jobs of all tenants that run on Ray at the same time; the rest wait in the queue."""
+    """Max concurrent jobs on Ray, over all tenants; other jobs wait in the queue."""
     max_deployment_replicas: Annotated[int, Field(ge=1)] = 64
-    """Maximum replicas of one deployment; quotas limit all deployments of a tenant together."""
+    """Max replicas per deployment. Quotas limit the replicas per tenant."""
     deployments_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Share of the cluster's CPUs and GPUs that the replicas of all deployments may have, each rounded up; the rest is
-    for jobs. None: half if callers need keys or tokens and deployments share the jobs' cluster, else all."""
+    """Max share of the cluster's CPUs and GPUs for replicas of all deployments, each rounded up; the rest is for jobs.
+    None: 0.5 with authentication and a cluster shared with jobs, else 1."""
     placement_timeout_s: Annotated[float, Field(gt=0.0)] = 1800.0
-    """Seconds that an attempt that has not trained may hold its slot while its workers cannot be placed; then the job
-    is queued again, which uses no retry."""
+    """Max seconds that an attempt waits for the placement of its workers before training. The job is then queued again,
+    without using a retry."""
     turn_s: Annotated[float, Field(gt=0.0)] | None = TIME_SLICE_SECONDS.default
-    """Seconds that an attempt may hold its slot while another tenant's job waits for it; then it checkpoints and the
-    job is queued again, which uses no retry. An attempt that is not training has twice as long as the one before, up
-    to 16 times this value. None: no limit."""
+    """Time slice in seconds: how long an attempt runs while another tenant's job waits. It then saves a checkpoint and
+    the job is queued again, without using a retry. The slice doubles per attempt that does not reach training, up to
+    16 times this value. None: no limit."""
     max_runtime_s: Annotated[int, Field(ge=1)] | None = None
-    """Maximum seconds of an attempt; `limits.max_runtime_s` may ask for less. None leaves it to specs."""
+    """Max seconds per attempt; `limits.max_runtime_s` in a spec can lower it. None: only the spec's limit."""
     max_workers_per_job: Annotated[int, Field(ge=1)] = 1024
-    """Maximum workers of a job, over all trials of a sweep that run at the same time."""
+    """Max workers per job, over all concurrent trials of a sweep."""
     max_batch_size: Annotated[int, Field(ge=1)] = 65536
-    """Maximum `training.batch_size`, and rows in one pass of a worker, that a job may ask for."""
+    """Max `training.batch_size`, and max rows per forward pass of a worker."""
     max_request_bytes: Annotated[int, Field(ge=1024)] = BODY_BYTES.default
-    """Maximum bytes of a request body; a larger one gets 413."""
+    """Max bytes per request body; larger requests get 413."""
     max_body_bytes_at_once: Annotated[int, Field(ge=1024)] = CONCURRENT_BODY_BYTES.default
-    """Maximum bytes of request bodies that are being read or whose requests are not answered yet. A tenant may use a
-    quarter and a key an eighth; requests beyond that get 429. Uploads of files are limited separately."""
+    """Max bytes of request bodies of all concurrent requests. A tenant may use a quarter and a key an eighth; further
+    requests get 429. File uploads have separate limits."""
     max_streams: Annotated[int, Field(ge=1)] = STREAMS.default
-    """Maximum concurrent streaming responses: events, logs, files, answers of deployments; more get 429."""
+    """Max concurrent streaming responses (events, logs, files, generation); further requests get 429."""
     max_streams_of_tenant: Annotated[int, Field(ge=1)] = STREAMS_OF_TENANT.default
     max_streams_of_key: Annotated[int, Field(ge=1)] = STREAMS_OF_KEY.default
     max_followed_logs: Annotated[int, Field(ge=1)] = FOLLOWED_LOGS.default
-    """Logs that are tailed at the same time, which are streams too; each holds a connection to Ray."""
+    """Max concurrently followed logs. Each is also a stream, and holds a connection to Ray."""
     max_followed_logs_of_tenant: Annotated[int, Field(ge=1)] = FOLLOWED_LOGS_OF_TENANT.default
     max_followed_logs_of_key: Annotated[int, Field(ge=1)] = FOLLOWED_LOGS_OF_KEY.default
     max_connections: Annotated[int, Field(ge=1)] = CONNECTIONS.default
-    """Maximum open connections, and at most half of the files that the process may open. One more closes the connection
-    that has been idle for longest, or is closed itself if all others have a request. A client address may have half."""
+    """Max open connections, and max half of the process's open files; half per client address. A new connection closes
+    the longest idle one, or is closed itself if none is idle."""
     request_head_timeout_s: Annotated[float, Field(gt=0.0)] = HEAD_SECONDS.default
-    """Seconds that a connection may be open without a complete request head."""
+    """Max seconds from opening a connection to a complete request head."""
     max_file_bytes: Annotated[int, Field(ge=1024)] = FILE_BYTES.default
-    """Maximum bytes of an uploaded file; the tenants file may allow less. Uploads pass through the temporary
-    directory."""
+    """Max bytes per uploaded file; the tenants file can lower it. Uploads use the temporary directory."""
     max_file_rows: Annotated[int, Field(ge=1)] = FILE_ROWS.default
-    """Maximum rows of an uploaded file; the tenants file may allow less."""
+    """Max rows per uploaded file; the tenants file can lower it."""
     max_import_bytes: Annotated[int, Field(ge=1024)] = IMPORT_BYTES.default
-    """Maximum bytes of an imported model, for any tenant."""
+    """Max bytes per imported model."""
     max_log_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 30)] = 16 << 20
-    """Bytes kept of the log of an attempt that has ended, half from its beginning and half from its end, with a line
-    between that says what is left out. Saving one takes up to 1.5 times as much in temporary files."""
+    """Max stored bytes of an ended attempt's log: half from the beginning, half from the end, with a line about the
+    gap. Storing a log needs up to 1.5 times as many bytes of temporary files."""
     sweep_interval_s: Annotated[float, Field(gt=0.0)] = 3600.0
-    """Seconds between two rounds of the sweeper, which deletes what is older than the settings below. In each of them 0
-    keeps it for ever. Anything deployed, promoted, resumable or read by a job that has not ended is kept anyway."""
+    """Seconds between rounds of retention, which deletes data older than the settings below; 0 keeps data forever.
+    Data that is deployed, promoted, resumable or used by an unfinished job is never deleted."""
     retention_events_days: Days = 30.0
-    """Days from a job's end until its events are deleted from the database; its changes of status stay."""
+    """Days from a job's end until its events are deleted from the database, except status changes."""
     retention_metrics_days: Days = 30.0
-    """Days from a job's end until its time series is thinned out to `retention_metric_points`."""
+    """Days from a job's end until its metrics are downsampled to `retention_metric_points`."""
     retention_metric_points: Annotated[int, Field(ge=2)] = 500
-    """Points that are left of the time series of an old job."""
+    """Number of points after downsampling."""
     retention_event_objects_days: Days = 1.0
-    """Days from a job's end until its event objects, which are in the database by then, are deleted from the store."""
+    """Days from a job's end until its event objects are deleted from the store; the database has these events."""
     retention_prepared_data_days: Days = 1.0
-    """Days from a job's end until prepared rows, starts and answers that it did not delete itself are deleted."""
+    """Days from a job's end until leftover prepared rows, initial weights and completions are deleted."""
     retention_checkpoints_days: Days = 7.0
     """Days from a job's end until its checkpoints are deleted; a paused job has not ended."""
     retention_logs_days: Days = 90.0
@@ -239,29 +238,29 @@ class Settings(BaseSettings):
     retention_tracking_days: Days = 30.0
     """Days from a job's end until the files of its offline W&B runs are deleted."""
     retention_deliveries_days: Days = 30.0
-    """Days that a webhook's delivery is kept after it has been delivered or given up."""
+    """Days from the delivery or final failure of a webhook until its record is deleted."""
     retention_idempotency_keys_days: Days = 30.0
     """Days for which an `Idempotency-Key` returns its job."""
     retention_promotions_days: Days = 365.0
-    """Days of an alias's history; its `retention_rollbacks` newest models stay at any age."""
+    """Days of an alias's history; its `retention_rollbacks` newest models are kept at any age."""
     retention_rollbacks: Annotated[int, Field(ge=1)] = 5
-    """Models that an alias can be rolled back to, including the present one; they are kept from deletion."""
+    """Number of models per alias kept for rollback, including the current one."""
     retention_audit_days: Days = 365.0
-    """Days that an entry of the audit trail is kept."""
+    """Days until an audit entry is deleted."""
     retention_models_days: Days = 0.0
-    """Days from the arrival of a newer model of the same name until an unused model is deleted."""
+    """Days from a newer model of the same name until an unused model is deleted."""
     retention_jobs_days: Days = 365.0
-    """Days from a job's end until its record and everything it has left are deleted; a job with a model stays."""
+    """Days from a job's end until its record and remaining data are deleted; jobs with a model are kept."""
     requests_per_minute: Annotated[int, Field(ge=1)] = REQUESTS_PER_MINUTE.default
-    """Requests per minute of one API key at one control plane; a tenth of them may come at once, more get 429."""
+    """Max requests per minute per API key and control plane, with bursts of a tenth; further requests get 429."""
     session_lifetime_s: Annotated[int, Field(ge=60, le=30 * 86400)] = 12 * 3600
-    """Seconds from a sign-in to the dashboard to the end of that session."""
+    """Lifetime of a dashboard session in seconds."""
     trusted_proxies: tuple[str, ...] = ()
-    """Addresses and networks (`10.0.0.0/8`) whose `X-Forwarded-Proto` and `X-Forwarded-For` are trusted: they decide
-    whether cookies are `Secure` and which address a sign-in counts for. A client inside them can name any address."""
+    """Addresses and networks (`10.0.0.0/8`) whose `X-Forwarded-Proto` and `X-Forwarded-For` are trusted: these decide
+    whether cookies are `Secure`, and the address of a sign-in. Clients in these networks can forge their address."""
     allowed_hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")
-    """Host header values accepted while no API key is configured (against DNS rebinding by web pages). Deployments
-    without keys accept these, addresses, and local names."""
+    """Allowed Host headers without API keys (against DNS rebinding). Deployments without keys also allow IP addresses
+    and local names."""
 
     @property
     def resolved_database_url(self) -> str:
@@ -273,7 +272,7 @@ class Settings(BaseSettings):
 
     @property
     def requires_credentials(self) -> bool:
-        """Whether callers need a key or a token; else all of them are one local tenant."""
+        """Whether requests need an API key or token; otherwise all callers are one local tenant."""
         return self.api_keys_file is not None or self.oidc_file is not None
 
     @property

@@ -83,7 +83,7 @@ def evaluate_and_publish(
             report.check_gates()
             with get_job_spans().span("publish", request.traceparent, job_id=request.job_id, attempt=request.attempt):
                 lineage |= student.save(directory / "artifact")
-                card = render_model_card(lineage, report.model_dump(mode="json"), licence=student.licence)
+                card = render_model_card(lineage, report.model_dump(mode="json"), license_id=student.licence)
                 _write_files(files | {CARD: card}, directory / "artifact")
                 manifest = _publish_directory(
                     store, request, directory / "artifact", lineage, report.model_dump(mode="json")
@@ -138,7 +138,7 @@ def publish_trial(
         _write_files(files, artifact)
         lineage = {name: value for name, value in lineage.items() if name != "checkpoint"}
         lineage |= {"job_id": request.job_id, "attempt": request.attempt, "trial": spec.name, **saved}
-        _write_files({CARD: render_model_card(lineage, trial.metrics, licence=student.licence)}, artifact)
+        _write_files({CARD: render_model_card(lineage, trial.metrics, license_id=student.licence)}, artifact)
         return _publish_directory(open_store(store_uri), request, artifact, lineage, trial.metrics)
 
 

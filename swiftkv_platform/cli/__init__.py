@@ -1,8 +1,8 @@
-"""The `swiftkv` command. Its modules import neither Ray nor torch, so that `swiftkv --help` is fast."""
+"""The `swiftkv` command. Its modules import Ray and torch only inside functions, so `swiftkv --help` is fast."""
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the `swiftkv` console script."""
     from swiftkv_platform.cli.app import app
 
     app(prog_name="swiftkv")

@@ -1,4 +1,4 @@
-"""`python -m swiftkv_platform.cli`: the `swiftkv` command if its script is not on the path."""
+"""`python -m swiftkv_platform.cli` runs the `swiftkv` command without its script on PATH."""
 
 from swiftkv_platform.cli import main
 

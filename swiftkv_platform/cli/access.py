@@ -1,5 +1,6 @@
-"""`swiftkv keys`, `audit` and `quota`: API keys, the audit trail and quotas. `keys` edits the file of API keys that
-control plane and replicas read, without a server; `keys list` reads last uses from the control plane's database.
+"""`swiftkv keys`, `audit` and `quota`: API keys, the audit trail and quotas.
+
+`keys` edits the API keys file that the control plane and replicas read. It needs no server.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from swiftkv_platform.cli.output import (
     Columns,
     format_local_time,
     get_error_console,
-    print_fields_result,
     print_json,
     print_result,
     print_table,
@@ -32,12 +32,13 @@ from swiftkv_platform.security.keys import ApiKey, KeyRing, create_key, revoke_k
 from swiftkv_platform.security.principals import Scope
 from swiftkv_platform.settings import get_default_keys_file
 
-keys_app = typer.Typer(no_args_is_help=True, help="API keys: the file that SWIFTKV_API_KEYS_FILE names.")
+keys_app = typer.Typer(no_args_is_help=True, help="Manage API keys in the file SWIFTKV_API_KEYS_FILE.")
 
 KeysFile = Annotated[
-    Path | None, typer.Option("--file", help="Default: SWIFTKV_API_KEYS_FILE, else keys.json in the home directory.")
+    Path | None,
+    typer.Option("--file", help="API keys file. Default: SWIFTKV_API_KEYS_FILE, else keys.json in SWIFTKV_HOME."),
 ]
-CallerName = Annotated[str, typer.Argument(help="Name of the caller.")]
+CallerName = Annotated[str, typer.Argument(help="Name of the caller, e.g. a user or service.")]
 
 
 _SECONDS_BY_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -49,40 +50,44 @@ def parse_duration(text: str) -> int:
     match = re.fullmatch(r"([0-9]{1,10})([smhd])", text)
     seconds = int(match[1]) * _SECONDS_BY_UNIT[match[2]] if match else 0
     if not 0 < seconds <= _MAX_DURATION_S:
-        raise typer.BadParameter(f"{text!r} is not a duration; expected one such as 90d, 12h, 30m or 45s, up to 36500d")
+        raise typer.BadParameter(f"{text!r} is not a duration; expected e.g. 90d, 12h, 30m or 45s (max 36500d)")
     return seconds
 
 
 ExpiresIn = Annotated[
     int | None,
     typer.Option(
-        parser=parse_duration, metavar="TIME", help="Time until the key expires, such as 90d or 12h. Default: never."
+        parser=parse_duration, metavar="TIME", help="Time until the key expires, e.g. 90d or 12h. Default: never."
     ),
 ]
 NotBefore = Annotated[
     int | None,
     typer.Option(
-        "--begins-in", parser=parse_duration, metavar="TIME", help="Time until the key is valid. Default: at once."
+        "--begins-in", parser=parse_duration, metavar="TIME", help="Time until the key becomes valid. Default: now."
     ),
 ]
-Overlap = Annotated[int, typer.Option(parser=parse_duration, metavar="TIME", help="How long earlier keys stay valid.")]
+Overlap = Annotated[int, typer.Option(parser=parse_duration, metavar="TIME", help="Time that earlier keys stay valid.")]
 
 
 @keys_app.command()
 def create(
     name: CallerName,
-    scope: Annotated[list[Scope], typer.Option(help="What the key allows; may be repeated.")],
-    tenant: Annotated[str, typer.Option(help="Keys of one tenant see the same jobs.")] = "default",
+    scope: Annotated[list[Scope], typer.Option(help="Permission of the key. Repeatable.")],
+    tenant: Annotated[str, typer.Option(help="Tenant. Keys of a tenant share jobs, models and quotas.")] = "default",
     expires_in: ExpiresIn = None,
     begins_in: NotBefore = None,
-    requests_per_minute: Annotated[int | None, typer.Option(help="Request limit of each replica.")] = None,
-    tokens_per_minute: Annotated[int | None, typer.Option(help="Limit of prompt and answer tokens.")] = None,
-    max_priority: Annotated[int, typer.Option(help="Lowest `priority` of its requests; lower goes first.")] = 0,
-    operator: Annotated[bool, typer.Option("--operator", help="Let it read all tenants' audit trail.")] = False,
+    requests_per_minute: Annotated[int | None, typer.Option(help="Max requests per minute and replica.")] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(help="Max prompt and completion tokens per minute and replica.")
+    ] = None,
+    max_priority: Annotated[
+        int, typer.Option(help="Lowest value of `priority` in requests; lower values run first.")
+    ] = 0,
+    operator: Annotated[bool, typer.Option("--operator", help="Allow reading the audit trail of all tenants.")] = False,
     file: KeysFile = None,
     json: Json = False,
 ) -> None:
-    """Add a key. It is printed once: the file keeps only its hash."""
+    """Create an API key. It is printed once; the file stores only its hash."""
     path = _resolve_keys_file(file)
     token = create_key(
         path,
@@ -96,7 +101,7 @@ def create(
         operator=operator,
     )
     key = KeyRing(path).find(token)
-    assert key is not None, "it was added a moment ago"
+    assert key is not None, "create_key added it"
     _print_new_key(key, token, path, "Added to", json=json)
 
 
@@ -109,10 +114,9 @@ def rotate(
     file: KeysFile = None,
     json: Json = False,
 ) -> None:
-    """Add another key with the rights of the newest one; earlier keys stay valid for the overlap.
+    """Create a key with the same permissions as the caller's newest key. Earlier keys expire after --overlap.
 
-    The new key is printed once. Hand it out, watch the old one's last use in `swiftkv keys list`, and let the old one
-    expire, or revoke it by its id.
+    The new key is printed once. `swiftkv keys list` shows when the old keys were last used.
     """
     path, now = _resolve_keys_file(file), int(time.time())
     token, key = rotate_key(path, name, now=now, overlap_s=overlap, **_compute_validity(now, expires_in, begins_in))
@@ -121,7 +125,7 @@ def rotate(
 
 @keys_app.command("list")
 def list_keys(file: KeysFile = None, json: Json = False) -> None:
-    """List keys with ids, tenants, scopes, times of validity, and last use at a control plane."""
+    """List API keys with scopes, validity and last use at the control plane."""
     keys, last_used = KeyRing(_resolve_keys_file(file)).read(), _load_last_uses()
     if json:
         documents = [{"id": key.id, **key.model_dump(mode="json", exclude={"sha256"})} for key in keys]
@@ -138,19 +142,19 @@ def list_keys(file: KeysFile = None, json: Json = False) -> None:
         scopes = ", ".join(sorted(key.scopes))
         rows.append((key.id, key.name, key.tenant, scopes, begins, expires, format_local_time(last_used.get(key.id))))
     columns = ("id", "name", "tenant", "scopes", "begins", "expires", "last used")
-    print_table(columns, rows, empty="No keys: all callers are refused.")
+    print_table(columns, rows, empty="No keys: all requests are rejected. Create one with `swiftkv keys create`.")
 
 
 @keys_app.command()
 def revoke(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the keys, or the id of one key.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Caller name (all its keys), or key id.")],
     file: KeysFile = None,
     json: Json = False,
 ) -> None:
-    """Revoke all keys of a name, or the one with an id; the next request with one is refused."""
-    gone = revoke_key(_resolve_keys_file(file), name)
-    line = f"Revoked {name}." if len(gone) == 1 else f"Revoked {name}: {len(gone)} keys."
-    print_result({"revoked": name, "ids": [key.id for key in gone]}, line, json=json)
+    """Revoke all keys of a caller, or one key by id. Takes effect at the next request."""
+    revoked = revoke_key(_resolve_keys_file(file), name)
+    line = f"Revoked {name}." if len(revoked) == 1 else f"Revoked {len(revoked)} keys of {name}."
+    print_result({"revoked": name, "ids": [key.id for key in revoked]}, line, json=json)
 
 
 def _print_new_key(key: ApiKey, token: str, path: Path, done: str, *, json: bool) -> None:
@@ -167,27 +171,27 @@ def _print_new_key(key: ApiKey, token: str, path: Path, done: str, *, json: bool
 
 
 def _describe_keys_file(path: Path) -> tuple[bool, str]:
-    """Return whether the control plane of this home requires the keys of a file now, and what to do otherwise."""
+    """Return whether the local control plane requires the file's keys now, and what to do next."""
     chosen = load_settings()
-    state = Stack(chosen).state()
+    state = Stack(chosen).load_state()
     is_default = path.absolute() == (chosen.api_keys_file or get_default_keys_file(chosen.home)).absolute()
-    is_running = state is not None and state.alive("control-plane")
+    is_running = state is not None and state.is_alive("control-plane")
     if state is not None and is_running and state.operator_files.get("api_keys_file") == path.absolute():
-        return True, "The running control plane reads it at the next request."
+        return True, "The running control plane reads the file at the next request."
     if not is_default:
-        advice = f"Nothing reads this file by itself: set SWIFTKV_API_KEYS_FILE={path.absolute()}, then `swiftkv up`."
+        advice = f"To use this file, set SWIFTKV_API_KEYS_FILE={path.absolute()} and run `swiftkv up`."
     elif is_running:
-        advice = "The running control plane requires no key yet; `swiftkv up` restarts it with these keys."
+        advice = "The running control plane requires no keys yet; run `swiftkv up` to restart it with this file."
     else:
-        advice = "From the next `swiftkv up` on, callers need a key; a control plane elsewhere needs this file too."
+        advice = "Requests need a key after the next `swiftkv up`. A control plane on another machine needs a copy."
     return False, advice
 
 
 def _load_last_uses() -> Mapping[str, int]:
-    """Return last uses by key id from the control plane's database; empty if it cannot be read."""
+    """Return the time of last use by key id from the control plane's database; empty if unreadable."""
     chosen = load_settings()
     if chosen.database_url is None and not (chosen.home / "swiftkv.db").exists():
-        return {}  # opening an SQLite file would create it
+        return {}  # opening the SQLite file would create it
     from swiftkv_platform.control_plane.access.sessions import list_last_uses  # other commands need no SQL
     from swiftkv_platform.control_plane.database.session import open_database
 
@@ -197,13 +201,13 @@ def _load_last_uses() -> Mapping[str, int]:
             return list_last_uses(database)
     except (DatabaseUnavailableError, InvalidInputError) as error:
         get_error_console().print(
-            f"Last uses are unknown: {error.message}", highlight=False, soft_wrap=True, markup=False
+            f"Cannot read last uses: {error.message}", highlight=False, soft_wrap=True, markup=False
         )
         return {}
 
 
 def _compute_validity(now: int, expires_in: int | None, begins_in: int | None) -> dict[str, int | None]:
-    """Return the times of a key from the seconds until them."""
+    """Convert seconds from now to Unix times."""
     seconds = {"expires_at": expires_in, "not_before": begins_in}
     return {name: None if each is None else now + each for name, each in seconds.items()}
 
@@ -213,7 +217,7 @@ def _resolve_keys_file(file: Path | None) -> Path:
     return file or chosen.api_keys_file or get_default_keys_file(chosen.home)
 
 
-ExactFilter = Annotated[str | None, typer.Option(metavar="TEXT", help="Only entries with exactly this value.")]
+ExactFilter = Annotated[str | None, typer.Option(metavar="TEXT", help="Show only entries with this exact value.")]
 
 
 def audit(
@@ -224,15 +228,16 @@ def audit(
     route: ExactFilter = None,
     about: ExactFilter = None,
     request_id: ExactFilter = None,
-    status: Annotated[int | None, typer.Option(min=100, max=599, help="HTTP status of the answer.")] = None,
+    status: Annotated[int | None, typer.Option(min=100, max=599, help="HTTP status code.")] = None,
     within: Annotated[
-        int | None, typer.Option(parser=parse_duration, metavar="TIME", help="Only entries this recent, such as 7d.")
+        int | None,
+        typer.Option(parser=parse_duration, metavar="TIME", help="Show only entries of this period, e.g. 7d."),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most this many, newest first.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, help="Max entries, newest first.")] = 100,
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """List the audit trail: changes and refused accesses, with caller and address."""
+    """List the audit trail: changes and denied requests, with caller and address."""
     with connect(url) as client:
         entries = client.audit(
             limit=limit,
@@ -257,10 +262,10 @@ def audit(
 
 
 def quota(url: Url = None, json: Json = False) -> None:
-    """Show your tenant's limits and its current use."""
+    """Show your tenant's quotas and current usage."""
     with connect(url) as client:
         found = client.quota()
-    print_fields_result(found, _format_quota(found), json=json)
+    print_result(found, _format_quota(found), json=json)
 
 
 _RESOURCE_UNITS = (("gpus", "GPU"), ("cpus", "CPU core"))
@@ -288,20 +293,20 @@ def _format_quota(quota: Resource) -> dict[str, str]:
 
 def _format_cluster_use(use: dict[str, Any] | None) -> str:
     if use is None:
-        return "unknown: Ray does not answer, or does not list its nodes"
+        return "unknown: Ray is unavailable or lists no nodes"
     gpus, cpus = (_format_use(use[kind], use[f"total_{kind}"], thing) for kind, thing in _RESOURCE_UNITS)
     return f"{gpus} and {cpus} in use by all tenants"
 
 
-def _format_use(number: float, most: float | None, thing: str) -> str:
-    return f"{pluralize(number, thing)}, no limit" if most is None else f"{number:g} of {pluralize(most, thing)}"
+def _format_use(number: float, limit: float | None, unit: str) -> str:
+    return f"{pluralize(number, unit)}, no limit" if limit is None else f"{number:g} of {pluralize(limit, unit)}"
 
 
-def _format_count_of_limit(number: int, most: int | None) -> str:
-    return f"{number:,}, no limit" if most is None else f"{number:,} of {most:,}"
+def _format_count_of_limit(number: int, limit: int | None) -> str:
+    return f"{number:,}, no limit" if limit is None else f"{number:,} of {limit:,}"
 
 
-def _format_use_by_kind(quota: Resource, kind: str, number: float, most: float | None, thing: str) -> str:
-    holders = {"jobs": quota.held_by_jobs.get(kind, 0), "deployments": quota.held_by_deployments.get(kind, 0)}
-    held = " and ".join(f"{amount:g} by {holder}" for holder, amount in holders.items() if amount)
-    return _format_use(number, most, thing) + (f"; {held}" if held else "")
+def _format_use_by_kind(quota: Resource, kind: str, number: float, limit: float | None, unit: str) -> str:
+    users = {"jobs": quota.held_by_jobs.get(kind, 0), "deployments": quota.held_by_deployments.get(kind, 0)}
+    parts = " and ".join(f"{amount:g} by {user}" for user, amount in users.items() if amount)
+    return _format_use(number, limit, unit) + (f"; {parts}" if parts else "")

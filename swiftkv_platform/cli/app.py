@@ -18,8 +18,8 @@ from swiftkv_platform.cli.output import ErrorReportingGroup
 from swiftkv_platform.cli.serve import serve
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(__version__)
         raise typer.Exit
 
@@ -28,21 +28,21 @@ app = typer.Typer(
     cls=ErrorReportingGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Distil and serve SwiftKV models: long prompts at half the prefill compute.",
+    help="Distill and serve SwiftKV models: long prompts at half the prefill compute.",
 )
 
 
 @app.callback()
 def main(
     _version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     pass
 
 
-_PANELS: dict[str, tuple[Callable[..., None] | tuple[str, typer.Typer], ...]] = {
-    "One model on this machine": (
+_COMMANDS_BY_PANEL: dict[str, tuple[Callable[..., None] | tuple[str, typer.Typer], ...]] = {
+    "Local model commands": (
         distill.distill,
         distill.evaluate,
         serve,
@@ -52,8 +52,8 @@ _PANELS: dict[str, tuple[Callable[..., None] | tuple[str, typer.Typer], ...]] = 
         plan.plan,
         ("recipes", recipes_app),
     ),
-    "The platform on this machine": (local.up, local.down, local.status, local.demo, doctor),
-    "Work on a platform": (
+    "Local platform commands": (local.up, local.down, local.status, local.demo, doctor),
+    "Platform client commands": (
         ("jobs", jobs_app),
         ("files", files_app),
         ("models", models_app),
@@ -61,7 +61,7 @@ _PANELS: dict[str, tuple[Callable[..., None] | tuple[str, typer.Typer], ...]] = 
         deployments.deploy,
         deployments.generate,
     ),
-    "For operators": (
+    "Operator commands": (
         ("keys", access.keys_app),
         access.quota,
         access.audit,
@@ -70,7 +70,7 @@ _PANELS: dict[str, tuple[Callable[..., None] | tuple[str, typer.Typer], ...]] = 
         local.restore,
     ),
 }
-for panel, commands in _PANELS.items():
+for panel, commands in _COMMANDS_BY_PANEL.items():
     for command in commands:
         if isinstance(command, tuple):
             app.add_typer(command[1], name=command[0], rich_help_panel=panel)

@@ -1,5 +1,6 @@
-"""Parameters shared by commands: addresses, the spec file, fields of a spec, and ids, with shell completion from the
-control plane. Prints nothing; if no answer comes in time, the shell completes nothing.
+"""Options and arguments shared by commands: URLs, the spec file, spec fields, and ids with shell completion.
+
+Completion queries the control plane. It prints nothing, and offers nothing after a timeout.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from swiftkv_platform.web.safe_json import format_path
 Model = TypeVar("Model", bound=BaseModel)
 
 _MAX_RETRIES = 2
-"""Less than the client's default, which suits programs: here a user waits."""
+"""Lower than the client's default, since a user waits."""
 
 Json = Annotated[bool, JSON_OPTION]
 Url = Annotated[
     str | None,
-    typer.Option(envvar="SWIFTKV_URL", help="Control plane URL. Default: that of `swiftkv up`.", show_envvar=True),
+    typer.Option(envvar="SWIFTKV_URL", help="Control plane URL. Default: the local platform's.", show_envvar=True),
 ]
 ServeUrl = Annotated[
     str | None,
     typer.Option(
-        envvar="SWIFTKV_SERVE_URL", help="Deployment URL. Default: the newest running deployment's.", show_envvar=True
+        envvar="SWIFTKV_SERVE_URL", help="Deployment URL. Default: the newest running deployment.", show_envvar=True
     ),
 ]
 _SPEC_FILE_OPTION: Any = typer.Option(
@@ -59,38 +60,37 @@ _SPEC_FILE_OPTION: Any = typer.Option(
 SpecFile = Annotated[Path, _SPEC_FILE_OPTION]
 OptionalSpecFile = Annotated[Path | None, _SPEC_FILE_OPTION]
 PrefillLayers = Annotated[
-    str | None,
-    typer.Option(metavar="LAYERS", help="Layers that prompts run through, such as 0-2,4,6-16, instead of -l."),
+    str | None, typer.Option(metavar="LAYERS", help="Layers that prompts run, e.g. 0-2,4,6-16. Replaces -l.")
 ]
-Limit = Annotated[int, typer.Option(min=1, help="Most entries to list, newest first.")]
+Limit = Annotated[int, typer.Option(min=1, help="Max entries to list, newest first.")]
 
 
 def load_settings() -> Settings:
-    """Return the process's settings. Raises `InvalidInputError` for a variable that is not valid."""
+    """Load the settings from the environment. Raises `InvalidInputError` for invalid variables."""
     try:
         return Settings()
     except ValidationError as error:
         raise InvalidInputError(
-            f"The environment's SWIFTKV_* variables are refused:\n{_describe_validation_error(error, Settings)}"
+            f"Invalid SWIFTKV_* environment variables:\n{_describe_validation_error(error, Settings)}"
         ) from error
 
 
 def connect(url: str | None = None, serve_url: str | None = None, *, max_retries: int = _MAX_RETRIES) -> Client:
-    """Return a client of the control plane at `url`, else of the local stack's, else of the one of the settings."""
+    """Return a client of the control plane at `url`. Default: the local stack's URL, else the settings'."""
     if url is None:
         chosen = load_settings()
-        state = Stack(chosen).state()
+        state = Stack(chosen).load_state()
         url = f"http://{chosen.host}:{chosen.port}" if state is None else state.url
     return Client(url, os.environ.get("SWIFTKV_API_KEY"), serve_url=serve_url, max_retries=max_retries)
 
 
 def read_spec(path: Path) -> JobSpec:
-    """Return the spec in a file, with relative paths made absolute from the working directory. Raises
-    `InvalidInputError` naming each field that is not valid."""
+    """Read a job spec, with relative paths resolved from the working directory. Raises `InvalidInputError` that names
+    each invalid field."""
     try:
         return make_paths_absolute(load_spec(path))
     except ValidationError as error:
-        raise _make_validation_error(f"{path} is", error, JobSpec) from error
+        raise _make_validation_error(f"{path} is not a valid job spec", error, JobSpec) from error
     except DuplicateKeyError as error:
         raise InvalidInputError(f"{path}: {error}", field="file", value=str(path)) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -98,24 +98,24 @@ def read_spec(path: Path) -> JobSpec:
 
 
 def validate_options(model: type[Model], values: Mapping[str, Any]) -> Model:
-    """Validate options as `model`. Raises `InvalidInputError` naming each that is not valid."""
+    """Validate options as `model`. Raises `InvalidInputError` that names each invalid option."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise _make_validation_error("The options are", error, model) from error
+        raise _make_validation_error("Invalid options", error, model) from error
 
 
-def _make_validation_error(what: str, error: ValidationError, model: type[BaseModel]) -> InvalidInputError:
+def _make_validation_error(summary: str, error: ValidationError, model: type[BaseModel]) -> InvalidInputError:
     first = error.errors()[0]
     return InvalidInputError(
-        f"{what} refused:\n{_describe_validation_error(error, model)}",
+        f"{summary}:\n{_describe_validation_error(error, model)}",
         field=".".join(str(part) for part in first["loc"]),
         value=first["input"],
     )
 
 
 def _describe_validation_error(error: ValidationError, model: type[BaseModel]) -> str:
-    # A default that depends on a refused value is missing too, which says nothing new.
+    # Skip defaults that could not be computed from an invalid value: that value is reported already.
     errors = [item for item in error.errors() if item["type"] != "default_factory_not_called"]
     found = [{**item, "loc": ("body", *item["loc"])} for item in errors]
     lines = []
@@ -127,32 +127,32 @@ def _describe_validation_error(error: ValidationError, model: type[BaseModel]) -
 
 
 COMPLETION_TIMEOUT_S = 1.0
-"""Seconds that a shell waits for ids."""
+"""Seconds that a shell waits for the control plane."""
 _MAX_COMPLETIONS = 100
-"""Newest ids that are requested."""
+"""Max ids to fetch, newest first."""
 
 Completions = list[tuple[str, str]]
-"""(id, description, which some shells show)"""
+"""Pairs of id and description; some shells show the description."""
 
 
-def _make_completer(ask: Callable[[Client], Completions]) -> Callable[[typer.Context, str], Completions]:
+def _make_completer(list_items: Callable[[Client], Completions]) -> Callable[[typer.Context, str], Completions]:
     def complete(ctx: typer.Context, incomplete: str) -> Completions:
-        answer: SimpleQueue[Completions] = SimpleQueue()
+        result: SimpleQueue[Completions] = SimpleQueue()
         url = ctx.params.get("url")
-        threading.Thread(target=lambda: answer.put(_fetch_completions(url, ask)), daemon=True).start()
+        threading.Thread(target=lambda: result.put(_fetch_completions(url, list_items)), daemon=True).start()
         try:
-            offers = answer.get(timeout=COMPLETION_TIMEOUT_S)
+            completions = result.get(timeout=COMPLETION_TIMEOUT_S)
         except Empty:
             return []
-        return [(identifier, words) for identifier, words in offers if identifier.startswith(incomplete)]
+        return [item for item in completions if item[0].startswith(incomplete)]
 
     return complete
 
 
-def _fetch_completions(url: str | None, ask: Callable[[Client], Completions]) -> Completions:
+def _fetch_completions(url: str | None, list_items: Callable[[Client], Completions]) -> Completions:
     try:
         with connect(url, max_retries=0) as client:
-            return ask(client)
+            return list_items(client)
     except SwiftKVError:  # the command itself will report it
         return []
 
@@ -170,22 +170,17 @@ complete_file = _make_completer(
     lambda client: [(each.id, each.filename) for each in client.files.list(limit=_MAX_COMPLETIONS)]
 )
 
-JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job (job_...).", autocompletion=complete_job)]
-ModelId = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Id of the model (mdl_...).", autocompletion=complete_model)
-]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id (job_...).", autocompletion=complete_job)]
+ModelId = Annotated[str, typer.Argument(metavar="MODEL", help="Model id (mdl_...).", autocompletion=complete_model)]
 ModelName = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL",
-        help="Id (mdl_...), its job's id, an alias, or a name that only one model has.",
-        autocompletion=complete_model,
+        metavar="MODEL", help="Model id (mdl_...), job id, alias, or unique model name.", autocompletion=complete_model
     ),
 ]
-FileId = Annotated[str, typer.Argument(metavar="FILE", help="Id of the file (file-...).", autocompletion=complete_file)]
+FileId = Annotated[str, typer.Argument(metavar="FILE", help="File id (file-...).", autocompletion=complete_file)]
 DeploymentId = Annotated[
-    str,
-    typer.Argument(metavar="DEPLOYMENT", help="Id of the deployment (dep_...).", autocompletion=complete_deployment),
+    str, typer.Argument(metavar="DEPLOYMENT", help="Deployment id (dep_...).", autocompletion=complete_deployment)
 ]
 
 
@@ -193,13 +188,13 @@ _SCALAR_TYPES = (str, int, float, bool)
 
 
 def add_spec_options(
-    spec: type[BaseModel], *, without: Collection[str] = ()
+    spec: type[BaseModel], *, exclude: Collection[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator that replaces a command's parameter `given` by one option per field of `spec`, except `without`.
+    """Decorate a command: add one option per field of `spec`, except `exclude`.
 
-    The command gets the values of the options that were used as `given`.
+    The command receives the used options as `spec_values`, a dictionary by field name.
     """
-    fields = {name: field for name, field in spec.model_fields.items() if name not in without}
+    fields = {name: field for name, field in spec.model_fields.items() if name not in exclude}
     options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_make_option(field))
         for name, field in fields.items()
@@ -209,13 +204,13 @@ def add_spec_options(
         @functools.wraps(command)
         def run(**arguments: Any) -> None:
             values = {name: arguments.pop(name) for name in fields}
-            command(**arguments, given={name: value for name, value in values.items() if value not in (None, [])})
+            command(**arguments, spec_values={name: value for name, value in values.items() if value not in (None, [])})
 
         signature = inspect.signature(command, eval_str=True)
         own = [
             item.replace(kind=inspect.Parameter.KEYWORD_ONLY)
             for item in signature.parameters.values()
-            if item.name != "given"
+            if item.name != "spec_values"
         ]
         run.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
         return run
@@ -224,21 +219,20 @@ def add_spec_options(
 
 
 def _make_option(field: FieldInfo) -> Any:
-    kind = _scalar_type(field.annotation)
-    several = _list_type(field.annotation)
-    if several is not None:
-        return Annotated[several | None, typer.Option(help=f"{_make_help(field)} May be repeated.")]
-    if kind is None:
+    scalar_type, list_type = _scalar_type(field.annotation), _list_type(field.annotation)
+    if list_type is not None:
+        return Annotated[list_type | None, typer.Option(help=f"{_make_help(field)} Repeatable.")]
+    if scalar_type is None:
         return Annotated[
             dict[str, Any] | None, typer.Option(parser=_parse_mapping, metavar="YAML", help=_make_help(field))
         ]
     limits = next((item for item in field.metadata if isinstance(item, Range)), None)
     low, high = (None, None) if limits is None else (limits.low, limits.high)
-    return Annotated[kind | None, typer.Option(min=low, max=high, help=_make_help(field))]
+    return Annotated[scalar_type | None, typer.Option(min=low, max=high, help=_make_help(field))]
 
 
 def _list_type(annotation: Any) -> Any:
-    """Return `list[item]` for a tuple annotation, optional or not; None for any other."""
+    """Return `list[item]` for a tuple annotation or its optional form, else None."""
     if typing.get_origin(annotation) is tuple:
         return types.GenericAlias(list, _scalar_type(typing.get_args(annotation)[0]))
     members = typing.get_args(annotation) if typing.get_origin(annotation) in (Union, types.UnionType) else ()
@@ -246,7 +240,7 @@ def _list_type(annotation: Any) -> Any:
 
 
 def _scalar_type(annotation: Any) -> Any:
-    """Return the type of a scalar annotation, optional or not; None for an object."""
+    """Return the type of a scalar annotation or its optional form; None for an object."""
     if annotation in _SCALAR_TYPES:
         return annotation
     if typing.get_origin(annotation) is Literal:
@@ -266,5 +260,5 @@ def _parse_mapping(text: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise typer.BadParameter(f"{text!r} is neither YAML nor JSON: {error}") from error
     if not isinstance(value, dict):
-        raise typer.BadParameter(f"{text!r} is not an object; expected one such as '{{share: 0.1}}'")
+        raise typer.BadParameter(f"{text!r} is not an object; expected e.g. '{{share: 0.1}}'")
     return value

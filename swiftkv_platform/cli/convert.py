@@ -1,5 +1,4 @@
-"""`swiftkv convert` and `swiftkv export`: convert a teacher's checkpoint to a student's, and a student's to one for
-serving, or to an adapter and back."""
+"""`swiftkv convert` makes a student from a teacher; `swiftkv export` writes a student for serving or as an adapter."""
 
 from __future__ import annotations
 
@@ -24,10 +23,8 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 OutputDirectory = Annotated[Path, typer.Argument(metavar="OUTPUT", help="A new or empty directory.")]
-CopyOption = Annotated[
-    bool, typer.Option("--copy", help="Copy unchanged weight files; by default they are hard-linked.")
-]
-CalibrationTokens = Annotated[int, typer.Option(min=64, help="Tokens of the calibration text.")]
+CopyOption = Annotated[bool, typer.Option("--copy", help="Copy unchanged weight files instead of hard-linking them.")]
+CalibrationTokens = Annotated[int, typer.Option(min=64, help="Max calibration tokens.")]
 
 
 def convert(
@@ -36,40 +33,46 @@ def convert(
     ],
     output: OutputDirectory,
     num_key_value_layers: Annotated[
-        int | None, typer.Option("--num-key-value-layers", "-l", help="Layers with a KV of their own. Default: half.")
+        int | None,
+        typer.Option("--num-key-value-layers", "-l", help="Number of layers that prompts run (l). Default: half."),
     ] = None,
     prefill_reduction: Annotated[
-        float | None, typer.Option(help="Share of the layers that prefill skips, instead of -l.")
+        float | None, typer.Option(help="Share of the layers that prefill skips, e.g. 0.5. Replaces -l.")
     ] = None,
     prefill_layers: PrefillLayers = None,
     key_value_group_size: Annotated[
-        int, typer.Option("--key-value-group-size", "-g", help="Later layers per KV-cache layer.")
+        int, typer.Option("--key-value-group-size", "-g", help="Skipped layers per KV-cache layer (g).")
     ] = 1,
     sharing: Annotated[
         Literal["gqa", "mqa", "mha"],
-        typer.Option(help="KV heads of later layers: the teacher's, one, or one for each query head."),
+        typer.Option(help="KV heads of skipped layers: as the teacher (gqa), one (mqa), or one per query head (mha)."),
     ] = "gqa",
     early_exit: Annotated[bool, typer.Option("--early-exit", help="Add an exit head at layer l.")] = False,
     own_output_projection: Annotated[
-        bool, typer.Option("--own-output-projection", help="Give later layers an output projection of their own.")
+        bool, typer.Option("--own-output-projection", help="Train a separate output projection in skipped layers.")
     ] = False,
     decode_key_value: Annotated[
         Literal["shared", "own"],
-        typer.Option(help="K and V of generated tokens in later layers: from x as in the paper, or the token's own."),
+        typer.Option(
+            help="KV of generated tokens in skipped layers: from layer l as in the paper (shared), or per layer (own)."
+        ),
     ] = "shared",
     calibration: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="Text to calibrate projections on; repeatable. Loads the teacher."),
+        typer.Option(metavar="TEXT", help="Calibration text: file, directory or data set. Repeatable."),
     ] = None,
     calibration_tokens: CalibrationTokens = 16384,
     copy: CopyOption = False,
     json: Json = False,
 ) -> None:
-    """Make a student from a teacher's checkpoint, file by file, with copied or calibrated projections."""
+    """Convert a teacher's checkpoint to an untrained student.
+
+    The new KV projections are copies of the teacher's; --calibration fits them to text, which loads the teacher.
+    """
     if num_key_value_layers is not None and prefill_reduction is not None:
-        message = "give --num-key-value-layers or --prefill-reduction, not both"
+        message = "use either --num-key-value-layers or --prefill-reduction"
         raise InvalidInputError(message, field="prefill_reduction", value=prefill_reduction)
-    with require_extra("This"):
+    with require_extra("swiftkv convert"):
         from swiftkv_platform.distillation.calibration_text import read_calibration_text
         from swiftkv_platform.model import convert_checkpoint
     path = resolve_model_path(model)
@@ -91,20 +94,20 @@ def convert(
         )
     document, listed = _describe_student(converted), ""
     if layers := document["swiftkv_prefill_layers"]:
-        listed = f" (prompts run layers {format_layers(layers)})"
+        listed = f", prompts run layers {format_layers(layers)}"
     if json:
         print_json(document)
         return
     print_line(
-        "{output}: l = {num_key_value_layers} of {num_hidden_layers} layers{listed}, g = {key_value_group_size}, KV "
-        "cache {kv_bytes_ratio:.1%} of the teacher's; {new_tensors} new tensors, {size:,.1f} MiB".format(
+        "Wrote {output}: l = {num_key_value_layers} of {num_hidden_layers} layers{listed}, g = {key_value_group_size}. "
+        "KV cache: {kv_bytes_ratio:.1%} of the teacher's. New weights: {new_tensors} tensors, {size:,.1f} MiB.".format(
             **document, listed=listed, size=converted.new_bytes / _MIB
         )
     )
     if document["equal_cache_group_size"] not in (None, key_value_group_size):
         print_line(
-            "With {sharing} heads, --key-value-group-size {equal_cache_group_size} caches as much as gqa "
-            "with {key_value_group_size}.".format(**document, sharing=sharing)
+            "To match the KV cache size of gqa with g = {key_value_group_size}, use --key-value-group-size "
+            "{equal_cache_group_size} with {sharing}.".format(**document, sharing=sharing)
         )
 
 
@@ -117,46 +120,43 @@ def export(
     base: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL",
-            help="Base model. Default: a job artifact's teacher; for an adapter, the model that it names.",
+            metavar="MODEL", help="Base model. Default: the teacher of a job artifact, or the base model of an adapter."
         ),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Hub revision of --base.")] = None,
     teacher: Annotated[
-        bool, typer.Option("--teacher/--no-teacher", help="Keep the teacher's projections of later layers.")
+        bool, typer.Option("--teacher/--no-teacher", help="Keep the weights that only teacher mode uses.")
     ] = False,
     prefill_only: Annotated[
-        bool, typer.Option("--prefill-only", help="Write only what a vLLM prefill server needs.")
+        bool, typer.Option("--prefill-only", help="Write only the weights that a vLLM prefill server uses.")
     ] = False,
     quantize: Annotated[
         Literal["int8", "int4", "mixed"] | None,
         typer.Option(
-            help="Quantize layer weights, in the format of compressed-tensors: W8A8, W4A16, or W4A16 with "
-            "W8A8 for queries, keys and values."
+            help="Quantize layer weights in compressed-tensors format: int8 = W8A8, int4 = W4A16, mixed = W4A16 with "
+            "W8A8 for Q, K and V projections."
         ),
     ] = None,
     calibration: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="Text to calibrate --quantize on; repeatable. Default: round to nearest."),
+        typer.Option(metavar="TEXT", help="Calibration text for --quantize. Repeatable. Default: round to nearest."),
     ] = None,
     calibration_tokens: CalibrationTokens = 16384,
     copy: CopyOption = False,
     json: Json = False,
 ) -> None:
-    """Write a student for serving, without the projections that only its teacher uses, or as an adapter."""
-    with require_extra("This"):
+    """Export a student for serving, without the weights that only teacher mode uses, or as an adapter."""
+    with require_extra("swiftkv export"):
         from swiftkv_platform.distillation.calibration_text import read_calibration_text
         from swiftkv_platform.model import export as run
     target = output.expanduser()
     if adapter and prefill_only:
-        message = "--adapter and --prefill-only are set; use one of them"
+        message = "use either --adapter or --prefill-only"
         raise InvalidInputError(message, field="prefill_only", value=True)
     if adapter:
         for field, value in (("quantize", quantize), ("calibration", calibration)):
             if value:
-                raise InvalidInputError.for_field(
-                    field, value, ", which cannot be combined with --adapter; leave it out, or export the whole model"
-                )
+                raise InvalidInputError.for_field(field, value, ", which --adapter does not support; omit one of them")
         _export_adapter(model, target, base, revision, json=json)
         return
     with (
@@ -178,12 +178,10 @@ def export(
             progress=report,
         )
     size = _sum_weight_bytes(target)
-    with_teacher = "with" if teacher else "without"
-    line = f"{target}: {size / _MIB:,.1f} MiB of weights, {with_teacher} the teacher"
-    if quantize is not None:
-        line += f", projections in {quantize}"
+    line = f"Wrote {target}: {size / _MIB:,.1f} MiB of weights, {'with' if teacher else 'without'} teacher mode"
+    line += "." if quantize is None else f", projections in {quantize}."
     if quantize in ("int4", "mixed") and not calibration:
-        line += ", rounded to nearest: --calibration TEXT preserves more quality"
+        line += " Weights are rounded to nearest; --calibration TEXT preserves more quality."
     print_result(
         {"output": str(target), "teacher": teacher, "quantize": quantize, "weight_bytes": size}, line, json=json
     )
@@ -204,8 +202,8 @@ def _export_adapter(model: str, target: Path, base: str | None, revision: str | 
     fields = {"output": str(target), "base": found, "revision": revision, "digest": written.base.digest}
     counts = {name: len(getattr(written, name)) for name in ("added", "replaced", "dropped")}
     line = (
-        f"{target}: {size / _MIB:,.1f} MiB of weights, {len(written.added)} tensors added to those of {found}, "
-        f"{len(written.replaced)} replaced"
+        f"Wrote {target}: {size / _MIB:,.1f} MiB of weights. Compared with {found}: {len(written.added)} tensors "
+        f"added, {len(written.replaced)} replaced."
     )
     print_result({**fields, **counts, "weight_bytes": size}, line, json=json)
 
@@ -215,12 +213,12 @@ def _sum_weight_bytes(directory: Path) -> int:
 
 
 @contextmanager
-def _show_progress(what: str) -> Iterator[ProgressCallback]:
-    """Show a progress bar on a terminal, nothing elsewhere. Yields a callback for (done, total)."""
+def _show_progress(title: str) -> Iterator[ProgressCallback]:
+    """Show a progress bar if stderr is a terminal. Yields a callback for (done, total)."""
     console = get_error_console()
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 

@@ -1,4 +1,4 @@
-"""`swiftkv deployments`, `deploy` and `generate`: deployed models."""
+"""`swiftkv deployments`, `deploy` and `generate`: manage and query deployed models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from swiftkv_platform.cli.output import (
     Columns,
     format_local_time,
     get_error_console,
-    print_fields_result,
     print_json,
     print_result,
     print_schema,
@@ -34,7 +33,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import format_duration, pluralize
 from swiftkv_platform.specs.deployment import DeploymentSpec
 
-deployments_app = typer.Typer(no_args_is_help=True, help="Served models; `swiftkv deploy` adds one.")
+deployments_app = typer.Typer(no_args_is_help=True, help="Manage deployments. Create one with `swiftkv deploy`.")
 
 
 @deployments_app.command("list")
@@ -49,29 +48,29 @@ def list_deployments(url: Url = None, json: Json = False) -> None:
         "replicas": _format_replicas,
         "url": "url",
     }
-    empty = "Nothing is served. `swiftkv deploy MODEL` serves one of `swiftkv models list`."
+    empty = "No deployments. Create one with `swiftkv deploy MODEL`; `swiftkv models list` shows the models."
     print_table_result(found, {**columns, "message": "message"}, empty=empty, json=json)
 
 
 @deployments_app.command()
 def get(deployment_id: DeploymentId, url: Url = None, json: Json = False) -> None:
-    """Show a deployment."""
+    """Show details of a deployment."""
     with connect(url) as client:
         found = client.deployments.get(deployment_id)
-    print_fields_result(found, _format_deployment(found), json=json)
+    print_result(found, _format_deployment(found), json=json)
 
 
 @deployments_app.command()
 def metrics(deployment_id: DeploymentId, url: Url = None, json: Json = False) -> None:
-    """Show the metrics of each replica since its start."""
+    """Show the metrics of each replica, counted since its start."""
     with connect(url) as client:
         found = client.deployments.metrics(deployment_id)
     if json:
         print_json(found)
         return
     rows = [_make_metrics_row(replica) for replica in found.replicas]
-    columns = ("replica", "requests", "prompt tokens", "tokens", "exited", "TTFT ms", "KV in use", "running", "waiting")
-    print_table(columns, rows, empty="No replica is running.")
+    columns = ("replica", "requests", "prompt tokens", "tokens", "exited", "TTFT ms", "KV usage", "running", "waiting")
+    print_table(columns, rows, empty="No running replicas.")
 
 
 @deployments_app.command()
@@ -79,14 +78,12 @@ def delete(deployment_id: DeploymentId, url: Url = None, json: Json = False) -> 
     """Delete a deployment; replicas finish their running requests."""
     with connect(url) as client:
         client.deployments.delete(deployment_id)
-    print_result(
-        {"id": deployment_id, "status": "deleting"}, f"{deployment_id} is being taken out of service.", json=json
-    )
+    print_result({"id": deployment_id, "status": "deleting"}, f"{deployment_id} is being deleted.", json=json)
 
 
 @deployments_app.command()
 def schema() -> None:
-    """Print the JSON schema of the body of `POST /deployments`."""
+    """Print the JSON schema of a deployment (the body of `POST /deployments`)."""
     print_schema(DeploymentSpec)
 
 
@@ -102,7 +99,7 @@ def _format_deployment(found: Resource) -> dict[str, Any]:
         "cold start": _format_cold_start(found.load_seconds),
         "scaling": _format_scaling(found),
         "engine": ", ".join(f"{name} {value}" for name, value in (found.engine or {}).items()),
-        "candidate": f"{candidate['model']}, {candidate['share']:.1%} of the requests" if candidate else None,
+        "candidate": f"{candidate['model']}, {candidate['share']:.1%} of requests" if candidate else None,
         "artifact": found.artifact_uri,
         "version": found.version,
         "created": format_local_time(found.created_at),
@@ -110,15 +107,14 @@ def _format_deployment(found: Resource) -> dict[str, Any]:
 
 
 def _format_replicas(found: Resource) -> str | None:
-    """Return `1 of 1 to 4`; None if the control plane does not say."""
-    least, most = found.min_replicas, found.max_replicas
-    if least is None or most is None:
+    """Return e.g. `1 (min 1, max 4)`; None if the control plane does not report it."""
+    if found.min_replicas is None or found.max_replicas is None:
         return None
-    return f"{found.replicas or 0} of {most if least == most else f'{least} to {most}'}"
+    return f"{found.replicas or 0} (min {found.min_replicas}, max {found.max_replicas})"
 
 
 def _format_cold_start(seconds: Mapping[str, float] | None) -> str | None:
-    """Return `2.53 s (fetch 1.20, load 1.31, check 0.02)`; None while no replica has reported it."""
+    """Return e.g. `2.53 s (fetch 1.20, load 1.31, check 0.02)`; None until a replica reports it."""
     if not seconds:
         return None
     phases = ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items())
@@ -129,9 +125,9 @@ def _format_scaling(found: Resource) -> str | None:
     if found.min_replicas == found.max_replicas or found.upscale_delay_s is None:
         return None
     target = found.target_ongoing_requests
-    load = "" if target is None else f"{pluralize(target, 'concurrent request')} per replica, "
+    load = "" if target is None else f"target {pluralize(target, 'concurrent request')} per replica, "
     up, down = format_duration(found.upscale_delay_s), format_duration(found.downscale_delay_s)
-    return f"{load}up after {up}, down after {down}"
+    return f"{load}scale up after {up}, down after {down}"
 
 
 def _make_metrics_row(replica: dict[str, Any]) -> tuple[str, ...]:
@@ -154,52 +150,53 @@ def _make_deployment_option(text: str) -> Any:
     return typer.Option(metavar="DEPLOYMENT", help=text, autocompletion=complete_deployment)
 
 
-@add_spec_options(DeploymentSpec, without=("model",))
+@add_spec_options(DeploymentSpec, exclude=("model",))
 def deploy(
     model: ModelName,
-    replace: Annotated[
-        str | None, _make_deployment_option("Swap the model of this deployment (dep_...), live.")
-    ] = None,
-    wait: Annotated[bool, typer.Option(help="Wait until it answers.")] = True,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 300.0,
+    replace: Annotated[str | None, _make_deployment_option("Swap the model of this deployment (dep_...).")] = None,
+    wait: Annotated[bool, typer.Option(help="Wait until the deployment is ready.")] = True,
+    timeout: Annotated[float, typer.Option(help="Max seconds to wait.")] = 300.0,
     url: Url = None,
     json: Json = False,
     *,
-    given: dict[str, Any],
+    spec_values: dict[str, Any],
 ) -> None:
-    """Deploy a distilled model, or swap it into an existing deployment, whose other options then stay."""
-    if replace is not None and "route_prefix" in given:
+    """Deploy a distilled model.
+
+    With --replace, swap it into an existing deployment and keep that deployment's other options.
+    """
+    if replace is not None and "route_prefix" in spec_values:
         raise InvalidInputError(
-            f"a deployment keeps its route prefix; leave out --route-prefix, or deploy {model} without --replace",
+            f"--replace cannot change the route prefix; omit --route-prefix, or deploy {model} without --replace",
             field="route_prefix",
-            value=given["route_prefix"],
+            value=spec_values["route_prefix"],
         )
     with connect(url) as client, get_error_console().status(f"Deploying {model}"):
         if replace is None:
-            deployment = client.deployments.create(model, **given)
+            deployment = client.deployments.create(model, **spec_values)
         else:
-            deployment = client.deployments.update(replace, model=model, **given)
+            deployment = client.deployments.update(replace, model=model, **spec_values)
         if wait:
             deployment = client.deployments.wait_ready(deployment.id, timeout)
-    where = f" ({deployment.url})" if deployment.url else ""
-    print_result(deployment, f"{deployment.id} serves {deployment.model}: {deployment.status}{where}", json=json)
+    line = f"Deployment {deployment.id} of {deployment.model} is {deployment.status}"
+    print_result(deployment, f"{line} at {deployment.url}" if deployment.url else line, json=json)
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
-    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most probable token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
+    prompt: Annotated[str, typer.Argument(help="Prompt to complete.")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Max tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling threshold.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Sampling seed.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop sequence. Repeatable.")] = None,
     deployment: Annotated[
-        str | None, _make_deployment_option("Deployment to ask (dep_...), through the control plane.")
+        str | None, _make_deployment_option("Deployment to query (dep_...), through the control plane.")
     ] = None,
     serve_url: ServeUrl = None,
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """Continue a text with the deployed model, streaming the answer."""
+    """Generate a completion with a deployed model, streamed to stdout."""
     parameters: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     parameters |= {name: value for name, value in {"seed": seed, "stop": stop}.items() if value is not None}
     with connect(url, serve_url) as client:

@@ -1,4 +1,4 @@
-"""`swiftkv distill`, `evaluate` and `recipes`: run a job or an evaluation on this machine, without a control plane."""
+"""`swiftkv distill`, `evaluate` and `recipes`: run a job or an evaluation locally, without a control plane."""
 
 from __future__ import annotations
 
@@ -51,37 +51,43 @@ def distill(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", "-m", help="Teacher, without a spec: directory, .gguf file, builtin:python-5m or hub id."
+            "--model", "-m", help="Teacher: directory, .gguf file, builtin:python-5m or hub id. Replaces --file."
         ),
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option("--data", "-d", help="With --model: text to train on, a file, directory or data set. Repeatable."),
+        typer.Option("--data", "-d", help="With --model: training text (file, directory or data set). Repeatable."),
     ] = None,
-    gpus: Annotated[int, typer.Option(min=0, help="With --model: GPUs of this machine, one per worker.")] = 0,
+    gpus: Annotated[int, typer.Option(min=0, help="With --model: number of GPUs, one per worker; 0 uses CPUs.")] = 0,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="With --model: training steps. Default: 200; on GPUs two epochs.")
+        int | None, typer.Option(min=1, help="With --model: training steps. Default: 200 on CPUs, 2 epochs on GPUs.")
     ] = None,
     num_key_value_layers: Annotated[
         int | None,
         typer.Option(
-            "--num-key-value-layers", "-l", min=1, help="With --model: layers that prompts run. Default: half."
+            "--num-key-value-layers",
+            "-l",
+            min=1,
+            help="With --model: number of layers that prompts run (l). Default: half.",
         ),
     ] = None,
     prefill_layers: PrefillLayers = None,
     key_value_group_size: Annotated[
-        int, typer.Option("--key-value-group-size", "-g", min=1, help="With --model: later layers per KV-cache layer.")
+        int,
+        typer.Option(
+            "--key-value-group-size", "-g", min=1, help="With --model: skipped layers per KV-cache layer (g)."
+        ),
     ] = 1,
     set_: SpecChanges = None,
     json: Json = False,
 ) -> None:
-    """Distil a model on this machine, on a Ray that ends with the command.
+    """Distill a model on this machine, using a temporary local Ray.
 
-    Takes a job spec (--file), or a few options (--model and --data), whose spec is saved as DIR.yaml.
+    Takes a job spec (--file), or --model and --data, from which a spec is made and saved as DIR.yaml.
     """
     output = output.expanduser().resolve()
     if (file is None) == (model is None) or (model is None) != (not data):
-        raise InvalidInputError("use --file with a job spec, or --model together with --data", field="file")
+        raise InvalidInputError("use either --file, or --model together with --data", field="file")
     if model is None:
         spec = load_spec(file, None, set_)
     else:
@@ -106,16 +112,15 @@ def distill(
         f"KL {distilled['kl']:.4f} nats, top-1 agreement {distilled['top1_agreement']:.1%}."
     )
     if open_gates := describe_undecided_gates(evaluation):
-        line += f" Undecided, with too few samples: {'; '.join(open_gates)}."
-    if said := summarize_quality(evaluation):
-        line += f" {said}"
-    line += f" `swiftkv serve {artifact}` serves it."
-    print_result({"output": str(artifact), "verdict": summarize_quality(evaluation), **evaluation}, line, json=json)
+        line += f" Inconclusive for lack of samples: {'; '.join(open_gates)}."
+    if verdict := summarize_quality(evaluation):
+        line += f" {verdict}"
+    line += f" To serve it: `swiftkv serve {artifact}`."
+    print_result({"output": str(artifact), "verdict": verdict, **evaluation}, line, json=json)
 
 
 def _run_job(spec: JobSpec, output: Path) -> Path:
-    with require_extra("Distilling here", instead=", or `swiftkv jobs submit` to a cluster that has it"):
-        # Imported only when the command runs: torch and Ray take seconds to import.
+    with require_extra("swiftkv distill", alternative=", or use `swiftkv jobs submit` to run the job on a cluster"):
         from swiftkv_platform.jobs.distill import run_local
         from swiftkv_platform.jobs.failures import explain_failure
     configure_logging()
@@ -127,62 +132,61 @@ def _run_job(spec: JobSpec, output: Path) -> Path:
     except Exception as error:
         failure = explain_failure(error)
         if failure.code == SwiftKVError.code:
-            # An unforeseen error: show its traceback.
-            raise
+            raise  # an unexpected error shows its traceback
         cure = advise_on_failure(failure.code, failure.field, spec)
         raise TrainingError(f"{failure.code}: {failure.message}. {cure}", field=failure.field) from error
 
 
 def evaluate(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, help="A student.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, help="Directory of the student.")
+    ],
     teacher: Annotated[
         str | None,
         typer.Option(
-            help="The model that the student was made from: name, directory or .gguf file. Default: the student's own "
-            "teacher mode, or the teacher of the job that made it."
+            help="Teacher: hub id, directory or .gguf file. Default: the student's teacher mode, or its job's teacher."
         ),
     ] = None,
     tasks: Annotated[
         list[str] | None,
         typer.Option(
-            help="Task of lm-evaluation-harness: a name, a .yaml file, builtin:mmlu, builtin:gsm8k, "
-            "builtin:ifeval, builtin:tool-calls, or paper (table B.1). Repeatable. Default: those of the job that made "
-            "the model."
+            help="Task of lm-evaluation-harness: name, .yaml file, builtin:mmlu, builtin:gsm8k, builtin:ifeval, "
+            "builtin:tool-calls, or paper (table B.1). Repeatable. Default: the tasks of the student's job."
         ),
     ] = None,
     task_data: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Directory with the files of a built-in or .yaml task.")
+        str | None, typer.Option(metavar="DIR", help="Directory with the data files of a built-in or .yaml task.")
     ] = None,
-    task_limit: Annotated[int | None, typer.Option(min=1, help="Samples of each task. Default: all.")] = None,
+    task_limit: Annotated[int | None, typer.Option(min=1, help="Max samples per task. Default: all.")] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="Text to measure on: file, directory or data set. Repeatable. Default: what the job held out."
+            help="Evaluation text: file, directory or data set. Repeatable. Default: the job's held-out text."
         ),
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=64, help="Held-out tokens to measure.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=64, help="Max held-out tokens to measure.")] = None,
     needle_length: Annotated[
-        list[int] | None, typer.Option(min=128, help="Tokens of needle-in-a-haystack prompts. Repeatable.")
+        list[int] | None, typer.Option(min=128, help="Tokens per needle-in-a-haystack prompt. Repeatable.")
     ] = None,
-    needle_samples: Annotated[int | None, typer.Option(min=1, help="Prompts of each length.")] = None,
+    needle_samples: Annotated[int | None, typer.Option(min=1, help="Needle prompts per length.")] = None,
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write the report as an HTML page.")] = None,
     json: Json = False,
 ) -> None:
     """Evaluate a student against its teacher.
 
-    The exit code is 1 unless every limit of its job's spec is met; a limit that the samples cannot decide is not met.
+    The exit code is 1 unless all quality gates of the job's spec pass. Inconclusive gates count as failures.
     """
-    with require_extra("Evaluating"):
+    with require_extra("swiftkv evaluate"):
         from swiftkv_platform.jobs.worker.measure import evaluate_directory
 
-    given = {
+    options = {
         "tasks": [{"name": name, "data_dir": task_data} for name in tasks or ()] or None,
         "task_limit": task_limit,
         "max_tokens": max_tokens,
         "needle_lengths": needle_length or None,
         "needle_samples": needle_samples,
     }
-    changes = {name: value for name, value in given.items() if value is not None}
+    changes = {name: value for name, value in options.items() if value is not None}
     report, lineage = evaluate_directory(directory, data=data or (), teacher=teacher, evaluation=changes)
     document = report.model_dump(mode="json")
     if html is not None:
@@ -196,7 +200,7 @@ def evaluate(
 
 
 def _make_interval_row(report: Report) -> tuple[str, ...]:
-    """Return a table's row with the 95% intervals; the perplexity's is computed from its ratio to the teacher's."""
+    """Return the table row of 95% intervals. The perplexity's interval is its ratio's times the teacher's value."""
     found, teacher = report.intervals, report.teacher.perplexity
     if found is None:
         return ()
@@ -218,7 +222,7 @@ def _print_report(report: Report) -> None:
     print_fields(
         {
             "positions": f"{report.num_positions:,}",
-            "greedy continuations": None if found is None else f"{found.matched:.1%} of the teacher's tokens matched",
+            "greedy completions": None if found is None else f"{found.matched:.1%} of the teacher's tokens matched",
             "prefill FLOPs": f"{report.prefill_flops_ratio:.3f} of the teacher's",
             "KV bytes": f"{report.kv_bytes_ratio:.3f} of the teacher's",
         }
@@ -233,13 +237,13 @@ def _print_report(report: Report) -> None:
             "points lost": lambda each: f"{each.drop:+.2f}",
         }
         print_items(report.tasks, columns, empty="")
-    for gate in report.gates:  # the worst first
-        needed = "" if gate.samples_needed is None else f"; {gate.samples_needed:,} samples are needed"
+    for gate in report.gates:  # worst first
+        needed = "" if gate.samples_needed is None else f"; needs {gate.samples_needed:,} samples"
         of = f" ({gate.subject}, 95% {gate.interval[0]:.4g} to {gate.interval[1]:.4g})" if gate.interval else ""
         print_line(f"{gate.field} {gate.limit:g}: {gate.value:.4g}{of}, {gate.outcome}{needed}")
 
 
-recipes_app = typer.Typer(no_args_is_help=True, help="Job specs that ship with the package.")
+recipes_app = typer.Typer(no_args_is_help=True, help="List and copy the packaged example job specs.")
 
 
 @recipes_app.command("list")
@@ -256,21 +260,21 @@ def list_recipes(json: Json = False) -> None:
 def copy(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Recipe, as `swiftkv recipes list` shows it.")],
     to: Annotated[
-        Path | None, typer.Argument(metavar="FILE", dir_okay=False, help="A new file. Default: NAME.yaml.")
+        Path | None, typer.Argument(metavar="FILE", dir_okay=False, help="New file. Default: NAME.yaml.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Copy a recipe, with its comments, to a new file."""
+    """Copy a recipe, including its comments, to a new file."""
     target = to or Path(f"{name}.yaml")
     text = find_recipe(name).read_text(encoding="utf-8")
     try:
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise ConflictError(f"{target} already exists; name another FILE", field="file", value=str(target)) from error
+        raise ConflictError(f"{target} already exists; use another FILE", field="file", value=str(target)) from error
     print_result(
         {"recipe": name, "file": str(target)},
-        f"Copied {name} to {target}; change it, then submit or distil it.",
+        f"Copied {name} to {target}. Edit it, then run `swiftkv jobs submit -f {target}` or `swiftkv distill`.",
         json=json,
     )
 
@@ -280,7 +284,7 @@ def _read_teacher_name(path: Path) -> str:
 
 
 _MAX_CPU_ROW_LENGTH, _MAX_GPU_ROW_LENGTH = 512, 4096
-"""Most tokens of a row."""
+"""Max tokens per row."""
 _DEFAULT_CPU_STEPS = 200
 
 
@@ -295,22 +299,22 @@ def build_job_spec(
     prefill_layers: Sequence[int] | None = None,
     key_value_group_size: int,
 ) -> dict[str, Any]:
-    """Return a job spec that distils `model` on `data` with this machine's resources.
+    """Return a job spec that distills `model` on `data` with this machine's resources.
 
-    Rows are as long as the model's context, at most 512 tokens on a CPU and 4,096 on a GPU. Quality is measured and
-    reported; no gate refuses the result. Paths are made absolute, so that the spec works from any directory.
+    Max row length is the model's context, capped at 512 tokens on CPUs and 4,096 on GPUs. Quality is reported without
+    gates. Paths are absolute, so that the spec works from any directory.
 
     Args:
         data: files, directories or hub data sets.
-        gpus: number of GPUs, with one worker each; 0 trains on all CPUs in one worker.
-        steps: training steps; None: 200 on a CPU, else two epochs.
+        gpus: number of GPUs, one worker each; 0 trains on all CPUs in one worker.
+        steps: training steps. None: 200 on CPUs, 2 epochs on GPUs.
 
     Raises:
-        InvalidInputError: a name of a model or data set is not valid.
+        InvalidInputError: invalid name of a model or data set.
         ModelError: the model's configuration cannot be read.
     """
     context = ConfigFields(read_model_config(model)).get_optional_count("max_position_embeddings", "n_positions")
-    longest = _MAX_GPU_ROW_LENGTH if gpus else _MAX_CPU_ROW_LENGTH
+    max_length = _MAX_GPU_ROW_LENGTH if gpus else _MAX_CPU_ROW_LENGTH
     shape = {"num_key_value_layers": num_key_value_layers, "prefill_layers": prefill_layers}
     layers = {name: value for name, value in shape.items() if value is not None}
     document: dict[str, Any] = {
@@ -319,7 +323,7 @@ def build_job_spec(
         "swiftkv": {**layers, "key_value_group_size": key_value_group_size},
         "data": {
             "sources": [{"name_or_path": make_absolute(each, "data", "data")} for each in data],
-            "max_length": longest if context is None else min(longest, context),
+            "max_length": max_length if context is None else min(max_length, context),
             "train_on": "assistant",
             "validation_fraction": 0.05,
         },
@@ -333,18 +337,18 @@ def build_job_spec(
     else:
         document = adapt_dtype_to_cpu(document)
         document["training"] |= {"max_steps": steps or _DEFAULT_CPU_STEPS, "batch_size": 4, "micro_batch_size": 4}
-        document["evaluation"] |= {"needle_lengths": []}  # minutes for each hundred on a CPU
+        document["evaluation"] |= {"needle_lengths": []}  # 100 needle prompts take minutes on CPUs
         document["sharding"] = {"strategy": "ddp"}
         document["resources"] = {"num_workers": 1, "cpus_per_worker": os.cpu_count() or 1}
     return document
 
 
 def save_spec(output: Path, text: str) -> Path:
-    """Write the spec to `{output}.yaml`, and return that path. Raises `ConflictError` if it holds another spec."""
+    """Write the spec to `{output}.yaml` and return that path. Raises `ConflictError` if the file has another spec."""
     path = output.with_name(f"{output.name}.yaml")
     if path.exists() and path.read_text(encoding="utf-8") != text:
         raise ConflictError(
-            f"{path} holds another spec; use another --output, or `--file {path.name}` to run it",
+            f"{path} contains another spec; use another --output, or --file {path.name} to run that spec",
             field="output",
             value=str(output),
         )

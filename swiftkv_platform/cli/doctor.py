@@ -1,7 +1,4 @@
-"""`swiftkv doctor`: ten checks of this machine and of the services it uses. A check removes whatever it creates.
-
-Checks run in parallel, each with the time limit of the command.
-"""
+"""`swiftkv doctor`: ten checks of this machine and its services, run in parallel. Checks leave nothing behind."""
 
 from __future__ import annotations
 
@@ -48,12 +45,12 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 Status = Literal["ok", "warning", "failed"]
 _STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}
-"""Styles by status, from the mildest to the worst."""
+"""Styles by status, in order of severity."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Outcome of a check: one sentence, and advice if there is something to do."""
+    """Outcome of a check: one sentence, and advice on how to fix a problem."""
 
     status: Status
     message: str
@@ -62,13 +59,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class CheckContext:
-    """What checks look at, and their limits."""
+    """Settings and limits of the checks."""
 
     settings: Settings
     min_free_bytes: int
-    """Min free space of each directory's disk."""
+    """Min free space per disk."""
     timeout_s: float
-    """Max seconds for a check."""
+    """Max seconds per check."""
 
 
 @dataclass(frozen=True)
@@ -76,85 +73,82 @@ class Check:
     name: str
     run: Callable[[CheckContext], Finding]
     failure_advice: str
-    """Advice if the check itself breaks or does not end in time."""
+    """Advice if the check itself fails or times out."""
 
 
-def make_ok(message: str) -> Finding:
+def ok(message: str) -> Finding:
     return Finding("ok", message)
 
 
-def make_warning(message: str, advice: str) -> Finding:
+def warn(message: str, advice: str) -> Finding:
     return Finding("warning", message, advice)
 
 
-def make_failure(message: str, advice: str) -> Finding:
+def fail(message: str, advice: str) -> Finding:
     return Finding("failed", message, advice)
 
 
 def run_checks(checks: Sequence[Check], context: CheckContext) -> list[tuple[str, Finding]]:
     """Return names and findings in the order of the checks, within `context.timeout_s` seconds."""
     deadline = time.monotonic() + context.timeout_s
-    answers: dict[str, Finding] = {}
-    # Daemon threads, so that a check that hangs in a driver does not keep the process from ending.
-    threads = [threading.Thread(target=_run_check, args=(one, context, answers), daemon=True) for one in checks]
+    findings: dict[str, Finding] = {}
+    # Daemon threads: a check that hangs in a driver does not block the exit.
+    threads = [threading.Thread(target=_run_check, args=(check, context, findings), daemon=True) for check in checks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    late = f"No answer within {context.timeout_s:g} s."
-    return [(one.name, answers.get(one.name) or make_failure(late, one.failure_advice)) for one in checks]
+    timed_out = f"Timed out after {context.timeout_s:g} s."
+    return [(check.name, findings.get(check.name) or fail(timed_out, check.failure_advice)) for check in checks]
 
 
-def _run_check(one: Check, context: CheckContext, answers: dict[str, Finding]) -> None:
-    """Run a check and add its finding to `answers`."""
+def _run_check(check: Check, context: CheckContext, findings: dict[str, Finding]) -> None:
+    """Run a check and add its finding to `findings`."""
     try:
-        answers[one.name] = one.run(context)
+        findings[check.name] = check.run(context)
     except ModuleNotFoundError as error:
-        advice = f"{make_install_command('train', 'serve')} where jobs or deployments are to run"
-        answers[one.name] = make_warning(f"Not checked: {error.name} is not installed.", advice)
+        advice = f"{make_install_command('train', 'serve')} on machines that run jobs or deployments"
+        findings[check.name] = warn(f"Not checked: {error.name} is not installed.", advice)
     except Exception as error:  # a bug in one check must not hide the others' findings
-        answers[one.name] = make_failure(
-            f"The check broke: {type(error).__name__}: {join_lines(error)}.", one.failure_advice
-        )
+        message = f"The check itself failed: {type(error).__name__}: {join_lines(error)}."
+        findings[check.name] = fail(message, check.failure_advice)
 
 
 def merge_worst(findings: Sequence[Finding]) -> Finding:
-    """Join the findings of the worst status into one."""
+    """Merge the findings of the worst status into one."""
     status = max((each.status for each in findings), key=list(_STYLES).index)
-    gravest = [each for each in findings if each.status == status]
-    advice = dict.fromkeys(each.advice for each in gravest if each.advice)
-    message = "; ".join(each.message.removesuffix(".") for each in gravest)
+    worst = [each for each in findings if each.status == status]
+    advice = dict.fromkeys(each.advice for each in worst if each.advice)
+    message = "; ".join(each.message.removesuffix(".") for each in worst)
     return Finding(status, f"{message}.", "; ".join(advice))
 
 
 def print_findings(results: list[tuple[str, Finding]], counts: dict[str, int]) -> None:
-    """Print a line for each check with its advice below, and the number of findings by status."""
+    """Print one line per check with its advice, then the number of findings by status."""
     width = max(len(name) for name, _ in results)
     for name, finding in results:
         status = f"[{_STYLES[finding.status]}]{finding.status:<7}[/]"
         line = f"{status}  [bold]{name:<{width}}[/]  {escape(finding.message)}"
         get_console().print(line, highlight=False, soft_wrap=True)
         if finding.advice:
-            get_console().print(
-                f"{'':<9}{'':<{width}}  To do: {escape(finding.advice)}", highlight=False, soft_wrap=True
-            )
+            get_console().print(f"{'':<9}{'':<{width}}  Fix: {escape(finding.advice)}", highlight=False, soft_wrap=True)
     get_console().print(", ".join(f"{number} {status}" for status, number in counts.items()) + ".", highlight=False)
 
 
 def join_lines(error: object) -> str:
-    """Return the text of an error in one line."""
+    """Return an error's message on one line."""
     return " ".join(str(error).split())
 
 
 def check_packages(_: CheckContext) -> Finding:
-    """Ask pip whether the packages that this one requires are installed, in versions that fit."""
+    """Check the required packages and their versions with `pip check`."""
     if find_spec("pip") is None:
-        return make_ok("Not checked: this environment has no pip.")
+        return ok("Not checked: pip is not installed.")
     run = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False)
     faults = [line.rstrip(".") for line in run.stdout.splitlines() if line.startswith(f"{DISTRIBUTION} ")]
     if not faults:
-        return make_ok("All required packages are installed, in versions that fit.")
-    return make_failure(f"{'; '.join(faults)}.", f"install again, in a new environment: {make_install_command('all')}")
+        return ok("All required packages are installed in compatible versions.")
+    return fail(f"{'; '.join(faults)}.", f"reinstall in a new environment: {make_install_command('all')}")
 
 
 _NON_SETTINGS = (
@@ -167,49 +161,50 @@ _NON_SETTINGS = (
     "VLLM_FRONTEND_PID",
 )
 NON_SETTING_VARIABLES = frozenset(f"SWIFTKV_{name}" for name in _NON_SETTINGS)
-"""Environment variables that are not settings of the control plane."""
+"""Environment variables that are not `Settings`."""
 TEST_VARIABLE_PREFIXES = ("SWIFTKV_TEST_", "SWIFTKV_REQUIRE_ALL", "SWIFTKV_SOAK", "SWIFTKV_SEED", "SWIFTKV_SCHEDULES")
-"""Prefixes of variables for tests and benchmarks."""
+"""Prefixes of environment variables of tests and benchmarks."""
 
 
 def check_settings(_: CheckContext) -> Finding:
     known = NON_SETTING_VARIABLES | {f"SWIFTKV_{name.upper()}" for name in Settings.model_fields}
-    given = [name for name in sorted(os.environ) if name.upper().startswith("SWIFTKV_")]
+    used = [name for name in sorted(os.environ) if name.upper().startswith("SWIFTKV_")]
     unknown = [
-        name for name in given if name.upper() not in known and not name.upper().startswith(TEST_VARIABLE_PREFIXES)
+        name for name in used if name.upper() not in known and not name.upper().startswith(TEST_VARIABLE_PREFIXES)
     ]
     if unknown:
         named = ", ".join(f"{name}{suggest_name(name.upper(), known)}" for name in unknown)
-        them = "it" if len(unknown) == 1 else "them"
-        return make_warning(
-            f"Nothing reads {named}.", f"correct or unset {them}; the documentation's page Settings lists all"
+        pronoun = "it" if len(unknown) == 1 else "them"
+        return warn(
+            f"Unknown settings: {named}.", f"correct or unset {pronoun}; see the page Settings in the documentation"
         )
-    return make_ok(f"{', '.join(given)} set." if given else "Nothing is set: defaults apply.")
+    return ok(f"{', '.join(used)} set." if used else "Default settings.")
 
 
 def check_disk(context: CheckContext) -> Finding:
-    """Check that directories for artifacts, caches and temporary files can be written and have free space."""
+    """Check that directories for artifacts, caches and temporary files are writable and have free space."""
     settings, cache = context.settings, Path.home() / ".cache"
-    places = {"SWIFTKV_HOME": settings.home}
+    directories = {"SWIFTKV_HOME": settings.home}
     if "://" not in settings.resolved_storage_uri:
-        places["SWIFTKV_STORAGE_URI"] = Path(settings.resolved_storage_uri)
-    places["SWIFTKV_KERNEL_CACHE"] = Path(os.environ.get("SWIFTKV_KERNEL_CACHE") or cache / "swiftkv" / "kernels")
-    places["HF_HOME"] = Path(os.environ.get("HF_HOME") or cache / "huggingface")
-    places["TMPDIR"] = Path(tempfile.gettempdir())
-    return merge_worst([_check_free_space(variable, path, context.min_free_bytes) for variable, path in places.items()])
+        directories["SWIFTKV_STORAGE_URI"] = Path(settings.resolved_storage_uri)
+    directories["SWIFTKV_KERNEL_CACHE"] = Path(os.environ.get("SWIFTKV_KERNEL_CACHE") or cache / "swiftkv" / "kernels")
+    directories["HF_HOME"] = Path(os.environ.get("HF_HOME") or cache / "huggingface")
+    directories["TMPDIR"] = Path(tempfile.gettempdir())
+    return merge_worst(
+        [_check_free_space(variable, path, context.min_free_bytes) for variable, path in directories.items()]
+    )
 
 
 def _check_free_space(variable: str, path: Path, min_free_bytes: int) -> Finding:
     directory = find_existing_parent(path)
     if (reason := find_write_error(directory)) is not None:
-        message = f"{directory} is not writable ({reason}), and {variable} is {path}."
-        return make_failure(message, f"set {variable} to a directory that you may write to")
+        message = f"{variable} is {path}, but {directory} is not writable ({reason})."
+        return fail(message, f"set {variable} to a writable directory")
     free = shutil.disk_usage(directory).free
     if free < min_free_bytes:
-        asked = f"{min_free_bytes / GIB:.1f} GiB are required"
-        message = f"{directory} ({variable}) has {free / GIB:.1f} GiB free, and {asked}."
-        return make_failure(message, f"free some space, or set {variable} to a directory on a larger disk")
-    return make_ok(f"{free / GIB:.1f} GiB free for {variable}")
+        message = f"{directory} ({variable}) has {free / GIB:.1f} GiB free; min {min_free_bytes / GIB:.1f} GiB."
+        return fail(message, f"free disk space, or set {variable} to a directory on a larger disk")
+    return ok(f"{free / GIB:.1f} GiB free for {variable}")
 
 
 def find_existing_parent(path: Path) -> Path:
@@ -219,7 +214,7 @@ def find_existing_parent(path: Path) -> Path:
 
 
 def find_write_error(directory: Path) -> str | None:
-    """Return why no file can be created in an existing directory; None if one can. Leaves no file."""
+    """Return the error of creating a file in an existing directory; None on success. Leaves no file."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b"x")
@@ -230,62 +225,60 @@ def find_write_error(directory: Path) -> str | None:
 
 
 _MIN_OPEN_FILES = 4096
-"""Least limit on open files: Ray needs sockets for each worker, and replicas one for each caller."""
+"""Min limit on open files: Ray opens sockets per worker, and replicas one per connection."""
 _MIN_MEMORY_BYTES = 3 * GIB
-"""Bytes that the local stack, a job of the built-in model and a replica need together."""
-_SHARED_MEMORY_DIRECTORY = Path("/dev/shm")  # noqa: S108 (looked at, not written)
+"""Memory of the local stack, a job of the built-in model and a replica together."""
+_SHARED_MEMORY_DIRECTORY = Path("/dev/shm")  # noqa: S108 (read only)
 
 
 def check_limits(_: CheckContext) -> Finding:
-    """Compare open files, shared memory and memory with what the local stack needs."""
+    """Compare open files, shared memory and memory with the local stack's needs."""
     return merge_worst([_check_open_files(), _check_shared_memory(), _check_memory()])
 
 
 def _check_open_files() -> Finding:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY or limit >= _MIN_OPEN_FILES:
-        return make_ok("Any number of open files" if limit == resource.RLIM_INFINITY else f"{limit} open files")
-    message = f"A process may have {limit} files open; Ray and a busy replica need {_MIN_OPEN_FILES} or more"
-    return make_warning(message, "ulimit -n 65536, or LimitNOFILE=65536 in a systemd unit")
+        return ok("Unlimited open files" if limit == resource.RLIM_INFINITY else f"{limit} open files")
+    message = f"The limit on open files is {limit}; Ray and replicas need at least {_MIN_OPEN_FILES}"
+    return warn(message, "ulimit -n 65536, or LimitNOFILE=65536 in a systemd unit")
 
 
 def _check_shared_memory() -> Finding:
-    wanted = StackOptions().object_store_memory
+    required = StackOptions().object_store_memory
     if not _SHARED_MEMORY_DIRECTORY.is_dir():
-        return make_ok("no /dev/shm, so Ray keeps its objects in files")
+        return ok("no /dev/shm, so Ray stores objects in files")
     free = shutil.disk_usage(_SHARED_MEMORY_DIRECTORY).free
-    if free >= wanted:
-        return make_ok(f"{free / GIB:.1f} GiB of shared memory free")
-    message = (
-        f"{_SHARED_MEMORY_DIRECTORY} has {free >> 20} MiB free; `swiftkv up` gives Ray's object store {wanted >> 20}"
-    )
-    return make_warning(message, "in a container: docker run --shm-size=1g; otherwise free some space there")
+    if free >= required:
+        return ok(f"{free / GIB:.1f} GiB of shared memory free")
+    message = f"{_SHARED_MEMORY_DIRECTORY} has {free >> 20} MiB free; Ray's object store needs {required >> 20} MiB"
+    return warn(message, "free some space there, or in a container: docker run --shm-size=1g")
 
 
 def _check_memory() -> Finding:
     available = psutil.virtual_memory().available
     if available >= _MIN_MEMORY_BYTES:
-        return make_ok(f"{available / GIB:.1f} GiB of memory available")
-    wanted = f"the stack, a small job and a replica need {_MIN_MEMORY_BYTES / GIB:.0f}"
-    advice = "stop what uses the memory, or use a larger machine"
-    return make_warning(f"{available / GIB:.1f} GiB of memory are available; {wanted}", advice)
+        return ok(f"{available / GIB:.1f} GiB of memory available")
+    required = f"the platform, a small job and a replica need {_MIN_MEMORY_BYTES / GIB:.0f} GiB"
+    advice = "stop other programs, or use a larger machine"
+    return warn(f"{available / GIB:.1f} GiB of memory available; {required}", advice)
 
 
 _PROBE_SOURCE = (
     "#include <omp.h>\n#include <span>\nint swiftkv(std::span<int> x) { return omp_get_max_threads() + x[0]; }\n"
 )
 _COMPILER_FLAGS = ("-std=c++20", "-fPIC", "-shared", "-fopenmp")
-"""Flags of the CPU kernels that old compilers, or those without OpenMP, lack."""
+"""Flags of the CPU kernels that old compilers do not support."""
 
 
 def check_compiler(context: CheckContext) -> Finding:
-    """Compile a small library with the flags of the engine's CPU kernels, which are compiled at first use."""
-    wanted = os.environ.get("CXX", "g++")
-    slower = "the engine then runs on PyTorch's operators, slower"
+    """Compile a small library with the flags of the engine's CPU kernels."""
+    program = os.environ.get("CXX", "g++")
+    slower = "the engine falls back to PyTorch operators, which are slower"
     advice = "apt-get install g++, dnf install gcc-c++, or CXX=/path/to/g++"
-    compiler = shutil.which(wanted)
+    compiler = shutil.which(program)
     if compiler is None:
-        return make_warning(f"There is no C++ compiler {wanted!r} on PATH for the CPU kernels; {slower}.", advice)
+        return warn(f"C++ compiler {program!r} not found on PATH; {slower}.", advice)
     with tempfile.TemporaryDirectory() as directory:
         source = Path(directory) / "probe.cpp"
         source.write_text(_PROBE_SOURCE, encoding="ascii")
@@ -293,13 +286,13 @@ def check_compiler(context: CheckContext) -> Finding:
     if run.returncode:
         reason = next((line for line in run.stderr.splitlines() if "error" in line), f"exit status {run.returncode}")
         message = f"{compiler} cannot compile C++20 with OpenMP ({reason.strip()}); {slower}."
-        return make_warning(message, f"use a newer one: {advice}")
+        return warn(message, f"install a newer compiler: {advice}")
     if not has_fast_bfloat16():
-        return make_ok(
-            f"{compiler} works; this processor has no AVX-512, so PyTorch's operators are used, and float32 is much "
-            "faster than bfloat16 (model.dtype of a job, engine.dtype of a deployment)."
+        return ok(
+            f"{compiler} works. This processor has no AVX-512: the engine uses PyTorch operators, and float32 is much "
+            "faster than bfloat16 (model.dtype in jobs, engine.dtype in deployments)."
         )
-    return make_ok(f"{compiler} compiles C++20 with OpenMP.")
+    return ok(f"{compiler} compiles C++20 with OpenMP.")
 
 
 def _run_command(context: CheckContext, *command: str) -> subprocess.CompletedProcess[str]:
@@ -311,42 +304,40 @@ _TORCH_QUERY = "import torch; print(torch.__version__, torch.cuda.device_count()
 
 
 def check_gpu(context: CheckContext) -> Finding:
-    """Compare the driver's GPUs with those of torch, which another process imports."""
+    """Compare the driver's GPUs with torch's. Imports torch in another process."""
     if shutil.which(_GPU_QUERY[0]) is None:
-        return make_ok("No nvidia-smi here: jobs and replicas compute on the CPU.")
+        return ok("nvidia-smi not found: jobs and replicas run on CPUs.")
     run = _run_command(context, *_GPU_QUERY)
     if run.returncode or not run.stdout.strip():
-        reason = join_lines(run.stdout + run.stderr) or "it lists no GPU"
-        return make_failure(f"nvidia-smi: {reason}.", "restart the machine, or install the driver again")
+        reason = join_lines(run.stdout + run.stderr) or "no GPUs listed"
+        return fail(f"nvidia-smi: {reason}.", "restart the machine, or reinstall the driver")
     names, drivers = zip(*(line.rsplit(", ", 1) for line in run.stdout.strip().splitlines()), strict=True)
     found = f"{len(names)} x {names[0]}, driver {drivers[0]}"
     run = _run_command(context, sys.executable, "-c", _TORCH_QUERY)
     if run.returncode:
-        return make_ok(f"{found}; torch is not installed here, only jobs and replicas need it.")
+        return ok(f"{found}; torch is not installed (only jobs and replicas need it).")
     torch, number = run.stdout.split()
     if int(number) < len(names):
-        advice = "install the CUDA build of torch for this driver: https://pytorch.org/get-started/locally; or look at"
-        return make_failure(
-            f"{found}, but torch {torch} uses {number} of {len(names)}.", f"{advice} CUDA_VISIBLE_DEVICES"
-        )
-    return make_ok(f"{found}; torch {torch} uses it.")
+        advice = "install the CUDA build of torch for this driver (https://pytorch.org/get-started/locally), or check"
+        return fail(f"{found}, but torch {torch} sees {number} of {len(names)} GPUs.", f"{advice} CUDA_VISIBLE_DEVICES")
+    return ok(f"{found}; torch {torch} sees all GPUs.")
 
 
-_NOT_STARTED = "None is configured or started; `swiftkv up` starts one."
+_NOT_STARTED = "Not configured or running. Start it with `swiftkv up`."
 _UPGRADE_COMMAND = "python -m swiftkv_platform.control_plane.database"
 _MIN_CONNECT_TIMEOUT_S = 2
-"""Shortest timeout that libpq supports."""
+"""Min timeout of libpq."""
 _ADVICE_BY_ERROR = {
     "password authentication failed": "correct user and password in SWIFTKV_DATABASE_URL",
-    "no password supplied": "give user and password in SWIFTKV_DATABASE_URL",
+    "no password supplied": "set user and password in SWIFTKV_DATABASE_URL",
     "role": "create the role, or correct the user in SWIFTKV_DATABASE_URL",
     "does not exist": "create the database (createdb), or correct its name in SWIFTKV_DATABASE_URL",
 }
-"""Advice by a phrase in PostgreSQL's error."""
+"""Advice by phrase in PostgreSQL's error."""
 
 
 def check_database(context: CheckContext) -> Finding:
-    """Connect, and compare the schema's revision. An SQLite file is opened read-only."""
+    """Connect and compare the schema revision. An SQLite file is opened read-only."""
     from sqlalchemy import make_url
     from sqlalchemy.exc import ArgumentError
 
@@ -358,7 +349,7 @@ def check_database(context: CheckContext) -> Finding:
         return _report_invalid_url("SWIFTKV_DATABASE_URL is not an SQLAlchemy URL.")
     if url.get_backend_name() == "sqlite":
         return _check_sqlite_file(Path(url.database or ""))
-    place = url.render_as_string(hide_password=True)
+    database_url = url.render_as_string(hide_password=True)
     try:
         wait_s = max(_MIN_CONNECT_TIMEOUT_S, int(context.timeout_s / 2))
         address = url.update_query_dict({"connect_timeout": str(wait_s)}).render_as_string(hide_password=False)
@@ -369,44 +360,45 @@ def check_database(context: CheckContext) -> Finding:
     except DatabaseUnavailableError as error:
         text = join_lines(error)
         remedy = next((advice for sign, advice in _ADVICE_BY_ERROR.items() if sign in text), None)
-        return make_failure(text, remedy or "start the server, or correct host and port in SWIFTKV_DATABASE_URL")
-    return _compare_revision(place, present, is_sqlite=False)
+        return fail(text, remedy or "start the server, or correct host and port in SWIFTKV_DATABASE_URL")
+    return _compare_revision(database_url, present, is_sqlite=False)
 
 
 def _check_sqlite_file(path: Path) -> Finding:
     if not path.name or not path.exists():
-        return make_ok(f"{path} is created by the first start.")
+        return ok(f"{path} does not exist; the first start creates it.")
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             tables = connection.execute("SELECT name FROM sqlite_master WHERE name = 'alembic_version'").fetchall()
             rows = connection.execute("SELECT version_num FROM alembic_version").fetchall() if tables else []
     except sqlite3.Error as error:
-        return make_failure(f"{path} cannot be read: {error}.", "restore it from a backup, or name another file")
+        return fail(f"{path} cannot be read: {error}.", "restore it from a backup, or use another file")
     return _compare_revision(str(path), rows[0][0] if rows else None, is_sqlite=True)
 
 
-def _compare_revision(place: str, present: str | None, *, is_sqlite: bool) -> Finding:
+def _compare_revision(database: str, present: str | None, *, is_sqlite: bool) -> Finding:
     from swiftkv_platform.control_plane.database.session import can_use_revision, get_newest_revision
 
-    wanted, subject = get_newest_revision(), place if is_sqlite else f"{place} answers and"
-    if present == wanted:
-        return make_ok(f"{subject} has the newest schema, {wanted}.")
-    if present is not None and present > wanted:
+    newest, subject = get_newest_revision(), database if is_sqlite else f"{database} is reachable and"
+    if present == newest:
+        return ok(f"{subject} has the newest schema, {newest}.")
+    if present is not None and present > newest:
         if can_use_revision(present):
-            return make_ok(f"{subject} has schema {present} of a newer version, which works with this one.")
+            return ok(f"{subject} has schema {present} of a newer version, compatible with this one.")
         message = (
-            f"The schema is {present}, made by a newer version of this program; this one knows schemas up to {wanted}."
+            f"Schema {present} is from a newer version of this program; this version supports schemas up to {newest}."
         )
-        return make_failure(message, f"install that version, or go back with it: {_UPGRADE_COMMAND} --back-to {wanted}")
+        return fail(
+            message,
+            f"install the newer version, or downgrade the schema with it: {_UPGRADE_COMMAND} --back-to {newest}",
+        )
     if is_sqlite:  # every start upgrades it
-        return make_ok(f"{place} has schema {present or 'none'}; the next start brings it to {wanted}.")
-    return make_failure(
-        f"{place} has schema {present or 'none'}, and this program needs {wanted}.", f"run {_UPGRADE_COMMAND}"
-    )
+        return ok(f"{database} has schema {present or 'none'}; the next start upgrades it to {newest}.")
+    return fail(f"{database} has schema {present or 'none'}; this program needs {newest}.", f"run {_UPGRADE_COMMAND}")
 
 
 def _report_invalid_url(message: str) -> Finding:
-    return make_failure(message, "use sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME")
+    return fail(message, "use sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME")
 
 
 def check_object_store(context: CheckContext) -> Finding:
@@ -419,69 +411,69 @@ def check_object_store(context: CheckContext) -> Finding:
         above = find_existing_parent(directory)
         reason = find_write_error(above) if above.is_dir() else "Not a directory"
         if reason is None:
-            return make_ok(f"{directory} is created by the first job.")
-        message = f"{directory} does not exist, and cannot be created in {above} ({reason})."
-        return make_failure(message, _advise_on_store("", uri))
+            return ok(f"{directory} does not exist; the first job creates it.")
+        message = f"{directory} does not exist and cannot be created in {above} ({reason})."
+        return fail(message, _advise_on_store("", uri))
     try:
         store = open_store(uri, patient=False)
         _probe_store(store)
     except InvalidInputError as error:
-        return make_failure(join_lines(error), "correct SWIFTKV_STORAGE_URI")
+        return fail(join_lines(error), "correct SWIFTKV_STORAGE_URI")
     except StorageError as error:
-        return make_failure(f"{uri}: {join_lines(error)}.", _advise_on_store(join_lines(error), uri))
-    return make_ok(f"{store.uri} stores, returns, lists and deletes an object.")
+        return fail(f"{uri}: {join_lines(error)}.", _advise_on_store(join_lines(error), uri))
+    return ok(f"{store.uri}: writing, reading, listing and deleting an object works.")
 
 
 def _probe_store(store: ObjectStore) -> None:
     """Write, read, list and delete an object. Raises `StorageError` if a step fails or has a wrong result."""
     from ulid import ULID
 
-    place, content = f".swiftkv-doctor-{ULID()}", b"swiftkv doctor"
-    key = f"{place}/probe"
+    prefix, content = f".swiftkv-doctor-{ULID()}", b"swiftkv doctor"
+    key = f"{prefix}/probe"
     try:
         store.put_bytes(key, content)
-        returned, listed = store.get_bytes(key), [each.key for each in store.list(place)]
+        returned, listed = store.get_bytes(key), [each.key for each in store.list(prefix)]
         store.delete(key)
         left = store.head(key)
     except StorageError:
         with suppress(StorageError):  # report the first error
-            store.delete_prefix(place)
+            store.delete_prefix(prefix)
         raise
-    store.delete_prefix(place)  # in a local store, the empty directory is left
+    store.delete_prefix(prefix)  # a local store leaves an empty directory
     if returned != content:
-        raise StorageError("an object was read back with other content")
+        raise StorageError("an object was read back with different content")
     if listed != [key]:
-        raise StorageError("an object that was written is not listed")
+        raise StorageError("a written object is not listed")
     if left is not None:
-        raise StorageError("an object that was deleted is still there")
+        raise StorageError("a deleted object still exists")
 
 
 def _advise_on_store(text: str, uri: str) -> str:
     from swiftkv_platform.storage.bucket_store import SERVICES
 
     if "://" not in uri or uri.startswith("file:"):
-        return "set SWIFTKV_STORAGE_URI to a directory that you may write to"
+        return "set SWIFTKV_STORAGE_URI to a writable directory"
     if "does not exist" in text:
-        return "create the bucket, or name another in SWIFTKV_STORAGE_URI"
+        return "create the bucket, or set SWIFTKV_STORAGE_URI to another one"
     service = SERVICES[uri.partition("://")[0].lower()]
     if "credentials" in text:
-        return f"set {service.credentials} of a user who may read, write, list and delete there"
+        return f"set {service.credentials} of a user with read, write, list and delete access"
     return f"start the server, or correct {service.endpoint}"
 
 
 _MIN_CPUS = 4
-"""CPUs needed for a small job's driver and workers and a replica."""
+"""Min CPUs for a small job's driver and workers and a replica."""
 
 
 def check_ray(context: CheckContext) -> Finding:
-    """Ask the local stack's Ray, else the settings', for its version and size."""
+    """Check version and size of the local stack's Ray, else of the configured one."""
     stack, settings = Stack(context.settings), context.settings
-    state = stack.state()
+    state = stack.load_state()
     if state is None and "ray_dashboard_url" not in settings.model_fields_set:
-        return make_ok(_NOT_STARTED)
-    if state is not None and not state.alive("ray"):
-        message = f"Ray, started by `swiftkv up` at {state.ray_dashboard_url}, has ended."
-        return make_failure(message, f"swiftkv up; its log is {stack.logs / 'ray.log'}")
+        return ok(_NOT_STARTED)
+    if state is not None and not state.is_alive("ray"):
+        message = f"Ray, started by `swiftkv up` at {state.ray_dashboard_url}, has exited."
+        return fail(message, f"swiftkv up; see the log {stack.logs / 'ray.log'}")
     from swiftkv_platform.control_plane.ray.dashboard import RayDashboard
 
     url = settings.ray_dashboard_url if state is None else state.ray_dashboard_url
@@ -491,73 +483,71 @@ def check_ray(context: CheckContext) -> Finding:
             answer = dashboard.parse_object(dashboard.request("GET", "/api/version"), "tell its version")
             nodes = dashboard.parse_object(dashboard.request("GET", "/api/v0/nodes?detail=1"), "list its nodes")
         except ClusterUnavailableError as error:
-            return make_failure(join_lines(error), "start it (`swiftkv up`), or correct SWIFTKV_RAY_DASHBOARD_URL")
+            return fail(join_lines(error), "start it (`swiftkv up`), or correct SWIFTKV_RAY_DASHBOARD_URL")
     ours, theirs = version("ray"), str(answer["ray_version"])
     if theirs != ours:
         message = f"Ray at {url} is {theirs}, but {ours} is installed here."
-        return make_failure(message, f"pip install ray=={theirs}, or give the cluster's image {ours}")
+        return fail(message, f"pip install ray=={theirs}, or use Ray {ours} in the cluster's image")
     alive = [node["resources_total"] for node in nodes["data"]["result"]["result"] if node["state"] == "ALIVE"]
     cpus, gpus = (sum(node.get(kind, 0) for node in alive) for kind in ("CPU", "GPU"))
     message = f"Ray {ours} at {url} has {len(alive)} nodes, {cpus:g} CPUs and {gpus:g} GPUs"
     if cpus < _MIN_CPUS:
-        advice = "add nodes, or start it with more: swiftkv down && swiftkv up --num-cpus 4"
-        return make_warning(f"{message}; a small job and a replica need {_MIN_CPUS} CPUs.", advice)
-    return make_ok(f"{message}.")
+        advice = "add nodes, or restart with more CPUs: swiftkv down && swiftkv up --num-cpus 4"
+        return warn(f"{message}; a small job and a replica need {_MIN_CPUS} CPUs.", advice)
+    return ok(f"{message}.")
 
 
 def check_control_plane(context: CheckContext) -> Finding:
-    """Ask whether the control plane is ready, and make a request with this environment's key."""
-    stack, given = Stack(context.settings), os.environ.get("SWIFTKV_URL")
-    state = stack.state()
-    if given is None and state is None:
-        return make_ok(_NOT_STARTED)
-    if given is None and state is not None and not state.alive("control-plane"):
-        message = f"The control plane, started by `swiftkv up` at {state.url}, has ended."
-        return make_failure(message, f"swiftkv up; its log is {stack.logs / 'control-plane.log'}")
-    url = given or (state.url if state else "")
+    """Check that the control plane is ready and accepts this environment's API key."""
+    stack, configured_url = Stack(context.settings), os.environ.get("SWIFTKV_URL")
+    state = stack.load_state()
+    if configured_url is None and state is None:
+        return ok(_NOT_STARTED)
+    if configured_url is None and state is not None and not state.is_alive("control-plane"):
+        message = f"The control plane, started by `swiftkv up` at {state.url}, has exited."
+        return fail(message, f"swiftkv up; see the log {stack.logs / 'control-plane.log'}")
+    url = configured_url or (state.url if state else "")
     key = os.environ.get("SWIFTKV_API_KEY")
     try:
         with Client(url, key, max_retries=0, timeout=context.timeout_s / 2) as client:
             client.ready()
             client.quota()
     except APIError as error:
-        advice = "correct what it names, then see its log"
+        advice = "fix the named problem; the control plane's log has details"
         if error.status in (401, 403):
-            advice = "set SWIFTKV_API_KEY to a key of that control plane"
-        return make_failure(f"{url}: {join_lines(error)}.", advice)
+            advice = "set SWIFTKV_API_KEY to a valid key of this control plane"
+        return fail(f"{url}: {join_lines(error)}.", advice)
     except SwiftKVError as error:
-        return make_failure(join_lines(error), "start it (`swiftkv up`), or correct SWIFTKV_URL")
-    return make_ok(f"{url} is ready and accepts this environment's requests.")
+        return fail(join_lines(error), "start it (`swiftkv up`), or correct SWIFTKV_URL")
+    return ok(f"{url} is ready and accepts requests.")
 
 
-_REACHED = "names a server that can be reached from here"
 CHECKS = (
-    Check("packages", check_packages, "run it by hand: python -m pip check"),
-    Check("settings", check_settings, "look at the variables that begin with SWIFTKV_"),
-    Check("disk", check_disk, "look for a file system that does not answer: df"),
-    Check("limits", check_limits, "look at ulimit -a and at free -m"),
-    Check("compiler", check_compiler, "try the compiler by hand: g++ --version"),
-    Check("gpu", check_gpu, "try the driver by hand: nvidia-smi"),
-    Check("database", check_database, f"check whether SWIFTKV_DATABASE_URL {_REACHED}"),
-    Check("object store", check_object_store, f"check whether AWS_ENDPOINT_URL {_REACHED}"),
-    Check("ray", check_ray, "check whether SWIFTKV_RAY_DASHBOARD_URL can be reached from here"),
-    Check("control plane", check_control_plane, "check whether SWIFTKV_URL can be reached from here"),
+    Check("packages", check_packages, "run: python -m pip check"),
+    Check("settings", check_settings, "check the variables SWIFTKV_*"),
+    Check("disk", check_disk, "find a hanging file system: df"),
+    Check("limits", check_limits, "run: ulimit -a; free -m"),
+    Check("compiler", check_compiler, "run: g++ --version"),
+    Check("gpu", check_gpu, "run: nvidia-smi"),
+    Check("database", check_database, "check that the server in SWIFTKV_DATABASE_URL is reachable"),
+    Check("object store", check_object_store, "check that the server in AWS_ENDPOINT_URL is reachable"),
+    Check("ray", check_ray, "check that SWIFTKV_RAY_DASHBOARD_URL is reachable"),
+    Check("control plane", check_control_plane, "check that SWIFTKV_URL is reachable"),
 )
-"""In the order of the report."""
 
 
 def doctor(
-    timeout: Annotated[float, typer.Option(min=1.0, help="Time limit of a check, seconds.")] = 30.0,
-    min_free_gib: Annotated[float, typer.Option(min=0.0, help="Free disk space to require, GiB.")] = 2.0,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Max seconds per check.")] = 30.0,
+    min_free_gib: Annotated[float, typer.Option(min=0.0, help="Min free disk space in GiB.")] = 2.0,
     json: Json = False,
 ) -> None:
-    """Check everything the platform needs here, and say what to do. The exit code is 1 if a check failed."""
-    with get_error_console().status("Looking"):
+    """Diagnose this machine and its services. The exit code is 1 if a check fails."""
+    with get_error_console().status("Running checks"):
         try:
             context = CheckContext(load_settings(), min_free_bytes=int(min_free_gib * GIB), timeout_s=timeout)
         except InvalidInputError as error:
-            # No other check can run without settings.
-            results = [("settings", make_failure(join_lines(error), "correct or unset these variables"))]
+            # All other checks need valid settings.
+            results = [("settings", fail(join_lines(error), "correct or unset these variables"))]
         else:
             results = run_checks(CHECKS, context)
     counts: dict[str, int] = {status: sum(finding.status == status for _, finding in results) for status in _STYLES}

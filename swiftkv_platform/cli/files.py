@@ -1,4 +1,4 @@
-"""`swiftkv files`: uploaded rows for jobs to train on."""
+"""`swiftkv files`: uploaded training data."""
 
 from __future__ import annotations
 
@@ -12,29 +12,32 @@ from swiftkv_platform.cli.output import (
     format_local_time,
     get_error_console,
     print_deleted,
-    print_fields_result,
     print_result,
     print_table_result,
 )
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import format_size
 
-files_app = typer.Typer(no_args_is_help=True, help="Uploaded rows, which jobs name as `file-...`.")
+files_app = typer.Typer(no_args_is_help=True, help="Manage uploaded training data (`file-...`).")
 
 _DAY_S = 86400
 
 
 @files_app.command()
 def upload(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="Rows as JSON Lines.", exists=True, dir_okay=False)],
-    expires_in: Annotated[int | None, typer.Option(min=1, max=30, metavar="DAYS", help="Days to keep it.")] = None,
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="JSON Lines file.", exists=True, dir_okay=False)],
+    expires_in: Annotated[
+        int | None, typer.Option(min=1, max=30, metavar="DAYS", help="Days until the file is deleted. Default: never.")
+    ] = None,
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """Upload rows; every row is checked first, and the file is stored completely or not at all."""
+    """Upload a JSON Lines file. Every row is validated before the file is stored."""
     with connect(url) as client, get_error_console().status(f"Uploading {path.name}"):
         file = client.files.upload(path, expires_after_s=None if expires_in is None else expires_in * _DAY_S)
-    line = f"{file.id} has {file.rows} rows, read as {file.format}. A job names it as data.sources[].name_or_path."
+    line = (
+        f"Uploaded {file.id}: {file.rows} rows, format {file.format}. Use it as data.sources[].name_or_path in a job."
+    )
     print_result(file, line, json=json)
 
 
@@ -49,41 +52,41 @@ def list_files(limit: Limit = 20, url: Url = None, json: Json = False) -> None:
 
 @files_app.command()
 def show(file_id: FileId, url: Url = None, json: Json = False) -> None:
-    """Show an uploaded file."""
+    """Show details of an uploaded file."""
     with connect(url) as client:
         file = client.files.get(file_id)
     fields = {
         "file": file.id,
         "name": file.filename,
-        "rows": f"{file.rows}, read as {file.format}",
+        "rows": f"{file.rows}, format {file.format}",
         "size": format_size(file.bytes),
         "sha256": file.sha256,
         "created": format_local_time(file.created_at),
         "expires": format_local_time(file.expires_at),
     }
-    print_fields_result(file, fields, json=json)
+    print_result(file, fields, json=json)
 
 
 @files_app.command()
 def download(
     file_id: FileId,
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="A new file.")],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="New file.")],
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """Download the rows, and check their digest."""
+    """Download an uploaded file and verify its SHA-256 digest."""
     if output.exists():
-        message = f"{output} already exists; use the name of a new file"
+        message = f"{output} already exists; use another OUTPUT"
         raise InvalidInputError(message, field="output", value=str(output))
     with connect(url) as client:
         file = client.files.get(file_id)
         client.files.download(file_id, output, sha256=file.sha256)
-    print_result({"output": str(output), "sha256": file.sha256}, f"{file.rows} rows are in {output}.", json=json)
+    print_result({"output": str(output), "sha256": file.sha256}, f"Downloaded {file.rows} rows to {output}.", json=json)
 
 
 @files_app.command()
 def delete(file_id: FileId, url: Url = None, json: Json = False) -> None:
-    """Delete an uploaded file; refused while an unfinished job uses it."""
+    """Delete an uploaded file. Fails while an unfinished job uses it."""
     with connect(url) as client:
         client.files.delete(file_id)
     print_deleted(file_id, json=json)

@@ -1,4 +1,4 @@
-"""`swiftkv jobs`: submit, inspect, follow and control distillation jobs, and fetch their outputs."""
+"""`swiftkv jobs`: submit, inspect, follow and control distillation jobs, and download their outputs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ from swiftkv_platform.cli.output import (
     get_console,
     get_error_console,
     print_deleted,
-    print_fields_result,
     print_json,
     print_line,
     print_result,
@@ -55,27 +54,27 @@ from swiftkv_platform.tracking.recorded import RecordedRun, drop_steps, fetch_la
 
 SpecChanges = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Set a field, such as training.max_steps=100; repeatable."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a spec field, e.g. training.max_steps=100. Repeatable."),
 ]
 
-IdempotencyKey = Annotated[str | None, typer.Option(help="The same key submits the same job only once.")]
+IdempotencyKey = Annotated[str | None, typer.Option(help="Key that prevents submitting the same job twice.")]
 
-jobs_app = typer.Typer(no_args_is_help=True, help="Distillation jobs.")
+jobs_app = typer.Typer(no_args_is_help=True, help="Manage distillation jobs.")
 
 
 @jobs_app.command()
 def submit(
     file: OptionalSpecFile = None,
     recipe_: Annotated[
-        str | None, typer.Option("--recipe", metavar="NAME", help="Recipe to submit instead (`swiftkv recipes list`).")
+        str | None, typer.Option("--recipe", metavar="NAME", help="Recipe to submit (see `swiftkv recipes list`).")
     ] = None,
     set_: SpecChanges = None,
-    follow_: Annotated[bool, typer.Option("--follow", help="Show the job until it has finished.")] = False,
+    follow_: Annotated[bool, typer.Option("--follow", help="Follow the job until it ends.")] = False,
     idempotency_key: IdempotencyKey = None,
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """Submit a job."""
+    """Submit a job from a spec file or a recipe."""
     spec = load_spec(file, recipe_, set_)
     with connect(url) as client:
         job = client.jobs.create(spec, idempotency_key)
@@ -89,13 +88,9 @@ def submit(
 
 @jobs_app.command()
 def clone(
-    job_id: JobId,
-    set_: SpecChanges = None,
-    idempotency_key: IdempotencyKey = None,
-    url: Url = None,
-    json: Json = False,
+    job_id: JobId, set_: SpecChanges = None, idempotency_key: IdempotencyKey = None, url: Url = None, json: Json = False
 ) -> None:
-    """Submit a new job with the spec of another job and some changes."""
+    """Submit a new job with the spec of another job, changed by --set."""
     changes = dict(map(parse_spec_change, set_ or ()))
     with connect(url) as client:
         job = client.jobs.clone(job_id, changes, idempotency_key)
@@ -110,7 +105,7 @@ def validate(
         typer.Option(
             metavar="FILE_OR_DIR",
             exists=True,
-            help="config.json of a teacher on the hub, to check l and g without network.",
+            help="config.json of a teacher on the hub, to check layers and estimate memory offline.",
         ),
     ] = None,
     url: Annotated[
@@ -118,12 +113,12 @@ def validate(
         typer.Option(
             envvar="SWIFTKV_URL",
             show_envvar=True,
-            help="Control plane to check it, with the files it sees. Default: this process, without network.",
+            help="Control plane that validates the spec and its files. Default: validate locally, offline.",
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Check a spec as `submit` does, and estimate the student and the job's cost; nothing is stored."""
+    """Validate a job spec, and estimate its student, memory, time and cost. Submits nothing."""
     spec = read_spec(file)
     if config is not None or url is None:
         estimate = estimate_job(spec, config=config)
@@ -133,13 +128,13 @@ def validate(
     if json:
         print_json(estimate)
     else:
-        print_line(f"{file} is accepted.")
+        print_line(f"{file} is valid.")
         print_estimate(estimate, spec, _get_local_memory(url))
 
 
 @jobs_app.command("list")
 def list_jobs(
-    status: Annotated[str | None, typer.Option(help="Only jobs with this status.")] = None,
+    status: Annotated[str | None, typer.Option(help="Show only jobs with this status.")] = None,
     limit: Limit = 20,
     url: Url = None,
     json: Json = False,
@@ -160,7 +155,7 @@ def list_jobs(
 
 @jobs_app.command()
 def recipes(url: Url = None, json: Json = False) -> None:
-    """List the example specs that ship with the platform."""
+    """List the control plane's example job specs."""
     with connect(url) as client:
         found = client.jobs.recipes()
     print_table_result(found, {"recipe": "id", "purpose": _extract_first_sentence}, empty="No recipes.", json=json)
@@ -168,14 +163,14 @@ def recipes(url: Url = None, json: Json = False) -> None:
 
 @jobs_app.command()
 def get(job_id: JobId, url: Url = None, json: Json = False) -> None:
-    """Show a job."""
+    """Show details of a job."""
     with connect(url) as client:
         _print_job(client.jobs.get(job_id), json=json)
 
 
 @jobs_app.command()
 def watch(job_id: JobId, url: Url = None, json: Json = False) -> None:
-    """Follow a job until it has finished. The exit code is 1 unless it succeeded. Ctrl-C does not stop the job."""
+    """Follow a job until it ends. The exit code is 1 unless it succeeded. Ctrl-C does not stop the job."""
     with connect(url) as client:
         watch_job(client, client.jobs.get(job_id), json=json)
 
@@ -183,12 +178,12 @@ def watch(job_id: JobId, url: Url = None, json: Json = False) -> None:
 @jobs_app.command()
 def logs(
     job_id: JobId,
-    follow_: Annotated[bool, typer.Option("--follow", help="Print new lines as they are written.")] = False,
-    tail: Annotated[int | None, typer.Option(min=1, help="Show only the newest attempt's last lines.")] = None,
+    follow_: Annotated[bool, typer.Option("--follow", help="Print new lines until the job ends.")] = False,
+    tail: Annotated[int | None, typer.Option(min=1, help="Print only the last lines of the newest attempt.")] = None,
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """Print a job's log; with --json one object per line."""
+    """Print a job's logs. With --json, print one object per line."""
     with connect(url) as client:
         for line in client.jobs.logs(job_id, follow_, tail_lines=tail):
             if json:
@@ -206,7 +201,7 @@ def cancel(job_id: JobId, url: Url = None, json: Json = False) -> None:
 
 @jobs_app.command()
 def pause(job_id: JobId, url: Url = None, json: Json = False) -> None:
-    """Let a job checkpoint and free its workers, until it is resumed."""
+    """Pause a job: save a checkpoint and free its workers."""
     with connect(url) as client:
         _print_status(client.jobs.pause(job_id), json=json)
 
@@ -214,18 +209,18 @@ def pause(job_id: JobId, url: Url = None, json: Json = False) -> None:
 @jobs_app.command()
 def resume(
     job_id: JobId,
-    cost_cap: Annotated[float | None, typer.Option(help="New cost cap, if the old one paused the job.")] = None,
+    cost_cap: Annotated[float | None, typer.Option(help="New cost cap, for a job that its cost cap paused.")] = None,
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """Queue a paused job again; it continues from its last checkpoint."""
+    """Resume a paused job from its last checkpoint."""
     with connect(url) as client:
         _print_status(client.jobs.resume(job_id, cost_cap=cost_cap), json=json)
 
 
 @jobs_app.command()
 def delete(job_id: JobId, url: Url = None, json: Json = False) -> None:
-    """Delete a finished job with its model, checkpoints and logs; refused while something uses it."""
+    """Delete a finished job with its model, checkpoints and logs. Fails while any of them is in use."""
     with connect(url) as client:
         client.jobs.delete(job_id)
     print_deleted(job_id, json=json)
@@ -233,7 +228,7 @@ def delete(job_id: JobId, url: Url = None, json: Json = False) -> None:
 
 @jobs_app.command()
 def schema() -> None:
-    """Print the JSON schema of a job spec, for completion and checks in editors."""
+    """Print the JSON schema of a job spec, for completion and validation in editors."""
     print_schema(JobSpec)
 
 
@@ -243,29 +238,31 @@ _METRIC_COLUMNS = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_seco
 @jobs_app.command()
 def events(
     job_id: JobId,
-    after: Annotated[str | None, typer.Option(metavar="EVENT", help="Only events after this one (evt_...).")] = None,
+    after: Annotated[
+        str | None, typer.Option(metavar="EVENT", help="Show only events after this id (evt_...).")
+    ] = None,
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """List the events of a job; `swiftkv jobs watch` follows them."""
+    """List the events of a job. Use `swiftkv jobs watch` to follow them."""
     with connect(url) as client:
         found = list(client.jobs.events(job_id, follow=False, after=after))
     columns = {"time": "created_at", "type": "type", "level": "level", "message": "message"}
-    print_table_result(found, columns, empty="No events yet.", json=json)
+    print_table_result(found, columns, empty="No events.", json=json)
 
 
 @jobs_app.command()
 def metrics(job_id: JobId, url: Url = None, json: Json = False) -> None:
-    """List the main metrics of each step; with --json all of them."""
+    """List the main training metrics by step. With --json, print all metrics."""
     with connect(url) as client:
         points = client.jobs.metrics(job_id)
     columns = {name: partial(_format_number, name=name, form="g") for name in _METRIC_COLUMNS}
-    print_table_result(points, columns, empty="No steps yet.", json=json)
+    print_table_result(points, columns, empty="No training steps.", json=json)
 
 
 @jobs_app.command()
 def checkpoints(job_id: JobId, url: Url = None, json: Json = False) -> None:
-    """List the complete checkpoints of all attempts, with held-out KL and the model made from one."""
+    """List a job's checkpoints, with held-out KL and the models made from them."""
     with connect(url) as client:
         found = client.jobs.checkpoints(job_id)
     columns: Columns = {
@@ -277,7 +274,7 @@ def checkpoints(job_id: JobId, url: Url = None, json: Json = False) -> None:
         "size": "size",
         "key": "key",
     }
-    print_table_result(found, columns, empty="No complete checkpoint.", json=json)
+    print_table_result(found, columns, empty="No checkpoints.", json=json)
 
 
 def _format_number(item: Resource, name: str, form: str) -> str | None:
@@ -288,24 +285,25 @@ def _format_number(item: Resource, name: str, form: str) -> str | None:
 
 @jobs_app.command()
 def artifacts(job_id: JobId, url: Url = None, json: Json = False) -> None:
-    """List the files of a job's model; `swiftkv jobs download` fetches them."""
+    """List the files of a job's model. Use `swiftkv jobs download` to download them."""
     with connect(url) as client:
         found = client.jobs.artifacts(job_id)
     columns = {"file": "path", "size": "size", "sha256": "sha256"}
-    print_table_result(found, columns, empty="No files: only a job that succeeded has them.", json=json)
+    print_table_result(found, columns, empty="No files: only succeeded jobs have a model.", json=json)
 
 
 @jobs_app.command()
 def download(
     job_id: JobId,
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="A new or empty directory.")],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="New or empty directory.")],
     file: Annotated[
-        list[str] | None, typer.Option("--file", metavar="PATH", help="Only this file; may be repeated. Default: all.")
+        list[str] | None,
+        typer.Option("--file", metavar="PATH", help="Download only this file. Repeatable. Default: all."),
     ] = None,
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """Download a job's model, or some of its files, and check their digests."""
+    """Download the files of a job's model and verify their SHA-256 digests."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         message = f"{output} already exists; use a new or empty directory"
         raise InvalidInputError(message, field="output", value=str(output))
@@ -315,7 +313,7 @@ def download(
         if not present or unknown is not None:
             raise NotFoundError(
                 f"{job_id} has no artifact file{'s' if unknown is None else f' {unknown!r}'}; "
-                f"`swiftkv jobs artifacts {job_id}` lists them, `swiftkv jobs get {job_id}` shows its status",
+                f"list them with `swiftkv jobs artifacts {job_id}`, or see its status with `swiftkv jobs get {job_id}`",
                 field="file",
                 value=unknown,
             )
@@ -323,19 +321,19 @@ def download(
             with get_error_console().status(f"Fetching {path}"):
                 client.jobs.download(job_id, path, output / path, sha256=present[path].sha256)
     fetched = list(file or present)
-    print_result({"output": str(output), "files": fetched}, f"{len(fetched)} files are in {output}.", json=json)
+    print_result({"output": str(output), "files": fetched}, f"Downloaded {len(fetched)} files to {output}.", json=json)
 
 
 @jobs_app.command()
 def wandb_sync(
     job_id: JobId,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be uploaded.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs without uploading them.")] = False,
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """Upload runs to W&B that were recorded offline or while it did not answer.
+    """Upload offline W&B runs of a job.
 
-    Uses WANDB_API_KEY, and WANDB_BASE_URL for a server of your own. May be repeated: steps that W&B has are skipped.
+    Uses WANDB_API_KEY, and WANDB_BASE_URL for a self-hosted server. Steps that W&B already has are skipped.
     """
     with connect(url) as client, tempfile.TemporaryDirectory(prefix="swiftkv-wandb-") as workspace:
         wandb = client.jobs.get(job_id).spec["tracking"]["wandb"]
@@ -353,7 +351,7 @@ def wandb_sync(
         print_json({"runs": [{"run_id": part.run_id, "part": part.path.name} for part in parts], "pages": pages})
         return
     rows = [(part.run_id, part.path.name, pages.get(part.run_id) or "") for part in parts]
-    print_table(("run", "part", "page"), rows, empty="W&B has everything that was recorded.")
+    print_table(("run", "part", "page"), rows, empty="No offline runs to upload.")
 
 
 def _upload_runs(parts: Sequence[RecordedRun], project: str, entity: str | None) -> dict[str, str | None]:
@@ -370,9 +368,9 @@ def _upload_runs(parts: Sequence[RecordedRun], project: str, entity: str | None)
 
 
 def load_spec(file: Path | None, recipe_: str | None, changes: Sequence[str] | None) -> JobSpec:
-    """Return the spec of a file or a recipe, with changes. Raises `InvalidInputError` unless exactly one is given."""
+    """Load the spec of a file or a recipe, with changes. Raises `InvalidInputError` unless exactly one is given."""
     if (file is None) == (recipe_ is None):
-        raise InvalidInputError("use either --file with a job spec or --recipe with a name", field="file")
+        raise InvalidInputError("use either --file SPEC or --recipe NAME", field="file")
     spec = read_spec(file if recipe_ is None else find_recipe(recipe_))  # type: ignore[arg-type]
     if not changes:
         return spec
@@ -381,10 +379,10 @@ def load_spec(file: Path | None, recipe_: str | None, changes: Sequence[str] | N
 
 
 def parse_spec_change(text: str) -> tuple[str, Any]:
-    """Parse `KEY=VALUE` to a field's path and its value, which is YAML. Raises `InvalidInputError`."""
+    """Parse `KEY=VALUE` into a field's path and its YAML value. Raises `InvalidInputError`."""
     path, equals, value = text.partition("=")
     if not (path and equals):
-        message = f"--set is {text!r}; expected KEY=VALUE, such as training.max_steps=100"
+        message = f"--set is {text!r}; expected KEY=VALUE, e.g. training.max_steps=100"
         raise InvalidInputError(message, field="set", value=text)
     try:
         return path, make_override_absolute(path, load_yaml(value))
@@ -398,8 +396,7 @@ def _extract_first_sentence(example: Resource) -> str:
 
 
 def print_submitted(job: Job, *, json: bool) -> None:
-    """Say that a job was submitted, and how to follow it."""
-    print_result(job, f"Submitted {job.id}. `swiftkv jobs watch {job.id}` follows it.", json=json)
+    print_result(job, f"Submitted {job.id}. To follow it: `swiftkv jobs watch {job.id}`.", json=json)
 
 
 def _print_status(job: Job, *, json: bool) -> None:
@@ -407,7 +404,7 @@ def _print_status(job: Job, *, json: bool) -> None:
 
 
 def watch_job(client: Client, job: Job, *, json: bool) -> None:
-    """Show a job until it ends. Raises `typer.Exit(1)` unless it succeeded. `json`: print its events, then the job."""
+    """Follow a job until it ends, as text or as JSON events. Raises `typer.Exit(1)` unless it succeeded."""
     stream = client.jobs.events(job.id)
     try:
         if json:
@@ -419,7 +416,8 @@ def watch_job(client: Client, job: Job, *, json: bool) -> None:
                 show_events(stream, console)
     except KeyboardInterrupt:
         hint = (
-            f"{job.id} keeps running. `swiftkv jobs watch {job.id}` follows it, `swiftkv jobs cancel {job.id}` ends it."
+            f"{job.id} keeps running. To follow it: `swiftkv jobs watch {job.id}`. To cancel it: "
+            f"`swiftkv jobs cancel {job.id}`."
         )
         get_error_console().print(hint, highlight=False, soft_wrap=True)
         raise
@@ -430,7 +428,8 @@ def watch_job(client: Client, job: Job, *, json: bool) -> None:
 
 
 def _get_local_memory(url: str | None) -> int | None:
-    """Return this machine's memory in bytes if the control plane, and so probably the workers, run on it; else None."""
+    """Return this machine's memory in bytes if the control plane (and so probably the workers) runs on it, else
+    None."""
     host = None if url is None else urlsplit(url).hostname
     return psutil.virtual_memory().total if host in (None, "localhost", "127.0.0.1", "::1") else None
 
@@ -439,7 +438,7 @@ def _print_job(job: Job, *, json: bool) -> None:
     error, reason = job.error, job.status_reason
     fields = {
         "cause": f"{error.code}: {error.message}" if error else None,
-        "cure": error.cure if error else None,
+        "fix": error.cure if error else None,
         "job": job.id,
         "name": job.name,
         "status": job.status,
@@ -459,7 +458,7 @@ def _print_job(job: Job, *, json: bool) -> None:
         "artifact": job.artifact_uri,
         "tracking": _format_tracking(job.tracking),
     }
-    print_fields_result(job, fields, json=json)
+    print_result(job, fields, json=json)
 
 
 def _format_finished(job: Job) -> str | None:
@@ -472,12 +471,12 @@ def _format_finished(job: Job) -> str | None:
 def _format_cost(job: Job) -> str | None:
     if job.cost is None:
         return None
-    expected = "" if job.finished or job.estimated_cost is None else f", {job.estimated_cost:,.2f} expected in total"
+    expected = "" if job.finished or job.estimated_cost is None else f" ({job.estimated_cost:,.2f} estimated in total)"
     return f"{job.cost:,.2f}{expected}"
 
 
 def _format_quality(result: Mapping[str, Any] | None) -> str | None:
-    """Describe the student's quality next to its teacher's; None without figures, as in a sweep's report."""
+    """Describe the quality of student and teacher; None for a report without it, e.g. a sweep's."""
     distilled, teacher = (result or {}).get("distilled"), (result or {}).get("teacher")
     if not distilled or not teacher:
         return None
@@ -494,7 +493,7 @@ def _format_tracking(tracking: Mapping[str, Any] | None) -> str | None:
 
 
 def _format_steps(job: Job, *, details: bool = False) -> str:
-    """Return `40/100`; with details `40/100, 327,680 tokens, 2 min 10 s left`."""
+    """Return e.g. `40/100`, or with details `40/100, 327,680 tokens, 2 min 10 s left`."""
     progress = job.progress
     if progress is None or not progress.total_steps:
         return ""
@@ -508,15 +507,15 @@ def _format_steps(job: Job, *, details: bool = False) -> str:
 
 _POLL_INTERVAL_S = 5.0
 _SECONDS_LEFT = re.compile(r"[\d.]+ s\b")
-"""Remaining seconds in a text, which change at each poll."""
+"""Matches remaining seconds, which change at each poll."""
 
 
 @contextmanager
 def print_wait_reasons(client: Client, job: Job, console: Console) -> Iterator[None]:
-    """Print why `job` is queued, or its phase, now and at each change until the context ends."""
+    """Print the wait reason or phase of `job`, now and at each change, until the context ends."""
     done = threading.Event()
-    told = _print_wait_reason(job, console, None)
-    thread = threading.Thread(target=_poll_wait_reason, args=(client, job.id, console, told, done), daemon=True)
+    last_reason = _print_wait_reason(job, console, None)
+    thread = threading.Thread(target=_poll_wait_reason, args=(client, job.id, console, last_reason, done), daemon=True)
     thread.start()
     try:
         yield
@@ -525,40 +524,43 @@ def print_wait_reasons(client: Client, job: Job, console: Console) -> Iterator[N
         thread.join()
 
 
-def _poll_wait_reason(client: Client, job_id: str, console: Console, told: str | None, done: threading.Event) -> None:
+def _poll_wait_reason(
+    client: Client, job_id: str, console: Console, last_reason: str | None, done: threading.Event
+) -> None:
     while not done.wait(_POLL_INTERVAL_S):
         try:
-            told = _print_wait_reason(client.jobs.get(job_id), console, told)
-        except SwiftKVError:  # following the events reports it
+            last_reason = _print_wait_reason(client.jobs.get(job_id), console, last_reason)
+        except SwiftKVError:  # the event stream reports it
             continue
 
 
-def _print_wait_reason(job: Job, console: Console, told: str | None) -> str | None:
-    """Print what the job waits for, or its phase, unless it equals `told`, printed before. Returns it."""
+def _print_wait_reason(job: Job, console: Console, last_reason: str | None) -> str | None:
+    """Print why the job is queued, or its phase, unless it is unchanged since `last_reason`. Returns it."""
     if job.status == "queued":
-        reason = job.status_reason.message if job.status_reason else "no reason given"
+        reason = job.status_reason.message if job.status_reason else "no reason reported"
         line = ": ".join(filter(None, ("queued", describe_queue(job), reason)))
     elif job.phase is None or job.finished:
         return None
     else:
         reason = line = f"phase: {job.phase}"
-    if told is None or _SECONDS_LEFT.sub("", told) != _SECONDS_LEFT.sub("", reason):
+    if last_reason is None or _SECONDS_LEFT.sub("", last_reason) != _SECONDS_LEFT.sub("", reason):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return reason
 
 
 def describe_phase(job: Job) -> str | None:
-    """Return the phase of a job and its progress: `calibrate, layers 3 of 32, 20 s left`; None without a phase."""
-    told = job.phase_progress
-    if job.phase is None or told is None:
+    """Return the phase of a job and its progress, e.g. `calibrate, layers 3 of 32, 20 s left`; None without a phase."""
+    progress = job.phase_progress
+    if job.phase is None or progress is None:
         return job.phase
-    show = format_size if told.part == "bytes" else format_count
-    left = f"{format_duration(told.seconds_remaining)} left" if told.seconds_remaining else None
-    return ", ".join(filter(None, (job.phase, f"{told.part} {show(told.done)} of {show(told.total)}", left)))
+    format_number = format_size if progress.part == "bytes" else format_count
+    done = f"{progress.part} {format_number(progress.done)} of {format_number(progress.total)}"
+    left = f"{format_duration(progress.seconds_remaining)} left" if progress.seconds_remaining else None
+    return ", ".join(filter(None, (job.phase, done, left)))
 
 
 def describe_queue(job: Job) -> str | None:
-    """Describe a queued job's place in its tenant's queue, and the time since which it waits for resources."""
+    """Describe a queued job's queue position, and since when it waits for resources."""
     since = format_local_time(job.waiting_since)
     return (
         ", ".join(filter(None, (describe_queue_position(job), since and f"waiting for resources since {since}")))
@@ -567,5 +569,5 @@ def describe_queue(job: Job) -> str | None:
 
 
 def describe_queue_position(job: Job) -> str | None:
-    """Describe a queued job's place in its tenant's queue; None if it is not known."""
-    return f"place {job.queue_place}" if job.queue_place else None
+    """Return a queued job's position in its tenant's queue; None if unknown."""
+    return f"queue position {job.queue_place}" if job.queue_place else None

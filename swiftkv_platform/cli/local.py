@@ -1,5 +1,5 @@
-"""`swiftkv up`, `down`, `status` and `demo` for the platform on this machine; `prune`, `backup` and `restore` for
-operators, on the database and store of the settings.
+"""`swiftkv up`, `down`, `status` and `demo` run the local platform; `prune`, `backup` and `restore` maintain the
+configured database and object store.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 def up(
     port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Control plane's port; 0 takes any free one.")
+        int | None, typer.Option(min=0, max=65535, help="Port of the control plane; 0 selects a free port.")
     ] = None,
-    num_cpus: Annotated[int | None, typer.Option(min=1, help="CPUs that Ray has. Default: all, at least 4.")] = None,
-    object_store_mib: Annotated[int, typer.Option(min=80, help="Shared memory of Ray's object store, MiB.")] = 200,
+    num_cpus: Annotated[int | None, typer.Option(min=1, help="Number of CPUs for Ray. Default: all, min 4.")] = None,
+    object_store_mib: Annotated[int, typer.Option(min=80, help="Size of Ray's object store in MiB.")] = 200,
     json: Json = False,
 ) -> None:
-    """Start Ray and the control plane on this machine. Running parts are kept; parts that died are restarted."""
+    """Start Ray and the control plane on this machine. Running parts are kept; stopped parts are restarted."""
     stack = Stack(load_settings())
     options = StackOptions(port=port, num_cpus=num_cpus, object_store_memory=object_store_mib << 20)
     console = get_error_console()
-    # On SIGTERM, which `timeout` and service managers send, stop what was started, as on Ctrl-C.
+    # On SIGTERM (`timeout`, service managers), stop the started parts, as on Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     with console.status("Starting") as spinner:
 
@@ -50,22 +50,22 @@ def up(
         try:
             state = stack.up(options, report)
         except SystemExit:
-            report("Terminated (SIGTERM) before everything was up; what this call had started is stopped again.")
+            report("Terminated by SIGTERM before all parts were ready; stopped the parts that this command started.")
             raise
     print_result(state, f"Ready: {state.url} (home {stack.home})", json=json)
 
 
 def down(json: Json = False) -> None:
-    """Stop everything that `swiftkv up` started, including child processes."""
+    """Stop all processes that `swiftkv up` started."""
     with get_error_console().status("Stopping"):
         count = Stack(load_settings()).down()
     print_result(
-        {"stopped_processes": count}, f"Stopped {count} processes." if count else "Nothing was running.", json=json
+        {"stopped_processes": count}, f"Stopped {count} processes." if count else "No running processes.", json=json
     )
 
 
 def status(json: Json = False) -> None:
-    """Show the state of each part. The exit code is 1 unless Ray and the control plane are ready."""
+    """Show the status of Ray, the control plane and Ray Serve. The exit code is 1 unless the first two are ready."""
     parts = Stack(load_settings()).status()
     if json:
         print_json({"parts": [vars(part) for part in parts]})
@@ -79,33 +79,37 @@ def status(json: Json = False) -> None:
 def demo(
     model: Annotated[
         str | None,
-        typer.Option(help="Teacher instead of the built-in one: hub id, directory, or smollm2 (a real LLM, an hour)."),
+        typer.Option(help="Teacher: hub id, directory, or smollm2 (a 135M LLM, an hour). Default: built-in."),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="File for the report. Default: demo-report.json; demo-llm-report.json.", dir_okay=False),
+        typer.Option(
+            help="Report file. Default: demo-report.json, or demo-llm-report.json with smollm2.", dir_okay=False
+        ),
     ] = None,
     home: Annotated[
         Path | None,
         typer.Option(
-            help="Directory for database, store and logs. Default: .demo; .demo-llm, where an interrupted "
-            "run continues."
+            help="Directory for database, object store and logs. Default: .demo, or .demo-llm with smollm2, which "
+            "resumes an interrupted run."
         ),
     ] = None,
-    short: Annotated[bool, typer.Option("--short", help="With smollm2: take minutes, with too few steps.")] = False,
-    keep_running: Annotated[bool, typer.Option("--keep-running", help="Leave everything running.")] = False,
+    short: Annotated[
+        bool, typer.Option("--short", help="With smollm2: minutes instead of an hour, without learning.")
+    ] = False,
+    keep_running: Annotated[bool, typer.Option("--keep-running", help="Keep the platform running.")] = False,
     json: Json = False,
 ) -> None:
-    """Distil a small model, deploy it, generate with it and write a report, on a temporary stack."""
+    """Distill a small model, deploy it, generate text and write a report, on a temporary local platform."""
     from swiftkv_platform.local.demo import LLM_NAMES, run_demo
 
     is_llm = model in LLM_NAMES
     if short and not is_llm:
-        raise InvalidInputError(f"--short needs --model {LLM_NAMES[0]}; leave it out", field="short", value=True)
+        raise InvalidInputError(f"--short needs --model {LLM_NAMES[0]}; omit it", field="short", value=True)
     name = "demo-llm" if is_llm else "demo"
-    target, place = (output or Path(f"{name}-report.json")).resolve(), home or Path(f".{name}")
+    report_path, home = (output or Path(f"{name}-report.json")).resolve(), home or Path(f".{name}")
     console = get_error_console() if json else get_console()
-    report = run_demo(model, target, place, console, short=short, keep_running=keep_running)
+    report = run_demo(model, report_path, home, console, short=short, keep_running=keep_running)
     if json:
         print_json(report)
 
@@ -115,7 +119,7 @@ Directory = Annotated[Path, typer.Argument(metavar="DIR", file_okay=False)]
 
 @contextmanager
 def _open_database(chosen: Settings, *, new: bool = False) -> Iterator[Database]:
-    """Open the settings' database. `new`: upgrade an SQLite file to this program's schema first. Raises
+    """Open the configured database. `new`: first upgrade an SQLite file to the current schema. Raises
     `InvalidInputError` for another schema.
     """
     from swiftkv_platform.control_plane.database.session import open_database  # other commands need no SQL
@@ -128,10 +132,10 @@ def _open_database(chosen: Settings, *, new: bool = False) -> Iterator[Database]
 
 
 def prune(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the data without deleting it.")] = False,
     json: Json = False,
 ) -> None:
-    """Delete rows and objects past their retention (SWIFTKV_RETENTION_*), as the control plane does every hour."""
+    """Delete data past its retention (SWIFTKV_RETENTION_*). The control plane does this every hour."""
     from swiftkv_platform.control_plane.retention import (
         RemovedAmount,
         RetentionRepository,
@@ -151,30 +155,27 @@ def prune(
         figures = {each.kind: {"rows": each.rows, "objects": each.objects, "bytes": each.bytes} for each in found}
         print_json({"dry_run": dry_run, "removed": figures})
         return
-    columns = {"would be removed" if dry_run else "removed": "kind", "rows": "rows", "objects": "objects"}
-    print_items(found, {**columns, "size": "bytes"}, empty="Nothing is past its retention.")
+    columns = {"would delete" if dry_run else "deleted": "kind", "rows": "rows", "objects": "objects"}
+    print_items(found, {**columns, "size": "bytes"}, empty="No data is past its retention.")
 
 
 def sweep(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the data without deleting it.")] = False,
     json: Json = False,
 ) -> None:
-    """Earlier name of `swiftkv prune`."""
-    get_error_console().print(
-        "`swiftkv sweep` is now called `swiftkv prune`; use that name.", highlight=False, soft_wrap=True
-    )
+    """Deprecated: use `swiftkv prune`."""
+    get_error_console().print("`swiftkv sweep` is deprecated; use `swiftkv prune`.", highlight=False, soft_wrap=True)
     prune(dry_run=dry_run, json=json)
 
 
 def backup(
     directory: Directory,
     objects: Annotated[
-        bool,
-        typer.Option(help="Copy the store's objects, or only list them, for a bucket that is backed up separately."),
+        bool, typer.Option(help="Copy the objects, or only list them if the bucket is backed up separately.")
     ] = True,
     json: Json = False,
 ) -> None:
-    """Copy database and object store to a new directory, while everything runs."""
+    """Back up the database and object store to a new directory. The platform can keep running."""
     from swiftkv_platform.local.backup import back_up
 
     chosen = load_settings()
@@ -186,23 +187,23 @@ def backup(
         f"{directory} holds {rows} rows; {made.objects.lines} objects ({format_size(made.object_bytes)}) are {copied}."
     )
     if keys := chosen.api_keys_file:
-        line += f" API keys are not in it: copy {keys} as well."
+        line += f" The backup has no API keys: also copy {keys}."
     print_result(made, line, json=json)
 
 
 def restore(
     directory: Directory,
     allow_missing: Annotated[
-        bool, typer.Option("--allow-missing", help="Restore although listed objects are not in the store.")
+        bool, typer.Option("--allow-missing", help="Restore even if listed objects are missing in the store.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Restore a backup: objects to the store, rows to an empty database. Control planes must be stopped."""
-    from swiftkv_platform.local.backup import restore as put_back
+    """Restore a backup into an empty database and the object store. Stop all control planes first."""
+    from swiftkv_platform.local.backup import restore as restore_backup
 
     chosen = load_settings()
     with _open_database(chosen, new=True) as database, get_error_console().status("Restoring"):
         store = open_store(chosen.resolved_storage_uri)
-        found = put_back(database, store, directory, allow_missing=allow_missing)
+        found = restore_backup(database, store, directory, allow_missing=allow_missing)
     rows = sum(table.lines for table in found.tables.values())
-    print_result(found, f"{rows} rows and {found.objects.lines} objects are restored.", json=json)
+    print_result(found, f"Restored {rows} rows and {found.objects.lines} objects.", json=json)

@@ -1,4 +1,4 @@
-"""Output of commands: JSON or tables on stdout, error messages on stderr. Knows no command."""
+"""Command output: JSON or tables on stdout, errors and progress on stderr."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from swiftkv_platform.local.terminal import format_size
 
 _JSON_FLAG_KEY = "swiftkv.json"
 _NO_HOME_MESSAGE = "Could not determine home directory."
-"""Words of `Path.expanduser`."""
+"""Message of `Path.expanduser` for a user without a home directory."""
 _INTERRUPTED_EXIT_CODE = 130
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _COLUMN_GAP = 2
@@ -32,21 +32,21 @@ _COLUMN_GAP = 2
 
 Printable = BaseModel | Mapping[str, Any] | Iterable[BaseModel]
 Columns = Mapping[str, str | Callable[[Any], object]]
-"""By heading the name of a field, or a function of the item."""
+"""Columns by heading: a field's name, or a function of the item."""
 
 
 def get_console() -> Console:
-    """Return the console for results. Created on demand: stdout may have been replaced since the import."""
+    """Return a console on stdout, for results. Created per call, since tests replace stdout."""
     return Console(emoji=False)
 
 
 def get_error_console() -> Console:
-    """Return the console for progress and errors."""
+    """Return a console on stderr, for progress and errors."""
     return Console(stderr=True, emoji=False)
 
 
 def print_line(line: str) -> None:
-    """Print a line of results verbatim, without wrapping or markup, so that ids can be copied."""
+    """Print a line without wrapping or markup, so that ids can be copied."""
     get_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -55,11 +55,11 @@ def _store_json_flag(ctx: typer.Context, value: bool) -> bool:
     return value
 
 
-JSON_OPTION: Any = typer.Option("--json", help="Print JSON.", callback=_store_json_flag)
+JSON_OPTION: Any = typer.Option("--json", help="Print JSON instead of text.", callback=_store_json_flag)
 
 
 def print_json(value: Printable) -> None:
-    """Print a JSON document on one line, so that line-based tools can read a sequence of them."""
+    """Print a JSON document on one line, so that line-based tools can read a stream of documents."""
     if isinstance(value, BaseModel):
         document: Any = value.model_dump(mode="json")
     elif isinstance(value, Mapping):
@@ -70,13 +70,13 @@ def print_json(value: Printable) -> None:
 
 
 def print_schema(model: type[BaseModel]) -> None:
-    """Print the JSON schema of a model, indented to be kept as a file."""
+    """Print the JSON schema of a model, indented."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema()}
     typer.echo(json.dumps(schema, indent=2, ensure_ascii=False))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> None:
-    """Print a table, or `empty` without rows."""
+    """Print a table, or the text `empty` if it has no rows."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     cells = [["" if cell is None else str(cell).expandtabs() for cell in row] for row in rows]
     console = get_console()
@@ -92,23 +92,23 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, emp
     console.print(table)
 
 
-def _fit_column_widths(rows: Sequence[Sequence[str]], most: int | None) -> list[int]:
-    """Return column widths that fit a terminal of `most` characters if breaks at spaces suffice, so that identifiers
-    can be copied. Otherwise, and in a pipe (None), each row is one line.
+def _fit_column_widths(rows: Sequence[Sequence[str]], max_width: int | None) -> list[int]:
+    """Return column widths that fit `max_width` characters if line breaks at spaces suffice; ids are never broken.
+    Otherwise, and without `max_width` (a pipe), each row is one line.
     """
     by_column = list(zip(*rows, strict=True))
     widths = [max(cell_len(line) for cell in cells for line in cell.splitlines() or [""]) for cells in by_column]
-    least = [max(cell_len(word) for cell in cells for word in cell.split() or [""]) for cells in by_column]
-    room = sum(widths) if most is None else most - _COLUMN_GAP * (len(widths) - 1)
-    if sum(least) <= room:
-        while sum(widths) > room:
-            widest = max((index for index, width in enumerate(widths) if width > least[index]), key=widths.__getitem__)
-            widths[widest] -= 1
+    min_widths = [max(cell_len(word) for cell in cells for word in cell.split() or [""]) for cells in by_column]
+    available = sum(widths) if max_width is None else max_width - _COLUMN_GAP * (len(widths) - 1)
+    if sum(min_widths) <= available:
+        while sum(widths) > available:
+            shrinkable = (index for index, width in enumerate(widths) if width > min_widths[index])
+            widths[max(shrinkable, key=widths.__getitem__)] -= 1
     return widths
 
 
 def print_fields(fields: Mapping[str, object]) -> None:
-    """Print names and values, one pair per line, without empty values. Long values are not wrapped, to be copied."""
+    """Print one `name  value` line per non-empty field, without wrapping."""
     shown = {name: value for name, value in fields.items() if value not in (None, "", {}, [])}
     width = max((len(name) for name in shown), default=0)
     for name, value in shown.items():
@@ -116,20 +116,14 @@ def print_fields(fields: Mapping[str, object]) -> None:
         get_console().print(f"[bold]{escape(name):<{width}}[/]  {escape(text)}", highlight=False, soft_wrap=True)
 
 
-def print_result(found: Printable, line: str, *, json: bool) -> None:
-    """Print an answer as JSON, or `line`."""
+def print_result(found: Printable, text: str | Mapping[str, object], *, json: bool) -> None:
+    """Print a result as JSON, or `text`: a line, or fields by name."""
     if json:
         print_json(found)
+    elif isinstance(text, str):
+        print_line(text)
     else:
-        print_line(line)
-
-
-def print_fields_result(found: Printable, fields: Mapping[str, object], *, json: bool) -> None:
-    """Print an answer as JSON, or `fields`."""
-    if json:
-        print_json(found)
-    else:
-        print_fields(fields)
+        print_fields(text)
 
 
 def print_table_result(found: Iterable[BaseModel], columns: Columns, *, empty: str, json: bool) -> None:
@@ -155,12 +149,11 @@ def _format_cell(item: Any, source: str | Callable[[Any], object]) -> object:
 
 
 def print_deleted(identifier: str, *, json: bool) -> None:
-    """Print that something was deleted."""
-    print_result({"id": identifier, "deleted": True}, f"{identifier} is deleted.", json=json)
+    print_result({"id": identifier, "deleted": True}, f"{identifier} deleted.", json=json)
 
 
 def format_local_time(seconds: float | None) -> str | None:
-    """Format Unix seconds in local time; None stays None."""
+    """Format Unix seconds as local time; None stays None."""
     return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
@@ -173,18 +166,17 @@ _FIELD_FORMATS: dict[str, Callable[[Any], object]] = {
 
 
 @contextmanager
-def require_extra(what: str, extra: str = "train", *, instead: str = "") -> Iterator[None]:
-    """Turn a missing module within the context into `InvalidInputError` with the extra to install."""
+def require_extra(command: str, extra: str = "train", *, alternative: str = "") -> Iterator[None]:
+    """Convert a failed import within the context to `InvalidInputError`, whose message has the install command."""
     try:
         yield
     except ModuleNotFoundError as error:
-        message = f"{what} needs {error.name}; {make_install_command(extra)}{instead}"
+        message = f"{command} needs {error.name}; run {make_install_command(extra)}{alternative}"
         raise InvalidInputError(message) from error
 
 
 class ErrorReportingGroup(TyperGroup):
-    """Prints our own errors, and the system's about files, on stderr with exit code 1. Anything else is a bug and shows
-    its traceback."""
+    """Prints expected errors (`SwiftKVError`, file errors) on stderr with exit code 1. Others show a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -194,14 +186,14 @@ class ErrorReportingGroup(TyperGroup):
         except OSError as error:
             if error.filename is None and error.errno not in _DISK_FULL_ERRNOS:
                 raise
-            place = "what this command writes" if error.filename is None else str(error.filename)
-            refusal = InvalidInputError(f"{place}: {error.strerror}", field="file", value=error.filename)
-            raise self._report_error(ctx, refusal) from error
+            path = "cannot write the output" if error.filename is None else str(error.filename)
+            file_error = InvalidInputError(f"{path}: {error.strerror}", field="file", value=error.filename)
+            raise self._report_error(ctx, file_error) from error
         except RuntimeError as error:
             if str(error) != _NO_HOME_MESSAGE:
                 raise
-            refusal = InvalidInputError("a path begins with ~ and a user without a home here; use an absolute path")
-            raise self._report_error(ctx, refusal) from error
+            home_error = InvalidInputError("cannot expand ~ in a path: no home directory found; use an absolute path")
+            raise self._report_error(ctx, home_error) from error
         except KeyboardInterrupt as error:
             get_error_console().print("Interrupted.")
             raise typer.Exit(_INTERRUPTED_EXIT_CODE) from error

@@ -1,6 +1,4 @@
-"""Figures before a job: `swiftkv plan`, from a config.json or a job spec only, and `swiftkv analyze`, from running the
-model on real text.
-"""
+"""`swiftkv plan` estimates a student from a config.json or job spec; `swiftkv analyze` measures a teacher on text."""
 
 from __future__ import annotations
 
@@ -34,8 +32,8 @@ if TYPE_CHECKING:
 _COLUMNS = ("vocab", "K,V", "Q,O", "MLP", "attn", "total", "rel.", "executed", "KV layers", "KV bytes/token", "rel.")
 _DESCRIPTION = """\
 {model_type}, {num_hidden_layers} layers, prompt of {sequence_length:,} tokens, {kv_cache_dtype} cache.
-First rel.: logits of every token, as in the paper's table 1. executed: as it runs, with logits of the last \
-token only."""
+First rel.: with logits of every token, as in the paper's table 1. executed: with logits of the last token only, as \
+in serving."""
 
 
 def plan(
@@ -43,47 +41,46 @@ def plan(
         str,
         typer.Argument(
             metavar="MODEL_OR_CONFIG",
-            help="Directory, .gguf, config.json, hub id or builtin:python-5m; or a job spec (.yaml, .yml).",
+            help="Model (directory, .gguf, config.json, hub id or builtin:python-5m) or job spec (.yaml, .yml).",
         ),
     ],
     num_key_value_layers: Annotated[
         list[int] | None,
         typer.Option(
-            "--num-key-value-layers", "-l", help="Layers with a KV of their own; repeat to compare. Default: half."
+            "--num-key-value-layers", "-l", help="Number of layers that prompts run (l); repeatable. Default: half."
         ),
     ] = None,
     prefill_layers: Annotated[
         list[str] | None,
-        typer.Option(metavar="LAYERS", help="Layers that prompts run through, such as 0-2,4,6-16; repeatable, as -l."),
+        typer.Option(metavar="LAYERS", help="Layers that prompts run, e.g. 0-2,4,6-16; repeatable. Replaces -l."),
     ] = None,
     key_value_group_size: Annotated[
         list[int] | None,
         typer.Option(
-            "--key-value-group-size", "-g", help="Later layers per KV-cache layer; repeat to compare. Default: 1."
+            "--key-value-group-size", "-g", help="Skipped layers per KV-cache layer (g); repeatable. Default: 1."
         ),
     ] = None,
     sequence_length: Annotated[
-        int | None, typer.Option("--sequence-length", "-s", help="Tokens of the prompt. Default: the model's context.")
+        int | None, typer.Option("--sequence-length", "-s", help="Prompt tokens. Default: the model's context length.")
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, fp8 or int8.")] = "bfloat16",
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Run the job spec's phases on fake tensors; print a worker's memory and collectives."
+            "--dry-run", help="Run a job spec's phases on fake tensors; print memory and collectives per worker."
         ),
     ] = False,
     config: Annotated[
-        str | None,
-        typer.Option(metavar="FILE_OR_DIR", help="config.json of a job spec's teacher, if it is on the hub."),
+        str | None, typer.Option(metavar="FILE_OR_DIR", help="config.json of a job spec's teacher on the hub.")
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a job's data, if only the workers can read it.")
+        int | None, typer.Option(min=1, help="Tokens per epoch, for job data that only workers can read.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Compare FLOPs per prompt token by component (paper, table 1) and KV bytes of students and teacher.
+    """Estimate prefill FLOPs (paper, table 1) and KV cache bytes of students and their teacher.
 
-    For a job spec: the student, and memory, time and gates of the job.
+    For a job spec, estimate the student and the job's memory, time, cost and quality gates.
     """
     if dry_run:
         _print_dry_run(model, config, json=json)
@@ -116,25 +113,25 @@ def plan(
 
 
 def _format_student(plan: Plan) -> str:
-    """Return a student's name in a table: l, the layers that prompts run through if not all below l, and g."""
+    """Return e.g. `l = 6, g = 2`, with the layers that prompts run if these are not the first l."""
     bypasses = len(plan.prefill_layers) < plan.num_key_value_layers
     listed = f" ({format_layers(plan.prefill_layers)})" if bypasses else ""
     return f"l = {plan.num_key_value_layers}{listed}, g = {plan.key_value_group_size}"
 
 
 def _describe_savings(plan: Plan) -> str:
-    """Return a sentence on what a student saves for one prompt."""
+    """Return a sentence on prefill FLOPs and KV cache of one prompt."""
     tokens = plan.sequence_length
     cached, dense = (
         format_size(tokens * per_token) for per_token in (plan.kv_bytes_per_token, plan.dense_kv_bytes_per_token)
     )
-    cache = f"a cache of {cached} instead of {dense}" if cached != dense else f"the same cache, {dense}"
+    cache = f"{cached} instead of {dense}" if cached != dense else f"unchanged ({dense})"
     ratio = plan.executed_prefill_flops_ratio
-    return f"{_format_student(plan)}: {ratio:.1%} of the prefill's FLOPs, and {cache} for such a prompt."
+    return f"{_format_student(plan)}: prefill takes {ratio:.1%} of the FLOPs; KV cache per prompt: {cache}."
 
 
 def _print_plans(plans: Sequence[Plan]) -> None:
-    """Print the paper's table 1 with KV bytes: a row for the teacher and one for each student."""
+    """Print the paper's table 1 with KV cache bytes: one row for the teacher and one per student."""
     first = plans[0]
     dense = first.prefill["paper"].dense
     unit, scale = ("GFLOPs", 1e9) if dense.total >= 1e9 else ("MFLOPs", 1e6)
@@ -161,23 +158,22 @@ def _print_plans(plans: Sequence[Plan]) -> None:
     print_table((f"{unit} per prompt token", *_COLUMNS), rows, empty="")
 
 
-_MEMORY_COLUMNS = ("GiB of a worker at its peak", "peak", "parameters", "gradients", "optimizer", "the rest")
+_MEMORY_COLUMNS = ("GiB per worker", "peak", "parameters", "gradients", "optimizer", "activations, buffers")
 
 
 def _print_dry_run(recipe: str, config: str | None, *, json: bool) -> None:
     spec = read_spec(Path(recipe))
     values = read_model_config(config or spec.model.name_or_path)
-    with require_extra("a dry run"):
+    with require_extra("--dry-run"):
         from swiftkv_platform.jobs.dry_run import dry_run
     found = dry_run(spec, values)
     if json:
         print_json(found)
         return
     print_line(
-        f"{found.num_workers} workers, {found.num_parameters:,} parameters, of which {found.num_trained_parameters:,} "
-        "are trained"
+        f"{found.num_workers} workers; {found.num_parameters:,} parameters, {found.num_trained_parameters:,} trainable"
     )
-    phases = {"calibrate, one worker": found.calibrate, "train": found.train, "evaluate, one worker": found.evaluate}
+    phases = {"calibrate, 1 worker": found.calibrate, "train": found.train, "evaluate, 1 worker": found.evaluate}
     rows = []
     for name, used in phases.items():
         if used is not None:
@@ -185,8 +181,8 @@ def _print_dry_run(recipe: str, config: str | None, *, json: bool) -> None:
             rows.append((name, *map(_format_gib, parts)))
     print_table(_MEMORY_COLUMNS, rows, empty="")
     calls = [(each.name, each.calls, _format_gib(each.num_bytes)) for each in found.collectives]
-    print_table(("collectives of a step", "calls", "GiB"), calls, empty="No collectives.")
-    print_line("Kernel workspaces and memory cached by the allocator are not included.")
+    print_table(("collectives per step", "calls", "GiB"), calls, empty="No collectives.")
+    print_line("Excludes kernel workspaces and memory cached by the allocator.")
 
 
 def _format_gib(num_bytes: int) -> str:
@@ -198,46 +194,44 @@ def analyze(
         str, typer.Argument(metavar="MODEL", help="Teacher: directory, .gguf, hub id or builtin:python-5m.")
     ],
     text: Annotated[
-        list[str], typer.Option(help="Text: file, directory, hub data set or builtin:python-stdlib; repeatable.")
+        list[str], typer.Option(help="Text: file, directory, hub data set or builtin:python-stdlib. Repeatable.")
     ],
-    max_tokens: Annotated[int, typer.Option(min=64, help="Tokens to analyze, and to measure on.")] = 16384,
-    max_length: Annotated[int, typer.Option(min=16, help="Tokens per sequence.")] = 1024,
+    max_tokens: Annotated[int, typer.Option(min=64, help="Max tokens to analyze and to measure on.")] = 16384,
+    max_length: Annotated[int, typer.Option(min=16, help="Max tokens per sequence.")] = 1024,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Rewire at each l, calibrate, and measure KL on held-out text.")
+        bool, typer.Option("--measure", help="Make a calibrated student at each l; measure its KL on held-out text.")
     ] = False,
     depth: Annotated[
-        list[int] | None, typer.Option("--depth", "-l", help="l to measure; repeatable. Default: all.")
+        list[int] | None, typer.Option("--depth", "-l", help="Value of l to measure. Repeatable. Default: all.")
     ] = None,
     num_prefill_layers: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Measure which layers prompts can bypass, and lists of this many layers to run, at each -l."
-        ),
+        typer.Option(min=1, help="Number of layers that prompts run; measure at each -l which layers they can skip."),
     ] = None,
     key_value_group_size: Annotated[
-        int, typer.Option("--key-value-group-size", "-g", min=1, help="g of the measured students.")
+        int, typer.Option("--key-value-group-size", "-g", min=1, help="Skipped layers per KV-cache layer (g).")
     ] = 1,
-    max_kl: Annotated[float, typer.Option(help="Largest KL, in nats, that --measure recommends.")] = 0.2,
+    max_kl: Annotated[float, typer.Option(help="Max KL of the recommended l, in nats; with --measure.")] = 0.2,
     needle_length: Annotated[
-        int | None, typer.Option(min=128, help="Tokens of --measure's needle-in-a-haystack prompts.")
+        int | None, typer.Option(min=128, help="Tokens per needle-in-a-haystack prompt; with --measure.")
     ] = None,
-    needle_samples: Annotated[int, typer.Option(min=1, help="Number of those prompts.")] = 20,
+    needle_samples: Annotated[int, typer.Option(min=1, help="Number of needle-in-a-haystack prompts.")] = 20,
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"], typer.Option(help="Dtype of weights; auto: as stored.")
-    ] = ("auto"),
-    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Save a plot (needs matplotlib).")] = None,
+        Literal["auto", "float32", "bfloat16"], typer.Option(help="Data type of the weights; auto: as stored.")
+    ] = "auto",
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Save a plot, .png or .svg.")] = None,
     json: Json = False,
 ) -> None:
-    """Measure the SimScore of each layer's input on real text (paper, equation 1), and recommend l.
+    """Measure the SimScore of each layer's input on text (paper, equation 1), and recommend l.
 
-    With --num-prefill-layers, recommend the layers that prompts run through.
+    With --num-prefill-layers, recommend which layers prompts run.
     """
     if plot is not None:
-        with require_extra("a picture", "plot"):  # fail before the work
+        with require_extra("--plot", "plot"):  # fail before the measurement
             import matplotlib  # noqa: F401
     config = read_model_config(model)
     path = resolve_model_path(model)
-    with require_extra("Analysing here"):
+    with require_extra("swiftkv analyze"):
         from swiftkv_platform.evaluation.analysis import AnalysisOptions
         from swiftkv_platform.evaluation.analysis import analyze as run
     options = AnalysisOptions(
@@ -275,19 +269,19 @@ def _format_quality(each: DepthReport | UntrainedReport) -> list[str]:
 
 
 def _print_lists(analysis: Analysis) -> None:
-    """Print the KL of bypassing each layer, and the measured lists of layers."""
+    """Print the KL of skipping each layer, and the measured lists of layers."""
     chosen = analysis.recommended_prefill_layers
     assert chosen is not None, "a list was measured"
     bypassed = [(i, f"{kl:.4f}") for i, kl in enumerate(analysis.bypass_kl)]
-    print_table(("bypassed layer", "KL (nats)"), bypassed, empty="")
+    print_table(("skipped layer", "KL (nats)"), bypassed, empty="")
     columns = ["prompts run", *_list_quality_columns(analysis)]
     rows = [[format_layers(each.prefill_layers), *_format_quality(each)] for each in analysis.lists]
     print_table(columns, rows, empty="")
     lines = [
-        f"{analysis.model}: calibrated starts with g = {analysis.key_value_group_size}, before any training, on text "
-        f"behind prompts; the teacher's perplexity is {analysis.teacher_perplexity:.2f}.",
+        f"{analysis.model}: calibrated students with g = {analysis.key_value_group_size}, before training, measured on "
+        f"text after a prompt. Teacher perplexity: {analysis.teacher_perplexity:.2f}.",
         *_describe_needles(analysis),
-        f"Recommended: --prefill-layers {format_layers(chosen)}, as many layers as -l {len(chosen)} runs.",
+        f"Recommended: --prefill-layers {format_layers(chosen)} (same number of layers as -l {len(chosen)}).",
     ]
     get_console().print("\n".join(lines), highlight=False, soft_wrap=True)
 
@@ -313,17 +307,17 @@ def _print_analysis(analysis: Analysis) -> None:
     lines = [f"{analysis.model}, {analysis.num_hidden_layers} layers, {analysis.num_tokens:,} tokens."]
     if measured:
         lines.append(
-            f"Calibrated starts with g = {analysis.key_value_group_size}, before any training; "
-            f"the teacher's perplexity is {analysis.teacher_perplexity:.2f}."
+            f"Calibrated students with g = {analysis.key_value_group_size}, before training. "
+            f"Teacher perplexity: {analysis.teacher_perplexity:.2f}."
         )
     lines += _describe_needles(analysis)
     chosen = analysis.recommended_num_key_value_layers
-    lines.append(f"Recommended l: {'none of these' if chosen is None else chosen} ({analysis.rule}).")
+    lines.append(f"Recommended l: {'none' if chosen is None else chosen} ({analysis.rule}).")
     get_console().print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 def _save_plot(analysis: Analysis, path: Path) -> None:
-    """Plot the SimScore by layer (paper, figure 2) and the KL of each l if measured; PNG or SVG by suffix."""
+    """Plot the SimScore by layer (paper, figure 2), and the KL by l if measured. PNG or SVG by suffix."""
     # `Figure` instead of pyplot: no display, no global state.
     from matplotlib.figure import Figure
 
@@ -339,7 +333,7 @@ def _save_plot(analysis: Analysis, path: Path) -> None:
     if measured:
         right = axes.twinx()
         right.plot(*zip(*measured, strict=True), "s--", color="C1")
-        right.set_ylabel(f"KL of the calibrated start, nats (g = {analysis.key_value_group_size})", color="C1")
+        right.set_ylabel(f"KL of the calibrated student, nats (g = {analysis.key_value_group_size})", color="C1")
         right.set_ylim(bottom=0)
     if analysis.recommended_num_key_value_layers is not None:
         axes.axvline(analysis.recommended_num_key_value_layers, color="0.5", linestyle=":")

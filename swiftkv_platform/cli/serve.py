@@ -1,4 +1,4 @@
-"""`swiftkv serve`: serve a model at `/generate` and OpenAI's routes on this machine, without a control plane."""
+"""`swiftkv serve`: serve a model with an OpenAI-compatible API on this machine, without a control plane."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swiftkv_platform.settings import is_loopback
 from swiftkv_platform.specs.engine import EngineConfig
 
 _DEPLOYMENT_NAME = "local"
-"""Name of the deployment in `/health` and in the log."""
+"""Deployment name in `/health` and in logs."""
 
 
 @add_spec_options(EngineConfig)
@@ -27,49 +27,48 @@ def serve(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="Output of `swiftkv distill`, `convert` or `jobs download`, a Hugging Face directory, a .gguf file, "
-            "builtin:python-5m or a hub id.",
+            help="Directory (output of `swiftkv distill`, `convert` or `jobs download`, or any Hugging Face model), "
+            ".gguf file, builtin:python-5m or hub id.",
         ),
     ],
-    given: dict[str, Any],
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other machines.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any free one.")] = 8080,
+    spec_values: dict[str, Any],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 accepts other machines.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 selects a free port.")] = 8080,
     name: Annotated[
-        str | None, typer.Option(help="Model name in requests. Default: the directory's, or the hub id.")
+        str | None, typer.Option(help="Model name in requests. Default: the directory's name or the hub id.")
     ] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Jinja chat template, instead of the model's.")
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Jinja chat template. Default: the model's.")
     ] = None,
     api_keys_file: Annotated[
         Path | None,
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="Keys from `swiftkv keys create`. Default: SWIFTKV_API_KEYS_FILE, else keys.json in the home "
-            "directory if it exists, else no key is needed.",
+            help="API keys file (see `swiftkv keys create`). Default: SWIFTKV_API_KEYS_FILE, else keys.json in "
+            "SWIFTKV_HOME. Without a file, requests need no key.",
         ),
     ] = None,
     allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(help="Public host name to accept requests for without keys. Repeatable."),
+        list[str] | None, typer.Option(help="Host header to accept without API keys, besides local names. Repeatable.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Serve a model on this machine with `/generate` and OpenAI's routes, until Ctrl-C."""
-    with require_extra("Serving here"):
+    """Serve a model on this machine with an OpenAI-compatible API. Stop with Ctrl-C."""
+    with require_extra("swiftkv serve"):
         from swiftkv_platform.serve.args import HUB_PREFIX, ReplicaArgs, ServedConfig
         from swiftkv_platform.serve.standalone import serve_model
     directory = Path(resolve_model_path(model))
     is_local = directory.is_dir()
     if not is_local and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         raise InvalidInputError.for_field(
-            "model", model, ", which is not a directory here; a directory, a .gguf file or a hub id is accepted"
+            "model", model, ", which is not a local directory; use a directory, a .gguf file or a hub id"
         )
-    called = name or (directory.resolve().name if is_local and not model.startswith("builtin:") else model)
+    model_name = name or (directory.resolve().name if is_local and not model.startswith("builtin:") else model)
     served = ServedConfig(
-        model=called,
+        model=model_name,
         artifact_uri=str(directory.resolve()) if is_local else f"{HUB_PREFIX}{model}",
-        engine=validate_options(EngineConfig, given),
+        engine=validate_options(EngineConfig, spec_values),
         verify=(directory / MANIFEST).is_file(),
         chat_template=None if chat_template is None else chat_template.read_text(encoding="utf-8"),
     )
@@ -77,25 +76,24 @@ def serve(
     args = ReplicaArgs(id=_DEPLOYMENT_NAME, api_keys_file=keys and str(keys), allowed_hosts=tuple(allowed_host or ()))
     configure_logging()
 
-    spinner = get_error_console().status(f"Loading {called}")
+    spinner = get_error_console().status(f"Loading {model_name}")
 
-    def ready(url: str) -> None:
+    def print_ready(url: str) -> None:
         spinner.stop()
-        addresses = f"{url}/v1 (OpenAI's routes) and {url}/generate"
-        line = f"{called} answers at {addresses}. {_describe_access(host, keys)} Ctrl-C ends it."
-        print_result({"url": url, "model": called, "keys_required": keys is not None}, line, json=json)
+        addresses = f"{url}/v1 (OpenAI-compatible) and {url}/generate"
+        line = f"Serving {model_name} at {addresses}. {_describe_access(host, keys)} Press Ctrl-C to stop."
+        print_result({"url": url, "model": model_name, "keys_required": keys is not None}, line, json=json)
 
     try:
         with spinner:
-            serve_model(served, args, host=host, port=port, on_ready=ready)
-    except KeyboardInterrupt:  # how it is meant to end
+            serve_model(served, args, host=host, port=port, on_ready=print_ready)
+    except KeyboardInterrupt:  # the normal way to stop
         return
 
 
 def _describe_access(host: str, keys: Path | None) -> str:
-    """Say who is answered."""
     if keys is not None:
-        return f"Callers need an API key of {keys} with the scope generate."
+        return f"Requests need an API key from {keys} with the scope generate."
     if is_loopback(host):
-        return "Programs on this machine need no key."
-    return "It needs no key, also from other machines; --api-keys-file requires one (`swiftkv keys create`)."
+        return "Requests from this machine need no API key."
+    return "Other machines need no API key; use --api-keys-file to require one (`swiftkv keys create`)."

@@ -1,4 +1,4 @@
-"""Find models by any name that commands accept: built-in, directory, GGUF file, object store or hub."""
+"""Resolve model names of commands: built-in, directory, GGUF file, object store or hub."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from swiftkv_platform.storage.downloads import download_model
 
 
 def read_model_config(name: str) -> dict[str, Any]:
-    """Return the configuration of a directory, a GGUF file, a `config.json`, an `s3://` prefix, a built-in teacher or a
-    hub id. Reads no weights. Raises `ModelError` if there is none, and `StorageError` if the store does not answer.
+    """Read a model's configuration, without weights, from a directory, GGUF file, `config.json`, `s3://` prefix,
+    built-in teacher or hub id. Raises `ModelError` if there is none, and `StorageError` if the store is unavailable.
     """
     if Path(name).suffix == ".json":
         return read_config(name)
@@ -34,10 +34,8 @@ def read_model_config(name: str) -> dict[str, Any]:
 
 
 def resolve_model_path(name: str) -> str:
-    """Return a name that transformers can load: a directory for a built-in teacher or a GGUF file, else `name`.
-
-    Raises:
-        InvalidInputError: the name stands for nothing, or for no model on this machine.
+    """Return a path or hub id that transformers can load. A built-in teacher or GGUF file becomes a directory. Raises
+    `InvalidInputError` for other names.
     """
     match parse_source(name, field="model", suffixes=(GGUF_SUFFIX,)):
         case BuiltinSource():
@@ -48,7 +46,7 @@ def resolve_model_path(name: str) -> str:
             return name
         case _:
             raise ModelError.for_field(
-                "model", name, ", no directory here; a directory, a .gguf file or a hub id is accepted"
+                "model", name, ", which is not a local directory; use a directory, a .gguf file or a hub id"
             )
     if path.suffix == GGUF_SUFFIX:
         from swiftkv_platform.model.weights.bases import convert_gguf
@@ -59,8 +57,8 @@ def resolve_model_path(name: str) -> str:
 
 @contextmanager
 def open_base_model(name: str | None, revision: str | None) -> Iterator[str | None]:
-    """Yield the directory or hub id of an adapter's base model, fetched from an object store within the context; None
-    if `name` is None."""
+    """Yield the directory or hub id of an adapter's base model, or None without a name. A model in an object store is
+    downloaded for the context."""
     if name is None:
         yield None
         return
@@ -75,25 +73,23 @@ def open_base_model(name: str | None, revision: str | None) -> Iterator[str | No
 
 
 def read_artifact_teacher(directory: str) -> tuple[str, str | None]:
-    """Return name and revision of the teacher that a job's artifact was made from. Raises `InvalidInputError`."""
+    """Return name and revision of the teacher of a job's artifact. Raises `InvalidInputError` without a manifest."""
     manifest = Path(directory) / MANIFEST
     if not manifest.is_file():
         raise InvalidInputError(
-            f"base is not given, and {directory!r} has no {MANIFEST} that names its teacher, as a job's artifact has; "
-            "use --base with the model that it was made from",
+            f"--base is missing, and {directory!r} has no {MANIFEST} that names its teacher; use --base TEACHER",
             field="base",
         )
     try:
         lineage = parse_manifest(read_small_file(manifest, MANIFEST_BYTES.default)).lineage
     except UnusableFileError as error:
-        message = f"base is not given, and the {MANIFEST} of {directory!r} {error}; use --base"
+        message = f"--base is missing, and the {MANIFEST} of {directory!r} {error}; use --base TEACHER"
         raise InvalidInputError(message, field="base", value=directory) from error
     return lineage["teacher"], lineage["revision"]
 
 
 def read_adapter_base(directory: str) -> str | None:
-    """Return the base of the adapter in a directory if it is in an object store, else None: only the command line can
-    fetch such a base."""
+    """Return the base model of the adapter in a directory if it is in an object store, else None."""
     from swiftkv_platform.configs.adapter import read_adapter
 
     adapter = read_adapter(Path(directory))
@@ -106,7 +102,7 @@ def _download_config(name: str) -> str:
         from huggingface_hub.errors import HfHubHTTPError
     except ModuleNotFoundError as error:
         raise ModelError(
-            f"{name!r} is not a file or directory here; a hub id needs huggingface_hub "
+            f"{name!r} is not a local file or directory; a hub id needs huggingface_hub "
             f"({make_install_command('model')})",
             field="model",
             value=name,
@@ -116,7 +112,7 @@ def _download_config(name: str) -> str:
     except (OSError, HfHubHTTPError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ModelError(
-            f"{name!r} is not a file or directory here, and the hub gives no config.json for it ({reason})",
+            f"{name!r} is not a local file or directory, and the hub returned no config.json for it ({reason})",
             field="model",
             value=name,
         ) from error

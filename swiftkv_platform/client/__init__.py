@@ -1,4 +1,4 @@
-"""HTTP client of the control plane and `/generate`: typed, synchronous, without torch. Imports no server code."""
+"""Typed, synchronous HTTP client of the control plane and `/generate`. Imports neither torch nor server code."""
 
 from swiftkv_platform.client.client import Client
 from swiftkv_platform.client.errors import (

@@ -1,4 +1,4 @@
-"""`Client`: one object for the control plane's routes (jobs, files, models, deployments) and for generation."""
+"""`Client`: the control plane's API (jobs, files, models, deployments) and generation."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from swiftkv_platform.specs.documents import apply_changes
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 _SERVING_STATUSES = ("running", "swapping", "refused")
-"""Statuses of a deployment that answers requests."""
-_CONTROL_PLANE_ADVICE = "Is the control plane running? `swiftkv status` shows it, `swiftkv up` starts one on this host."
-_SERVE_ADVICE = "Is a model deployed? `swiftkv deploy MODEL` serves one."
+"""Statuses of deployments that serve requests."""
+_CONTROL_PLANE_ADVICE = "Run `swiftkv status` to check the local control plane, or `swiftkv up` to start it."
+_SERVE_ADVICE = "Deploy a model with `swiftkv deploy MODEL`."
 
 
 class Client:
-    """Client of a control plane and of the models that it serves.
+    """Client of a control plane and its deployments.
 
     Args:
-        base_url: address of the control plane.
-        api_key: key for both; None if the servers need none.
-        serve_url: address below which `/generate` answers; None: that of the newest running deployment.
-        timeout: seconds without data after which a connection counts as broken.
-        max_retries: retries of a call after a connection error or a 503 with `Retry-After`.
-        outage_s: seconds for which `jobs.wait` and `jobs.events` tolerate a control plane that does not answer.
-        transport: replaces the network, for tests.
+        base_url: URL of the control plane.
+        api_key: API key for control plane and deployments; None if they need none.
+        serve_url: base URL of `/generate`. None: that of the newest running deployment.
+        timeout: max seconds without data on a connection.
+        max_retries: max retries per call, after a connection error or a 503 with `Retry-After`.
+        outage_s: max seconds that `jobs.wait` and `jobs.events` tolerate an unavailable control plane.
+        transport: httpx transport for tests.
 
     Raises:
-        InvalidInputError: an address that is not valid, or a key with a character that no HTTP header may have.
+        InvalidInputError: invalid URL, or a key with characters that HTTP headers do not allow.
     """
 
     def __init__(
@@ -86,31 +86,30 @@ class Client:
             self._serve.close()
 
     def health(self) -> dict[str, Any]:
-        """Return the answer of `/healthz`: the process runs."""
+        """Return the response of `/healthz`: the process runs."""
         return self._control.get(Resource, "/healthz").model_dump()
 
     def ready(self) -> dict[str, Any]:
-        """Return the answer of `/readyz`: database, Ray and object store answer.
+        """Return the response of `/readyz`: database, Ray and object store are available.
 
         Raises:
-            ServiceUnavailableError: one of them does not answer; the message says which.
+            ServiceUnavailableError: one of them is unavailable; the message names it.
         """
         return self._control.get(Resource, "/readyz").model_dump()
 
     def quota(self) -> Resource:
-        """Return the quota of the key's tenant, and its use."""
+        """Return quotas and usage of the key's tenant."""
         return self._control.get(Resource, "/quota")
 
-    def audit(self, *, limit: int | None = 100, **wanted: Any) -> list[Resource]:
-        """Return entries of the audit trail, newest first: for an operator's key those of all tenants, for the scope
-        `admin` those of its own.
+    def audit(self, *, limit: int | None = 100, **filters: Any) -> list[Resource]:
+        """Return audit entries, newest first: all tenants' for an operator key, the own tenant's for the scope `admin`.
 
         Args:
-            limit: most entries; None: all.
-            wanted: filters of `GET /audit`: `tenant`, `actor`, `credential`, `address`, `route`, `about`,
+            limit: max entries; None: all.
+            filters: filters of `GET /audit`: `tenant`, `actor`, `credential`, `address`, `route`, `about`,
                 `request_id`, `status`, `since`, `until`.
         """
-        return self._control.list(Resource, "/audit", _drop_none(wanted), limit)
+        return self._control.list(Resource, "/audit", _drop_none(filters), limit)
 
     @overload
     def generate(self, prompt: str | list[int], *, stream: Literal[False] = False, **parameters: Any) -> Generation: ...
@@ -121,17 +120,17 @@ class Client:
     def generate(
         self, prompt: str | list[int], *, stream: bool = False, **parameters: Any
     ) -> Generation | Iterator[Generation]:
-        """Continue a prompt (text or token ids) with the deployed model.
+        """Generate a completion of a prompt (text or token ids).
 
         Args:
-            stream: return an iterator over pieces instead of the whole answer.
+            stream: return an iterator over chunks instead of the whole completion.
             parameters: other fields of `POST /generate`: `max_tokens`, `temperature`, `top_p`, `seed`, `stop`, ...
         """
         body = {"prompt": prompt, "stream": stream, **parameters}
         serve = self._get_serve_transport()
         if stream:
             return _stream_generation(serve, body)
-        # A retry may sample another text, but has no other effect.
+        # A retry may sample other tokens, but has no side effects.
         return serve.send(Generation, "POST", "/generate", json=body, repeatable=True)
 
     def _get_serve_transport(self) -> Transport:
@@ -152,11 +151,11 @@ def _stream_generation(serve: Transport, body: dict[str, Any], path: str = "/gen
                 return
             document = json.loads(message.data)
             if "choices" not in document:
-                # If generation fails midway the status line has been sent already: the stream carries the problem.
+                # The status line was sent before generation failed, so the stream carries the problem.
                 problem = Problem.model_validate({"status": 500, **document})
                 raise ServerError(problem, request=f"POST {serve.base_url}{path}")
             yield Generation.model_validate(document)
-    raise SwiftKVError(f"{serve.base_url} closed the stream before its end; ask again.")
+    raise SwiftKVError(f"{serve.base_url} closed the stream before its end; retry the request.")
 
 
 def _drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,7 +163,7 @@ def _drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Collection:
-    """Objects of one kind, which the control plane has below `path`."""
+    """API resources of one kind at `path`."""
 
     path: str
 
@@ -172,7 +171,7 @@ class Collection:
         self._transport = transport
 
     def list(self, *, limit: int | None = None) -> list[Resource]:
-        """List objects, newest first; all of them without `limit`."""
+        """List objects, newest first; all without `limit`."""
         return self._transport.list(Resource, self.path, limit=limit)
 
     def get(self, identifier: str) -> Resource:
@@ -182,7 +181,7 @@ class Collection:
         """Delete an object. Deleting a missing one is not an error.
 
         Raises:
-            RequestConflictError: it is in use; the message says by what.
+            RequestConflictError: it is in use; the message names the user.
         """
         with suppress(ResourceNotFoundError):
             self._transport.request("DELETE", f"{self.path}/{identifier}", repeatable=True)
@@ -190,13 +189,13 @@ class Collection:
     def _send_versioned(
         self, method: str, path: str, body: Mapping[str, Any], version: int | None, *, repeatable: bool
     ) -> Resource:
-        """Send a change that the server makes only if the object has this version; None: any."""
+        """Send a change that applies only to this version of the object. None: any version."""
         headers = None if version is None else {"If-Match": f'"{version}"'}
         return self._transport.send(Resource, method, path, json=body, headers=headers, repeatable=repeatable)
 
 
 class Models(Collection):
-    """Distilled models with their lineage. Deleting one keeps its job."""
+    """Distilled models with their lineage. Deleting a model keeps its job."""
 
     path = "/models"
 
@@ -219,25 +218,24 @@ class Models(Collection):
         Args:
             from_checkpoint: `job_...:STEP`.
             name: name of the model.
-            evaluation: fields that override those of the checkpoint's job; `resources` likewise.
-            metadata: replaces that of the checkpoint's job.
+            evaluation, resources: fields that override the checkpoint job's.
+            metadata: replaces the checkpoint job's metadata.
             idempotency_key: as in `jobs.create`.
 
         Raises:
             InvalidRequestError: there is no such checkpoint.
         """
         options = {"name": name, "evaluation": evaluation, "resources": resources, "metadata": metadata}
-        given = {"from_checkpoint": from_checkpoint, **_drop_none(options)}
-        headers = make_idempotency_header(idempotency_key)
-        return self._jobs.send("POST", "/models", json=given, headers=headers)
+        body = {"from_checkpoint": from_checkpoint, **_drop_none(options)}
+        return self._jobs.send("POST", "/models", json=body, headers=make_idempotency_header(idempotency_key))
 
     def import_(self, source: str, *, name: str | None = None, timeout_s: float = 3600.0) -> Resource:
-        """Copy a student that was not made by a job of this platform into the control plane's store, and register it.
+        """Import a student from outside the platform: copy it to the object store and register it.
 
         Args:
-            source: directory on the control plane's machine, or `s3://` prefix, that the tenant's jobs may read.
-            name: name of the model. Default: that of the spec that trained it, or its directory's.
-            timeout_s: most seconds for the copy.
+            source: directory on the control plane's machine, or `s3://` prefix, readable by the tenant's jobs.
+            name: name of the model. Default: the name in its spec, or the directory's.
+            timeout_s: max seconds for the copy.
 
         Raises:
             InvalidRequestError: the source cannot be read, is not a student, or differs from its manifest.
@@ -277,11 +275,11 @@ class Models(Collection):
 
         Args:
             version: expected version of the alias; 0 for a new alias. None: any.
-            accept_undecided: promote a model although its evaluation does not decide every quality gate.
+            accept_undecided: promote a model with inconclusive quality gates.
 
         Raises:
-            RequestConflictError: the alias has another version, another model was promoted at the same time, or a
-                quality gate of the model is undecided.
+            RequestConflictError: the alias has another version, a concurrent promotion won, or a quality gate of the
+                model is inconclusive.
         """
         body: dict[str, Any] = {"alias": alias, "reason": reason}
         if accept_undecided:  # older control planes do not know this field
@@ -289,37 +287,36 @@ class Models(Collection):
         return self._send_versioned("POST", f"/models/{model_id}/promote", body, version, repeatable=version is None)
 
     def aliases(self) -> builtins.list[Resource]:
-        """List aliases with their models and newest changes; `alias` returns all changes of one."""
+        """List aliases with models and recent changes. `alias` returns the full history of an alias."""
         return self._transport.list(Resource, "/aliases")
 
     def alias(self, alias: str) -> Resource:
         return self._transport.get(Resource, f"/aliases/{alias}")
 
     def rollback(self, alias: str = "production", *, reason: str, version: int | None = None) -> Resource:
-        """Point `alias` back to its previous model. `version`: as in `promote`.
+        """Roll `alias` back to its previous model. `version`: as in `promote`.
 
-        Not retried after a broken connection, since a second call would go back one model further.
+        Not retried after a broken connection: a second call would roll back twice.
         """
         return self._send_versioned("POST", f"/aliases/{alias}/rollback", {"reason": reason}, version, repeatable=False)
 
 
 class Deployments(Collection):
-    """Served models."""
+    """Deployed models."""
 
     path = "/deployments"
 
     def create(self, model: str | None, **options: Any) -> Resource:
-        """Deploy a model. Returns at once; `wait_ready` waits until it answers.
+        """Deploy a model. Returns at once; `wait_ready` waits until it is ready.
 
         Args:
-            model: a `mdl_...` id, such as a succeeded job's `distilled_model`, its job's id, an alias, or a name that
-                only one model has.
+            model: model id (a succeeded job's `distilled_model`), job id, alias or unique model name.
             options: other fields of `swiftkv_platform.specs.deployment.DeploymentSpec`.
         """
         if model is None:
             raise InvalidInputError(
-                "deployments.create(model=None): only a job that succeeded has a `distilled_model`; "
-                "its `status` and `error` tell why this one has none",
+                "deployments.create(model=None): only succeeded jobs have a `distilled_model`; "
+                "check the job's `status` and `error`",
                 field="model",
             )
         body = {"model": model, **options}
@@ -329,8 +326,7 @@ class Deployments(Collection):
         """Change a deployment's model or options without failing requests. Returns at once; `wait_ready` waits.
 
         Args:
-            version: expected version of the deployment. None: any; concurrent changes of other fields are kept, and a
-                concurrent change of the same field makes this call fail.
+            version: expected version of the deployment. None: any, but fail if another call changes the same fields.
             changes: fields of `swiftkv_platform.specs.deployment.DeploymentSpec` except `route_prefix`; of `engine` and
                 `candidate` only the keys to change (None resets an engine option).
 
@@ -341,11 +337,11 @@ class Deployments(Collection):
         return self._send_versioned("PATCH", path, changes, version, repeatable=version is None)
 
     def metrics(self, deployment_id: str) -> Resource:
-        """Return the current metrics of its replicas. Totals only grow, so two calls give a rate."""
+        """Return the current metrics of the replicas. Totals are counters, so two calls give a rate."""
         return self._transport.get(Resource, f"/deployments/{deployment_id}/metrics")
 
     def generate(self, deployment_id: str, prompt: str | list[int], **parameters: Any) -> Iterator[Generation]:
-        """Generate with one deployment through the control plane, so that only that must be reachable. Yields pieces.
+        """Generate with a deployment through the control plane, which alone must be reachable. Yields chunks.
 
         Args:
             parameters: other fields of `POST /generate`.
@@ -354,10 +350,10 @@ class Deployments(Collection):
         return _stream_generation(self._transport, body, f"/deployments/{deployment_id}/generate")
 
     def wait_ready(self, deployment_id: str, timeout: float = 300.0, *, poll_interval: float = 1.0) -> Resource:
-        """Block until the deployment serves the version that was last requested.
+        """Block until the deployment serves its last requested version.
 
         Raises:
-            SwiftKVError: it failed, or refused the new version; the message says why.
+            SwiftKVError: it failed or rejected the new version; the message has the reason.
             WaitTimeoutError: it is not ready within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
@@ -366,10 +362,11 @@ class Deployments(Collection):
             if deployment.status == "running":
                 return deployment
             if deployment.status in ("failed", "refused"):
-                what = deployment.status
-                if what == "refused":
-                    what = f"refused {deployment.model} and keeps serving the previous model"
-                raise SwiftKVError(f"Deployment {deployment_id} {what}: {deployment.message or 'no reason given'}")
+                outcome = deployment.status
+                if outcome == "refused":
+                    outcome = f"rejected {deployment.model} and keeps serving the previous model"
+                reason = deployment.message or "no reason reported"
+                raise SwiftKVError(f"Deployment {deployment_id} {outcome}: {reason}")
             if time.monotonic() >= deadline:
                 raise WaitTimeoutError(
                     f"Deployment {deployment_id} is still {deployment.status} after {timeout:g} s: {deployment.message}"
@@ -383,13 +380,13 @@ class Files(Collection):
     path = "/v1/files"
 
     def upload(self, path: Path, *, expires_after_s: int | None = None) -> Resource:
-        """Upload a JSON Lines file of rows. Its id can be used as `name_or_path` in `data.sources` of a job.
+        """Upload a JSON Lines file. Use its id as `name_or_path` in a job's `data.sources`.
 
         Args:
-            expires_after_s: seconds for which the file is kept; None keeps it until it is deleted.
+            expires_after_s: seconds until the file is deleted; None: never.
 
         Raises:
-            InvalidRequestError: no row format reads a row; the message names its line.
+            InvalidRequestError: a row matches no format; the message names its line.
         """
         form = {"purpose": "fine-tune"}
         if expires_after_s is not None:
@@ -399,7 +396,7 @@ class Files(Collection):
             return self._transport.send(Resource, "POST", self.path, data=form, files=files, repeatable=False)
 
     def download(self, file_id: str, destination: Path, *, sha256: str | None = None) -> Path:
-        """Download the rows to `destination`, which is written completely or not at all, and return it.
+        """Download the rows to `destination`, atomically, and return it.
 
         Raises:
             ArtifactCorruptError: `sha256` is given and the content has another digest.
@@ -407,7 +404,7 @@ class Files(Collection):
         return self._transport.save(f"/v1/files/{file_id}/content", destination, name=file_id, sha256=sha256)
 
     def delete(self, identifier: str) -> None:
-        """Delete a file. Refused while an unfinished job uses it."""
+        """Delete a file. Fails while an unfinished job uses it."""
         self._transport.request("DELETE", f"{self.path}/{identifier}", repeatable=True)
 
 
@@ -415,10 +412,10 @@ _RECONNECT_PAUSE_S = 0.5
 
 
 class Jobs(Collection):
-    """Distillation jobs. Deleting a finished one deletes its model and logs.
+    """Distillation jobs. Deleting a finished job deletes its model and logs.
 
     Args:
-        outage_s: seconds for which `wait` and `events` tolerate a server that does not answer, such as in a restart.
+        outage_s: max seconds that `wait` and `events` tolerate an unavailable server, e.g. a restart.
     """
 
     path = "/jobs"
@@ -431,29 +428,29 @@ class Jobs(Collection):
     def create(self, spec: JobSpec | dict[str, Any], idempotency_key: str | None = None) -> Job:
         """Submit a job.
 
-        Without an idempotency key one is generated, so a retry after a broken connection cannot submit the job twice.
-        Pass your own to be safe across restarts of your program as well.
+        A generated idempotency key prevents duplicate jobs by retries. Pass your own key to also prevent duplicates
+        after restarts of your program.
 
         Raises:
-            InvalidRequestError: the spec is refused; `errors` names field, value and what is accepted.
+            InvalidRequestError: invalid spec; `errors` has field, value and accepted values.
         """
         return self.send("POST", "/jobs", json=_to_document(spec), headers=make_idempotency_header(idempotency_key))
 
     def clone(self, job_id: str, changes: Mapping[str, Any] | None = None, idempotency_key: str | None = None) -> Job:
-        """Submit a new job with the spec of another job and some changes.
+        """Submit a new job with the changed spec of another job.
 
         Args:
-            changes: values by dotted path, such as `{"training.max_steps": 100, "data.sources.0.weight": 2.0}`.
+            changes: values by dotted path, e.g. `{"training.max_steps": 100, "data.sources.0.weight": 2.0}`.
             idempotency_key: as in `create`.
 
         Raises:
-            InvalidRequestError: the changed spec is refused; `errors` names field, value and what is accepted.
+            InvalidRequestError: invalid spec; `errors` has field, value and accepted values.
             InvalidInputError: a path does not exist in the spec.
         """
         return self.create(apply_changes(self.get(job_id).spec, changes or {}), idempotency_key)
 
     def validate(self, spec: JobSpec | dict[str, Any]) -> Resource:
-        """Check a spec as `create` does and estimate its cost, without submitting it."""
+        """Validate a spec as `create` does, and estimate its cost, without submitting it."""
         return self._transport.send(Resource, "POST", "/jobs/validate", json=_to_document(spec), repeatable=True)
 
     def recipes(self) -> builtins.list[Resource]:
@@ -464,45 +461,45 @@ class Jobs(Collection):
         return self.send("GET", f"/jobs/{identifier}")
 
     def cancel(self, job_id: str) -> Job:
-        """Ask a job to end. Idempotent."""
+        """Request cancellation of a job. Idempotent."""
         return self.send("POST", f"/jobs/{job_id}/cancel")
 
     def pause(self, job_id: str) -> Job:
-        """Ask a job to checkpoint and free the cluster. Idempotent."""
+        """Request that a job saves a checkpoint and frees its workers. Idempotent."""
         return self.send("POST", f"/jobs/{job_id}/pause")
 
     def resume(self, job_id: str, *, cost_cap: float | None = None) -> Job:
-        """Queue a paused job again; it continues from its last checkpoint.
+        """Resume a paused job from its last checkpoint.
 
         Args:
-            cost_cap: replaces `limits.cost_cap`, for a job that was paused because of its cost.
+            cost_cap: new `limits.cost_cap`, for a job that its cost cap paused.
         """
         body = None if cost_cap is None else {"cost_cap": cost_cap}
         return self.send("POST", f"/jobs/{job_id}/resume", json=body)
 
     def wait(self, job_id: str, timeout: float | None = None, *, poll_interval: float = 1.0) -> Job:
-        """Block until the job has finished, successfully or not, and return it.
+        """Block until the job has succeeded, failed or been canceled, and return it.
 
         Args:
-            timeout: seconds; None: no limit.
+            timeout: max seconds; None: no limit.
 
         Raises:
-            WaitTimeoutError: the job has not finished in time; it goes on.
+            WaitTimeoutError: timeout; the job keeps running.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        patience = OutageTimer(self._outage_s)
+        outage = OutageTimer(self._outage_s)
         while True:
             try:
                 job = self.get(job_id)
-                patience.reset()
+                outage.reset()
                 if job.finished:
                     return job
             except (UnreachableError, ServiceUnavailableError) as error:
-                patience.wait_or_raise(error, poll_interval)
+                outage.wait_or_raise(error, poll_interval)
             if deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeoutError(
-                    f"Job {job_id} has not finished within {timeout:g} s; it keeps running. "
-                    f"`swiftkv jobs watch {job_id}` follows it, `swiftkv jobs cancel {job_id}` ends it."
+                    f"Job {job_id} did not finish within {timeout:g} s and keeps running. To follow it: "
+                    f"`swiftkv jobs watch {job_id}`. To cancel it: `swiftkv jobs cancel {job_id}`."
                 )
             time.sleep(poll_interval)
 
@@ -510,24 +507,24 @@ class Jobs(Collection):
         """Yield a job's events in order, each once.
 
         Args:
-            follow: continue until the job has finished, across broken connections and restarts of the server.
-            after: id of the last event already seen.
+            follow: continue until the job ends, across broken connections and server restarts.
+            after: id of the last event already received.
         """
         if not follow:
             yield from self._list_events(job_id, after)
             return
-        patience = OutageTimer(self._outage_s)
+        outage = OutageTimer(self._outage_s)
         while True:
             try:
                 for event in self._stream_events(job_id, after):
-                    patience.reset()
+                    outage.reset()
                     after = event.id
                     yield event
-                # The stream ends with the job, or at a proxy's time limit: the job's status tells which.
+                # The stream ends with the job or at a proxy's timeout; the job's status decides.
                 finished = self.get(job_id).finished
-                patience.reset()
+                outage.reset()
             except (UnreachableError, ServiceUnavailableError) as error:
-                patience.wait_or_raise(error, _RECONNECT_PAUSE_S)
+                outage.wait_or_raise(error, _RECONNECT_PAUSE_S)
                 continue
             if finished:
                 yield from self._list_events(job_id, after)
@@ -539,10 +536,10 @@ class Jobs(Collection):
         return sorted(self._transport.list(Resource, f"/jobs/{job_id}/metrics"), key=lambda point: point.step)
 
     def logs(self, job_id: str, follow: bool = False, *, tail_lines: int | None = None) -> Iterator[str]:
-        """Yield the lines of the log; with `follow`, as they are written until the job has finished.
+        """Yield log lines. `follow`: yield new lines until the job ends.
 
         Args:
-            tail_lines: only the last lines of the newest attempt; not with `follow`.
+            tail_lines: yield only the last lines of the newest attempt; not with `follow`.
         """
         params = {"follow": "true"} if follow else {}
         if tail_lines is not None:
@@ -559,7 +556,7 @@ class Jobs(Collection):
         return self._transport.list(Resource, f"/jobs/{job_id}/artifacts")
 
     def download(self, job_id: str, path: str, destination: Path, *, sha256: str | None = None) -> Path:
-        """Download one file of the artifact to `destination`, which is written completely or not at all, and return it.
+        """Download a file of the artifact to `destination`, atomically, and return it.
 
         Raises:
             ArtifactCorruptError: `sha256` is given and the content has another digest.
@@ -569,11 +566,11 @@ class Jobs(Collection):
         )
 
     def list_tracking_files(self, job_id: str) -> list[Resource]:
-        """List files of W&B runs that have not been uploaded to W&B."""
+        """List files of offline W&B runs."""
         return self._transport.list(Resource, f"/jobs/{job_id}/tracking")
 
     def download_tracking_file(self, job_id: str, path: str, destination: Path) -> Path:
-        """Download one file of a W&B run to `destination`, completely or not at all, and return it."""
+        """Download a file of an offline W&B run to `destination`, atomically, and return it."""
         return self._transport.save(
             f"/jobs/{job_id}/tracking/{path}", destination, name=f"{path} of {job_id}", sha256=None
         )
@@ -586,17 +583,16 @@ class Jobs(Collection):
         metadata: dict[str, str] | None = None,
         limit: int | None = None,
     ) -> list[Job]:
-        """List jobs, newest first; all of them without `limit`."""
+        """List jobs, newest first; all without `limit`."""
         params = {"status": status, "model": model, **{f"metadata.{k}": v for k, v in (metadata or {}).items()}}
         return [self._update_known_job(job) for job in self._transport.list(Job, "/jobs", _drop_none(params), limit)]
 
     def send(self, method: str, path: str, **options: Any) -> Job:
-        """Send a request that may be repeated, and return its job. Arguments and errors as those of
-        `Transport.request`."""
+        """Send a retryable request and return its job. Arguments and errors: as `Transport.request`."""
         return self._update_known_job(self._transport.send(Job, method, path, **options, repeatable=True))
 
     def _update_known_job(self, fresh: Job) -> Job:
-        """Return this client's one object for the job, updated from `fresh`."""
+        """Update this client's object of the job from `fresh`, and return it."""
         known = self._known_jobs.get(fresh.id)
         if known is None:
             self._known_jobs[fresh.id] = fresh
@@ -614,11 +610,11 @@ class Jobs(Collection):
         headers = {"Accept": "text/event-stream", **({"Last-Event-ID": after} if after else {})}
         with self._transport.stream("GET", f"/jobs/{job_id}/events", headers=headers) as response:
             for message in iter_events(response):
-                # Skip anything else on the stream, such as messages of a newer server.
+                # Skip unknown messages, e.g. of a newer server.
                 with suppress(ValidationError):
                     yield JobEvent.model_validate_json(message.data)
 
 
 def _to_document(spec: JobSpec | dict[str, Any]) -> dict[str, Any]:
-    # Only fields that were set: the defaults are the server's, which may be newer than this client.
+    # Only set fields: defaults are the server's, which may be newer than this client.
     return spec.model_dump(mode="json", exclude_unset=True) if isinstance(spec, JobSpec) else spec

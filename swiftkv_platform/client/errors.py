@@ -1,9 +1,9 @@
-"""Errors of failed calls, made from the server's problem details (RFC 9457). Knows status codes, no transport.
+"""Errors of failed calls, parsed from the server's problem details (RFC 9457).
 
 SwiftKVError
-├── UnreachableError             nothing answers at the address
-├── WaitTimeoutError             the job had not finished in time
-└── APIError                     the server refused: status, code, errors[]
+├── UnreachableError             no response from the address
+├── WaitTimeoutError             a wait timed out
+└── APIError                     error response: status, code, errors[]
     ├── InvalidRequestError      400, 413, 415, 422; also an InvalidInputError
     ├── AuthenticationError      401, 403
     ├── ResourceNotFoundError    404; also a NotFoundError
@@ -23,11 +23,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, SwiftKVError
 
 _MAX_EXCERPT = 500
-"""Most characters that a message shows of an answer that is not a problem document."""
+"""Max characters of a plain-text error response in a message."""
 
 
 class FieldError(BaseModel):
-    """One field that was refused."""
+    """An invalid field of a request."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -55,19 +55,19 @@ class Problem(BaseModel):
 
 
 class UnreachableError(SwiftKVError):
-    """No connection, or one that broke; the message says how to find or start the server."""
+    """No connection, or a broken one; the message says how to start the server."""
 
     code = "unreachable"
 
 
 class WaitTimeoutError(SwiftKVError):
-    """A wait ran out of time; the job or deployment goes on."""
+    """A wait timed out; the job or deployment keeps running."""
 
     code = "wait_timeout"
 
 
 class APIError(SwiftKVError):
-    """The server answered with an error."""
+    """The server returned an error."""
 
     def __init__(self, problem: Problem, *, request: str, retry_after: float | None = None) -> None:
         first = problem.errors[0] if problem.errors else FieldError()
@@ -76,9 +76,9 @@ class APIError(SwiftKVError):
         """HTTP status code."""
         self.code = problem.code
         self.errors = problem.errors
-        """One entry per refused field: `field`, `value`, `message`."""
+        """One entry per invalid field: `field`, `value`, `message`."""
         self.retry_after = retry_after
-        """Seconds that the server asks to wait; None if it does not."""
+        """Seconds of the `Retry-After` header, if any."""
 
 
 class InvalidRequestError(APIError, InvalidInputError):
@@ -125,9 +125,9 @@ _ERROR_BY_STATUS: dict[int, type[APIError]] = {
 
 _ADVICE_BY_STATUS: dict[int, str] = {
     401: "Pass api_key= (command line: SWIFTKV_API_KEY).",
-    403: "Use a key that has the scope for this, or ask the operator for it.",
-    404: "`swiftkv jobs list`, `swiftkv models list` and `swiftkv deployments list` show what exists.",
-    413: "Send less at once, or ask the operator to raise SWIFTKV_MAX_REQUEST_BYTES.",
+    403: "Use a key with the required scope, or ask the operator for it.",
+    404: "To find ids: `swiftkv jobs list`, `swiftkv models list`, `swiftkv deployments list`.",
+    413: "Send a smaller request, or ask the operator to raise SWIFTKV_MAX_REQUEST_BYTES.",
 }
 
 
@@ -156,18 +156,18 @@ def _parse_problem(response: httpx.Response) -> Problem:
             document = {"detail": refused["message"], "code": refused["code"], "errors": fields}
         return Problem.model_validate({"status": response.status_code, **document})
     except (ValueError, TypeError, KeyError, AttributeError, ValidationError):
-        # A proxy in between, or Ray Serve itself, may answer in plain text.
+        # Proxies and Ray Serve may return plain text.
         detail = response.text[:_MAX_EXCERPT].strip()
         return Problem(status=response.status_code, title=response.reason_phrase, detail=detail)
 
 
 def _format_message(problem: Problem, request: str, retry_after: float | None) -> str:
-    lines = [problem.detail or problem.title or "The server gave no reason."]
+    lines = [problem.detail or problem.title or "The server reported no reason."]
     lines += [f"  {error}" for error in problem.errors if error.message not in lines[0]]
     if retry_after is not None:
-        lines.append(f"Try again in {retry_after:g} s.")
+        lines.append(f"Retry in {retry_after:g} s.")
     elif problem.status in _ADVICE_BY_STATUS:
         lines.append(_ADVICE_BY_STATUS[problem.status])
     elif problem.status >= 500:
-        lines.append("The server's log says more.")
+        lines.append("See the server's log for details.")
     return "\n".join(lines) + f"\n({problem.status} {problem.code}, {request})"

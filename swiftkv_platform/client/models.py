@@ -1,4 +1,4 @@
-"""Objects that the control plane and `/generate` return, with the answer's JSON fields as attributes."""
+"""Objects that the control plane and `/generate` return, with JSON fields as attributes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ FINISHED: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 
 
 class Resource(BaseModel):
-    """An object of the API, such as a model, a deployment or an estimate. `docs/reference` lists its fields.
+    """An object of the API, e.g. a model, deployment or estimate. `docs/reference` lists its fields.
 
-    Nested JSON objects are dictionaries, unless a subclass declares them. A field that the answer lacks, since
-    its server is older, is None. `model_dump()` returns the answer's JSON.
+    Nested objects are dictionaries unless a subclass declares them. A field that an older server does not return is
+    None. `model_dump()` returns the JSON.
     """
 
     model_config = ConfigDict(extra="allow", use_attribute_docstrings=True, protected_namespaces=())
@@ -27,7 +27,7 @@ class Resource(BaseModel):
 class Job(Resource):
     """A distillation job.
 
-    Live: a client has one object per id, and every later answer about that job updates it.
+    A client has one object per id; later responses about the job update it.
     """
 
     id: str
@@ -35,31 +35,31 @@ class Job(Resource):
     status_reason: Resource | None = None
     """`code`, `message` and `field`."""
     phase: str | None = None
-    """Phase of a job on the cluster: `write`, `prepare`, `calibrate`, `train`, `evaluate` or `publish`."""
+    """Phase of a running job: `write`, `prepare`, `calibrate`, `train`, `evaluate` or `publish`."""
     phase_progress: Resource | None = None
-    """Progress of that phase: `part`, `done`, `total`; for steps of `train` see `progress`."""
+    """Progress of the phase: `part`, `done`, `total`. Training steps are in `progress`."""
     created_at: int
-    """Unix seconds, as all times here."""
+    """Unix seconds."""
     progress: Resource | None = None
     """`step`, `total_steps`, `tokens`, `percent`, `seconds_remaining`."""
     spec: dict[str, Any] = {}
     distilled_model: str | None = None
     """Id of the model (`mdl_...`) to deploy."""
     error: Resource | None = None
-    """`code`, `message`, `param` (dotted path of the field at fault) and `cure`."""
+    """`code`, `message`, `param` (dotted path of the invalid field) and `cure` (how to fix it)."""
 
     @property
     def finished(self) -> bool:
-        """Whether the job has reached a final status."""
+        """Whether the job has succeeded, failed or been canceled."""
         return self.status in FINISHED
 
 
 class JobEvent(Resource):
-    """Something that happened to a job."""
+    """An event of a job."""
 
     id: str
     created_at: int
-    """Unix seconds, by the clock of the machine that wrote the event."""
+    """Unix seconds, by the writing machine's clock."""
     level: str = "info"
     type: str
     message: str = ""
@@ -67,12 +67,12 @@ class JobEvent(Resource):
 
     @property
     def time(self) -> float:
-        """`created_at`, as events that a local run reads name it."""
+        """`created_at`, under the name that attempt events use."""
         return float(self.created_at)
 
 
 class Generation(Resource):
-    """An answer of `/generate`, or one event of a stream, whose texts are the new parts."""
+    """A response of `/generate`, or a chunk of its stream with the new text."""
 
     choices: list[Resource] = []
     """`index`, `text`, `token_ids`, `finish_reason`."""

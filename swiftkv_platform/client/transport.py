@@ -1,4 +1,4 @@
-"""HTTP requests with retries and typed errors, and streamed bodies. Knows none of the routes."""
+"""HTTP requests with retries and typed errors, and streamed bodies, for any route."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Transport:
     """Connection to one server.
 
     Args:
-        unreachable_advice: advice for when nothing answers, appended to the error's message.
-        max_retries: retries after a connection error or a 503 with `Retry-After`; pauses double from 0.25 s unless the
-            server names one.
-        transport: replaces the network, for tests.
+        unreachable_advice: appended to the message of `UnreachableError`.
+        max_retries: max retries after a connection error or a 503 with `Retry-After`. Back-off doubles from 0.25 s,
+            or follows `Retry-After`.
+        transport: httpx transport for tests.
     """
 
     def __init__(
@@ -79,31 +79,31 @@ class Transport:
         """Send one request and return its successful response.
 
         Args:
-            repeatable: whether the request may be sent again even if it may have arrived already.
-            options: those of `httpx.Client.request`, such as `json`, `params` and `headers`.
+            repeatable: whether the request is safe to send again after it may have arrived.
+            options: options of `httpx.Client.request`, e.g. `json`, `params` and `headers`.
 
         Raises:
-            APIError: the server answered with an error.
-            UnreachableError: no connection after all retries, or the answer is not this API's.
+            APIError: the server returned an error.
+            UnreachableError: no connection after all retries, or a response of another server.
         """
         for attempt in range(self._max_retries + 1):
-            last = attempt == self._max_retries
+            is_last = attempt == self._max_retries
             pause = _FIRST_BACKOFF_S * 2**attempt
             try:
                 response = self._http.request(method, path, **options)
             except httpx.TransportError as error:
-                if last or not (repeatable or isinstance(error, _CONNECT_ERRORS)):
+                if is_last or not (repeatable or isinstance(error, _CONNECT_ERRORS)):
                     raise self.make_unreachable_error(error) from error
             else:
                 if response.is_success:
                     kind = response.headers.get("content-type", "").partition(";")[0]
                     if response.content and kind != "application/json":
-                        raise self._make_wrong_server_error(f"{method} {path} gave {kind or 'no type'} instead of JSON")
+                        raise self._make_wrong_server_error(f"{method} {path} returned {kind or 'no type'}, not JSON")
                     return response
-                asked = parse_retry_after(response)
-                if last or response.status_code != 503 or asked is None:
+                retry_after = parse_retry_after(response)
+                if is_last or response.status_code != 503 or retry_after is None:
                     raise make_api_error(response)
-                pause = asked
+                pause = retry_after
             time.sleep(min(pause, _MAX_BACKOFF_S))
         raise AssertionError("the last attempt returns or raises")
 
@@ -112,19 +112,19 @@ class Transport:
         return self.send(kind, "GET", path, params=params, repeatable=True)
 
     def send(self, kind: type[Item], method: str, path: str, **options: Any) -> Item:
-        """Send a request and parse its answer. Arguments and errors as those of `request`."""
+        """Send a request and parse its response. Arguments and errors: as `request`."""
         return self.read(kind, self.request(method, path, **options).json())
 
     def read(self, kind: type[Item], document: Any) -> Item:
-        """Parse an answer. Raises `UnreachableError` if it is not a `kind`, since it then comes from another server."""
+        """Parse a response. Raises `UnreachableError` if it is not a `kind`, i.e. comes from another server."""
         try:
             return kind.model_validate(document)
         except ValidationError as error:
-            raise self._make_wrong_server_error(f"its answer is no {kind.__name__.lstrip('_')}") from error
+            raise self._make_wrong_server_error(f"the response is not a {kind.__name__.lstrip('_')}") from error
 
     def iter_entries(self, path: str, params: dict[str, Any] | None = None, limit: int | None = None) -> Iterator[Any]:
-        """Yield the entries of a list across its pages, at most `limit`. Ids of entries that the server cannot read are
-        logged. Raises as `request`."""
+        """Yield the entries of a list across its pages, max `limit`. Logs ids of entries that the server cannot read.
+        Raises as `request`."""
         left = limit
         params = dict(params or {})
         while left is None or left > 0:
@@ -132,7 +132,7 @@ class Transport:
             page = self.get(_Page, path, {**params, "limit": size})
             yield from page.data
             if page.left_out:
-                _LOG.warning("%s leaves out what the server cannot read: %s", path, ", ".join(page.left_out))
+                _LOG.warning("%s omits entries that the server cannot read: %s", path, ", ".join(page.left_out))
             if not page.has_more:
                 return
             left = None if left is None else left - len(page.data)
@@ -146,11 +146,11 @@ class Transport:
 
     @contextmanager
     def stream(self, method: str, path: str, **options: Any) -> Iterator[httpx.Response]:
-        """Open a streaming response. Not retried. `options`: those of `httpx.Client.stream`.
+        """Open a streaming response, without retries. `options`: options of `httpx.Client.stream`.
 
         Raises:
-            APIError: the server answered with an error.
-            UnreachableError: no connection, or one that broke while the body was read.
+            APIError: the server returned an error.
+            UnreachableError: no connection, or a connection that broke during the body.
         """
         try:
             with self._http.stream(method, path, **options) as response:
@@ -162,13 +162,13 @@ class Transport:
             raise self.make_unreachable_error(error) from error
 
     def save(self, path: str, destination: Path, *, name: str, sha256: str | None) -> Path:
-        """Download a body to `destination`, which is written completely or not at all, and return it.
+        """Download a body to `destination`, atomically, and return it.
 
         Args:
             name: name of the body in messages.
 
         Raises:
-            ArtifactCorruptError: `sha256` is given and the body has another digest.
+            ArtifactCorruptError: the body's digest is not `sha256`.
         """
         destination.parent.mkdir(parents=True, exist_ok=True)
         partial = destination.with_name(destination.name + ".part")
@@ -180,7 +180,7 @@ class Transport:
                     digest.update(chunk)
             if sha256 is not None and digest.hexdigest() != sha256:
                 raise ArtifactCorruptError(
-                    f"{name} has the digest {digest.hexdigest()} instead of {sha256}; fetch it again",
+                    f"{name} has digest {digest.hexdigest()}, expected {sha256}; download it again",
                     field=name,
                     value=digest.hexdigest(),
                 )
@@ -191,16 +191,15 @@ class Transport:
 
     def make_unreachable_error(self, error: Exception) -> UnreachableError:
         reason = str(error) or type(error).__name__
-        return UnreachableError(f"No answer from {self.base_url}: {reason}.\n{self._unreachable_advice}")
+        return UnreachableError(f"No response from {self.base_url}: {reason}.\n{self._unreachable_advice}")
 
-    def _make_wrong_server_error(self, what: str) -> UnreachableError:
-        return UnreachableError(
-            f"{self.base_url} answers, but {what}: is this the server's address?\n{self._unreachable_advice}"
-        )
+    def _make_wrong_server_error(self, reason: str) -> UnreachableError:
+        message = f"{self.base_url} is another server: {reason}. Check the URL.\n{self._unreachable_advice}"
+        return UnreachableError(message)
 
 
 class OutageTimer:
-    """Tolerates failures until the server has not answered for `outage_s` seconds without a break."""
+    """Tolerates failed requests for `outage_s` consecutive seconds."""
 
     def __init__(self, outage_s: float) -> None:
         self._outage_s = outage_s
@@ -210,7 +209,7 @@ class OutageTimer:
         self._outage_started = None
 
     def wait_or_raise(self, error: UnreachableError | ServiceUnavailableError, pause: float) -> None:
-        """Sleep before the next try, or raise `error` if the outage has lasted too long."""
+        """Sleep before the next attempt, or raise `error` if the outage is too long."""
         now = time.monotonic()
         self._outage_started = self._outage_started or now
         if now - self._outage_started >= self._outage_s:
@@ -219,16 +218,16 @@ class OutageTimer:
 
 
 def _check_header(name: str, value: str) -> str:
-    """Return `value` if an HTTP header may have it. Raises `InvalidInputError`, without the value, which may be
+    """Return `value` if it is valid in an HTTP header. Raises `InvalidInputError` without the value, a possible
     secret."""
     if not (value.isascii() and value.isprintable()):
-        message = f"{name} has a line break or another character that an HTTP header cannot hold; use printable ASCII"
+        message = f"{name} has a line break or another character that HTTP headers do not allow; use printable ASCII"
         raise InvalidInputError(message, field=name)
     return value
 
 
 def make_idempotency_header(key: str | None) -> dict[str, str]:
-    """Return the `Idempotency-Key` header, with a generated key if none is given. Raises `InvalidInputError`."""
+    """Return the `Idempotency-Key` header; without a key, generate one. Raises `InvalidInputError`."""
     return {"Idempotency-Key": _check_header("idempotency_key", key) if key else str(ULID())}
 
 
@@ -237,7 +236,7 @@ def _parse_base_url(base_url: str) -> httpx.URL:
         url = httpx.URL(base_url)
         if url.scheme in ("http", "https") and url.host:
             return url
-    raise InvalidInputError.for_field("base_url", base_url, "; an address such as http://127.0.0.1:8000 is accepted")
+    raise InvalidInputError.for_field("base_url", base_url, "; expected a URL, e.g. http://127.0.0.1:8000")
 
 
 def _is_loopback(host: str) -> bool:
@@ -247,8 +246,8 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-# `str.splitlines` and httpx also break lines at U+2028 and similar characters, which a log may contain. A final \r is
-# held back, since \n may follow.
+# Unlike `str.splitlines` and httpx, do not break lines at U+2028 and similar characters of a log. A final \r stays in
+# the buffer, since \n may follow.
 _LINE_END = re.compile(rb"\r\n|\n|\r(?=[^\n])")
 
 
@@ -264,9 +263,9 @@ def iter_lines(chunks: Iterable[bytes]) -> Iterator[str]:
 
 
 def iter_events(response: httpx.Response) -> Iterator[ServerSentEvent]:
-    """Yield complete events with data; keep-alive comments give events without data.
+    """Yield events with data; skips keep-alive comments.
 
     Raises:
-        httpx_sse.SSEError: the response is not an event stream. It is an `httpx.TransportError`.
+        httpx_sse.SSEError: the response is not an event stream; a subclass of `httpx.TransportError`.
     """
     return (event for event in EventSource(response).iter_sse() if event.data)

@@ -1,1 +1,1 @@
-"""Ray and a control plane on this machine: started, watched and stopped for `swiftkv up|down|status` and the demo."""
+"""The local platform: Ray and a control plane on this machine, for `swiftkv up|down|status` and the demo."""

@@ -1,12 +1,11 @@
-"""Back up database and object store to a directory, and restore them. Knows rows and objects, not what they mean; rows
-can be restored into another kind of database.
+"""Back up database and object store to a directory, and restore them. SQLite and PostgreSQL can be exchanged.
 
-    backup.json             summary with a checksum of each list; written last, so its presence means a complete backup
-    tables/{name}.jsonl     rows, all of one snapshot
+    backup.json             summary with a checksum per list; written last, so it marks a complete backup
+    tables/{name}.jsonl     rows of one database snapshot
     objects.jsonl           key, size and SHA-256 of each object
-    objects/{key}           the objects themselves, unless they were left out
+    objects/{key}           the objects, unless only listed
 
-The database is copied first: objects are written before the rows that name them, so every named object is there.
+The database is copied first: objects are stored before rows refer to them, so no referenced object is missing.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ from swiftkv_platform.storage.object_store import CHUNK_SIZE, PROBE_KEY, ObjectI
 _SUMMARY_FILE = "backup.json"
 _OBJECTS_FILE = "objects.jsonl"
 _MAX_NAMED_OBJECTS = 3
-"""Most missing objects that a message names."""
+"""Max missing objects that an error message names."""
 _ROWS_PER_BATCH = 500
-"""Rows that are read, or inserted, at once."""
+"""Rows per SELECT or INSERT batch."""
 _EXCLUDED_TABLES = {LeaseRow.__tablename__, SessionRow.__tablename__}
-"""Tables whose rows are of no use to another control plane, or at another time."""
+"""Tables with short-lived rows: leases and sessions."""
 
 
 class ListedFile(FrozenModel):
-    """Line count and checksum of a list in the backup."""
+    """Line count and checksum of a file in the backup."""
 
     lines: int
     sha256: str
@@ -80,18 +79,19 @@ def back_up(database: Database, store: ObjectStore, directory: Path, *, objects:
     """Copy all rows and objects to a new or empty directory.
 
     Args:
-        objects: copy the objects as well; False only lists them, for stores that are backed up by other means.
+        objects: copy the objects; False only lists them, for a store with its own backups.
 
     Raises:
         ConflictError: the directory is not empty.
-        StorageError: the store fails, or the directory cannot be written.
-        DatabaseUnavailableError: the database does not answer.
+        StorageError: the store failed, or the directory is not writable.
+        DatabaseUnavailableError: the database is unavailable.
     """
     with _convert_file_errors(directory):
         if directory.exists() and any(directory.iterdir()):
             raise ConflictError(
-                f"{directory} is not empty; name a new directory", field="directory", value=str(directory)
+                f"{directory} is not empty; use a new directory", field="directory", value=str(directory)
             )
+        # 1. copy the rows of one snapshot
         (directory / "tables").mkdir(parents=True)
         listed: dict[str, ListedFile] = {}
         with database.reading() as session:
@@ -102,7 +102,9 @@ def back_up(database: Database, store: ObjectStore, directory: Path, *, objects:
                 path = _get_table_path(directory, table.name)
                 number = _write_rows(session, table, path)
                 listed[table.name] = ListedFile(lines=number, sha256=_compute_sha256(path))
+        # 2. copy or list the objects
         number, size = _copy_objects(store, directory, objects=objects)
+        # 3. write the summary, which marks the backup as complete
         backup = Backup(
             created_at=time.time(),
             schema_revision=schema,
@@ -117,51 +119,55 @@ def back_up(database: Database, store: ObjectStore, directory: Path, *, objects:
 
 
 def restore(database: Database, store: ObjectStore, directory: Path, *, allow_missing: bool = False) -> Backup:
-    """Copy a backup's objects to the store, then its rows to an empty database. Can be repeated after a failure.
-
-    Nothing is written before the backup's lists have been checked, and no row before the last object.
+    """Copy a backup's objects to the store, then its rows to an empty database. Safe to repeat after a failure.
 
     Args:
-        allow_missing: continue if objects that the backup only lists are not in the store.
+        allow_missing: continue if listed objects are missing in the store.
 
     Raises:
-        InvalidInputError: the directory holds no complete backup, or one of another schema.
-        ArtifactCorruptError: a file differs from its checksum, or objects are missing.
+        InvalidInputError: the directory has no complete backup, or a backup of another schema.
+        ArtifactCorruptError: a checksum does not match, or objects are missing.
         ConflictError: the database is not empty.
         StorageError, DatabaseUnavailableError: as `back_up`.
     """
     with _convert_file_errors(directory):
+        # 1. verify checksums, schema and the empty database, before any write
         backup = _read_summary(directory)
         _verify_checksums(directory, backup)
         with database.reading() as session:
             present = get_current_revision(session.connection())
         if present != backup.schema_revision:
             raise InvalidInputError(
-                f"the backup has schema {backup.schema_revision}, the database {present or 'none'}; restore with the "
-                "version that made the backup, and upgrade afterwards",
+                f"the backup has schema {backup.schema_revision}, the database has {present or 'none'}; restore with "
+                "the version that made the backup, then upgrade",
                 field="directory",
                 value=backup.schema_revision,
             )
-        _insert_rows(database, {})  # refuse a database that is not empty before copying objects
+        _insert_rows(database, {})  # raises unless the database is empty
+        # 2. copy the objects
         missing = [item for item in _read_objects(directory) if not _restore_object(store, directory, backup, item)]
         if missing and not allow_missing:
             names = ", ".join(item.key for item in missing[:_MAX_NAMED_OBJECTS])
             raise ArtifactCorruptError(
-                f"{len(missing)} objects that the backup lists are not in {store.uri} as they were ({names}); copy "
-                "them there first, or leave them out with --allow-missing",
+                f"{len(missing)} listed objects are missing or changed in {store.uri} ({names}); copy them there "
+                "first, or use --allow-missing",
                 field="directory",
                 value=missing[0].key,
             )
-        move = partial(_replace_store_uri, before=backup.store_uri, now=store.uri)
+        # 3. insert the rows
+        replace_uri = partial(_replace_store_uri, old=backup.store_uri, new=store.uri)
         _insert_rows(
             database,
-            {table.name: map(move, _read_rows(_get_table_path(directory, table.name))) for table in list_tables()},
+            {
+                table.name: map(replace_uri, _read_rows(_get_table_path(directory, table.name)))
+                for table in list_tables()
+            },
         )
     return backup
 
 
 def _copy_objects(store: ObjectStore, directory: Path, *, objects: bool) -> tuple[int, int]:
-    """Copy or list all objects and return their number and bytes. Objects deleted meanwhile are left out."""
+    """Copy or list all objects; return their number and bytes. Skips objects deleted during the copy."""
     number = size = 0
     with (directory / _OBJECTS_FILE).open("w", encoding="utf-8") as file:
         for info in store.list(""):
@@ -187,8 +193,7 @@ def _read_summary(directory: Path) -> Backup:
         return Backup.model_validate_json((directory / _SUMMARY_FILE).read_bytes())
     except (FileNotFoundError, ValidationError) as error:
         raise InvalidInputError(
-            f"{directory} holds no complete backup ({_SUMMARY_FILE}: {error}); name a directory that `swiftkv backup` "
-            "wrote",
+            f"{directory} is not a complete backup ({_SUMMARY_FILE}: {error}); use a directory from `swiftkv backup`",
             field="directory",
             value=str(directory),
         ) from error
@@ -210,7 +215,7 @@ def _read_objects(directory: Path) -> Iterator[ListedObject]:
 
 
 def _restore_object(store: ObjectStore, directory: Path, backup: Backup, item: ListedObject) -> bool:
-    """Copy an object to the store if the backup has it. Returns whether the store then holds it as listed."""
+    """Copy an object to the store if the backup has it. Returns whether the store has it afterwards."""
     present = store.head(item.key)
     if not backup.has_objects:
         return present is not None and present.size == item.size
@@ -223,16 +228,16 @@ def _restore_object(store: ObjectStore, directory: Path, backup: Backup, item: L
     return True
 
 
-def _replace_store_uri(value: Any, before: str, now: str) -> Any:
-    """Return the value with each `artifact_uri` below `before` moved to `now`."""
+def _replace_store_uri(value: Any, old: str, new: str) -> Any:
+    """Replace the prefix `old` of every nested `artifact_uri` by `new`."""
     if isinstance(value, list):
-        return [_replace_store_uri(item, before, now) for item in value]
+        return [_replace_store_uri(item, old, new) for item in value]
     if not isinstance(value, dict):
         return value
     return {
-        key: now + item.removeprefix(before)
-        if key == "artifact_uri" and isinstance(item, str) and item.startswith(f"{before}/")
-        else _replace_store_uri(item, before, now)
+        key: new + item.removeprefix(old)
+        if key == "artifact_uri" and isinstance(item, str) and item.startswith(f"{old}/")
+        else _replace_store_uri(item, old, new)
         for key, item in value.items()
     }
 
@@ -242,12 +247,12 @@ def _get_table_path(directory: Path, table: str) -> Path:
 
 
 def list_tables() -> list[Table]:
-    """Return the tables of a backup, each after those that it refers to."""
+    """Return the tables of a backup, in order of foreign keys."""
     return [table for table in Base.metadata.sorted_tables if table.name not in _EXCLUDED_TABLES]
 
 
 def _write_rows(session: Session, table: Table, path: Path) -> int:
-    """Write a table's rows to a file, one JSON object a line. Returns how many."""
+    """Write a table's rows to a file, one JSON object per line. Returns the number of rows."""
     number = 0
     query = select(table).order_by(*table.primary_key.columns).execution_options(yield_per=_ROWS_PER_BATCH)
     with path.open("w", encoding="utf-8") as file:
@@ -264,12 +269,12 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _insert_rows(database: Database, rows: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
-    """Insert rows by table into an empty database, all or none. Raises `ConflictError` if it is not empty."""
+    """Insert rows by table into an empty database, in one transaction. Raises `ConflictError` if it is not empty."""
     with database.writing() as session:
         for table in list_tables():
             number = session.scalar(select(func.count()).select_from(table)) or 0
             if number:
-                message = f"the database is not empty, it has {number} rows in {table.name}; restore into an empty one"
+                message = f"the database has {number} rows in {table.name}; restore into an empty database"
                 raise ConflictError(message, field="database_url")
         for table in list_tables():
             left = iter(rows.get(table.name, ()))
@@ -280,11 +285,11 @@ def _insert_rows(database: Database, rows: Mapping[str, Iterable[Mapping[str, An
 
 
 def _set_sequence(session: Session, table: Table) -> None:
-    """Set PostgreSQL's sequence to the greatest inserted number; SQLite does so by itself."""
-    counted = table.autoincrement_column
-    greatest = None if counted is None else session.scalar(select(func.max(counted)))
-    if counted is not None and greatest is not None:
-        session.execute(select(func.setval(func.pg_get_serial_sequence(table.name, counted.name), greatest)))
+    """Set PostgreSQL's sequence to the highest inserted number; SQLite needs no such step."""
+    column = table.autoincrement_column
+    highest = None if column is None else session.scalar(select(func.max(column)))
+    if column is not None and highest is not None:
+        session.execute(select(func.setval(func.pg_get_serial_sequence(table.name, column.name), highest)))
 
 
 def _compute_sha256(path: Path) -> str:
@@ -301,7 +306,7 @@ def _compute_object_sha256(store: ObjectStore, key: str) -> str:
 
 def _make_checksum_error(path: Path) -> ArtifactCorruptError:
     return ArtifactCorruptError(
-        f"{path} differs from its checksum; nothing of it was restored. Take another copy of the backup",
+        f"{path} does not match its checksum, and was not restored; use another copy of the backup",
         field="directory",
         value=str(path),
     )
@@ -313,7 +318,11 @@ def _convert_file_errors(directory: Path) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise ArtifactCorruptError(
-            f"the backup lacks {error.filename}; take another copy of it", field="directory", value=str(directory)
+            f"the backup has no {error.filename}; use another copy of the backup",
+            field="directory",
+            value=str(directory),
         ) from error
     except OSError as error:
-        raise StorageError(f"cannot use {directory}: {error}", field="directory", value=str(directory)) from error
+        raise StorageError(
+            f"cannot read or write {directory}: {error}", field="directory", value=str(directory)
+        ) from error

@@ -1,8 +1,7 @@
-"""End-to-end demo: start a stack of its own, distill a small model, deploy it, generate text, and write a report.
+"""End-to-end demo: start a temporary stack, distill a small model, deploy it, generate text, and write a report.
 
-With `--model smollm2` the student is a real LLM, distilled on its own answers; student and teacher answer the same
-questions, and an interrupted demo continues where it stopped. Uses only public interfaces (stack and client), so any
-user can do the same.
+With `--model smollm2` the teacher is a 135M LLM, distilled on its own completions. Student and teacher answer the same
+questions, and an interrupted demo resumes. Uses only public interfaces (stack and client).
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ from swiftkv_platform.specs import REAL_TEACHER
 
 RECIPE, LLM_RECIPE = "builtin-python-5m", "builtin-smollm2-135m-demo"
 LLM_NAMES = ("smollm2", REAL_TEACHER)
-"""Values of `--model` that select the real LLM."""
+"""Values of `--model` that select the 135M LLM."""
 PROMPT = 'def read_lines(path):\n    """Return the lines of a file."""\n    with open(path) as'
 QUESTIONS = (
-    "What is the capital of Japan?",  # for France the first word is a near tie, which rounding decides per machine
+    "What is the capital of Japan?",  # not France: its top two tokens nearly tie, so rounding decides
     "Explain in two sentences why the sky is blue.",
     "Give me three tips for learning to swim.",
 )
@@ -52,13 +51,13 @@ _MAX_TOKENS, _MAX_ANSWER_TOKENS = 64, 96
 _CHAT_TIMEOUT_S = 300.0
 _LOG_TAIL_LINES = 30
 _MARKER_FILE = "this-is-a-demo"
-"""File that marks a home as made by the demo, so that no directory of the user's is emptied."""
+"""File that marks a demo's home, so that the demo never empties a user's directory."""
 _SPEC_LABEL = "demo-spec"
 
 
 @dataclass
 class Observations:
-    """Ids, text and timings that the demo observed; `demo` in the report."""
+    """Ids, texts and timings of a run; `demo` in the report."""
 
     job_id: str = ""
     model_id: str = ""
@@ -66,9 +65,9 @@ class Observations:
     prompt: str = PROMPT
     generated_text: str = ""
     chat: list[dict[str, str]] = field(default_factory=list)
-    """The LLM's questions, each with the answers of teacher and student."""
+    """Questions with the completions of teacher and student."""
     dtype: str | None = None
-    """Data type that the job trained and measured in."""
+    """Data type of training and evaluation."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by phase, and `total`."""
 
@@ -82,44 +81,45 @@ class Observations:
 def run_demo(
     model: str | None, output: Path, home: Path, console: Console, *, short: bool, keep_running: bool
 ) -> dict[str, Any]:
-    """Run the demo, or continue an LLM's, and return its report. Stops the stack at the end, except after a success
+    """Run the demo, or resume an LLM's, and return its report. Stops the stack at the end, unless the demo succeeded
     with `keep_running`.
 
     Args:
-        model: teacher instead of the built-in one: hub id, directory or one of `LLM_NAMES`.
+        model: hub id, directory or one of `LLM_NAMES`. None: the built-in teacher.
         output: path of the report; the loss curve is written next to it as `demo-loss.png`.
-        home: directory of databases, store and logs; emptied first, except for the LLM.
-        short: for the LLM: run every part within a few minutes, too short to learn anything.
+        home: directory of database, store and logs; emptied first, except for the LLM.
+        short: for the LLM, run all steps within minutes, without learning.
 
     Raises:
-        ModelError: the package with the LLM is not installed; the message has the command.
-        SwiftKVError: a step failed; the output says where the logs are.
+        ModelError: the LLM's package is not installed; the message has the install command.
+        SwiftKVError: a step failed; the output names the log directory.
     """
     is_llm = model in LLM_NAMES
     if is_llm:
-        find_builtin_teacher(REAL_TEACHER)  # raises before anything is started
+        find_builtin_teacher(REAL_TEACHER)  # raises before the stack starts
     spec = build_llm_spec(short=short) if is_llm else build_job_spec(model)
     stack = Stack(make_demo_settings(home.expanduser().resolve()))
     prepare_home(stack, keep=is_llm)
-    place, kept = escape(str(stack.home)), False
+    escaped_home, keep_stack = escape(str(stack.home)), False
     with convert_signals_to_exit():
         try:
             report = _run_steps(output, spec, stack, console, is_llm=is_llm)
-            kept = keep_running
+            keep_stack = keep_running
         finally:
-            if kept:
-                console.print(f"Still running; SWIFTKV_HOME={place} swiftkv down stops it.", soft_wrap=True)
+            if keep_stack:
+                line = f"The platform keeps running. To stop it: SWIFTKV_HOME={escaped_home} swiftkv down"
+                console.print(line, soft_wrap=True)
             else:
                 print_heading(console, "Stopping")
                 stack.down()
-                then = "; the same command continues from there." if is_llm else "."
-                console.print(f"Logs and checkpoints are in {place}{then}", soft_wrap=True)
+                resume = " Run the same command to resume." if is_llm else ""
+                console.print(f"Logs and checkpoints: {escaped_home}.{resume}", soft_wrap=True)
     return report
 
 
 def _run_steps(output: Path, spec: dict[str, Any], stack: Stack, console: Console, *, is_llm: bool) -> dict[str, Any]:
     observed = Observations(prompt=QUESTIONS[0] if is_llm else PROMPT, dtype=spec["model"].get("dtype"))
-    picture, unplotted = output.with_name("demo-loss.png"), None
+    plot_path, plot_error = output.with_name("demo-loss.png"), None
     with observed.measure_phase("total"):
         print_heading(console, "Starting Ray and the control plane")
         with observed.measure_phase("up"):
@@ -136,30 +136,30 @@ def _run_steps(output: Path, spec: dict[str, Any], stack: Stack, console: Consol
                 observed.chat = _compare_answers(client, deployment, observed, console)
             else:
                 _generate_text(client, observed, console)
-                unplotted = plot_loss(client.jobs.metrics(job.id), picture)
+                plot_error = plot_loss(client.jobs.metrics(job.id), plot_path)
     report = build_report(evaluation, vars(observed))
     output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print_heading(console, "Report")
     print_report(report, console)
     console.print(f"Report: {output}", highlight=False, soft_wrap=True)
     if not is_llm:
-        console.print(f"Loss curve: {f'none, {unplotted}' if unplotted else picture}", highlight=False, soft_wrap=True)
+        console.print(f"Loss curve: {plot_error or plot_path}", highlight=False, soft_wrap=True)
     console.print(f"{observed.seconds['total']:.0f} s in all", highlight=False)
     return report
 
 
 def _start_or_resume_job(client: Client, spec: dict[str, Any], console: Console) -> Job:
-    """Return the job that an earlier run created from this spec, resumed if paused, else a new one."""
+    """Return the job of an earlier run with this spec, resumed if paused, else a new job."""
     jobs = client.jobs.list(metadata=spec.get("metadata"))
-    before = [job for job in jobs if job.status not in ("failed", "cancelled")]
-    if not before:
+    earlier = next((job for job in jobs if job.status not in ("failed", "cancelled")), None)
+    if earlier is None:
         return client.jobs.create(spec)
-    console.print(f"Continuing with job {before[0].id}, which is {before[0].status}.", highlight=False)
-    return client.jobs.resume(before[0].id) if before[0].status == "paused" else before[0]
+    console.print(f"Continuing with job {earlier.id} ({earlier.status}).", highlight=False)
+    return client.jobs.resume(earlier.id) if earlier.status == "paused" else earlier
 
 
 def follow_job(client: Client, job: Job, observed: Observations, console: Console) -> Job:
-    """Show a job until it ends, and return it. If it did not succeed, print the end of its logs and raise
+    """Follow a job until it ends, and return it. Unless it succeeded, print the end of its logs and raise
     `SwiftKVError`."""
     with observed.measure_phase("distill"):
         observed.job_id = job.id
@@ -168,8 +168,8 @@ def follow_job(client: Client, job: Job, observed: Observations, console: Consol
     if job.status != "succeeded" or job.distilled_model is None:
         for line in list(client.jobs.logs(job.id))[-_LOG_TAIL_LINES:]:
             console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
-        reason = f"{job.error.code}: {job.error.message}" if job.error else "no reason given"
-        raise SwiftKVError(f"Job {job.id} has {job.status}: {reason}")
+        reason = f"{job.error.code}: {job.error.message}" if job.error else "no reason reported"
+        raise SwiftKVError(f"Job {job.id} is {job.status}: {reason}")
     observed.model_id = job.distilled_model
     return job
 
@@ -199,34 +199,34 @@ def _generate_text(client: Client, observed: Observations, console: Console) -> 
 def _compare_answers(
     client: Client, deployment: Resource, observed: Observations, console: Console
 ) -> list[dict[str, str]]:
-    """Ask a deployed artifact the same questions as student and as teacher, and print both answers."""
+    """Ask a deployed model the same questions in student and teacher mode, and print both completions."""
     print_heading(console, "Asking student and teacher")
     with observed.measure_phase("chat"):
-        students = _ask_questions(deployment.url, deployment.model)
+        student_texts = _ask_questions(deployment.url, deployment.model)
         client.deployments.update(deployment.id, engine={"swiftkv": False})
         deployment = client.deployments.wait_ready(deployment.id)
-        teachers = _ask_questions(deployment.url, deployment.model)
-    talks = [
+        teacher_texts = _ask_questions(deployment.url, deployment.model)
+    chat = [
         {"question": question, "teacher": teacher, "student": student}
-        for question, teacher, student in zip(QUESTIONS, teachers, students, strict=True)
+        for question, teacher, student in zip(QUESTIONS, teacher_texts, student_texts, strict=True)
     ]
-    observed.generated_text = students[0]
-    for talk in talks:
-        for who, text in talk.items():
-            console.print(f"[bold]{who:>9}[/] {escape(text.strip())}", highlight=False, soft_wrap=True)
-    return talks
+    observed.generated_text = student_texts[0]
+    for turn in chat:
+        for speaker, text in turn.items():
+            console.print(f"[bold]{speaker:>9}[/] {escape(text.strip())}", highlight=False, soft_wrap=True)
+    return chat
 
 
 def _ask_questions(url: str | None, model: str) -> Sequence[str]:
-    """Return greedy answers to `QUESTIONS` from `/v1/chat/completions`."""
+    """Return greedy completions of `QUESTIONS` from `/v1/chat/completions`."""
     texts = []
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question}]
         body = {"model": model, "messages": messages, "max_tokens": _MAX_ANSWER_TOKENS, "temperature": 0.0}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=_CHAT_TIMEOUT_S)
-        if answer.is_error:
-            raise SwiftKVError(f"{url}/v1/chat/completions answered {answer.status_code}: {answer.text[:500]}")
-        texts.append(str(answer.json()["choices"][0]["message"]["content"]))
+        response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=_CHAT_TIMEOUT_S)
+        if response.is_error:
+            raise SwiftKVError(f"{url}/v1/chat/completions returned {response.status_code}: {response.text[:500]}")
+        texts.append(str(response.json()["choices"][0]["message"]["content"]))
     return texts
 
 
@@ -239,11 +239,11 @@ def download_evaluation(client: Client, job: Job) -> dict[str, Any]:
 
 
 def build_job_spec(model: str | None) -> dict[str, Any]:
-    """Return the job spec of the packaged recipe. `model`: another teacher, of which half the layers are skipped."""
+    """Return the job spec of the packaged recipe. `model`: another teacher; prompts then skip half of its layers."""
     spec: dict[str, Any] = yaml.safe_load(find_recipe(RECIPE).read_text(encoding="utf-8"))
     if model is not None:
         path = Path(model).expanduser()
-        # The job runs in another directory than this process.
+        # The job's working directory differs from this process's.
         spec["model"] = {**spec.get("model", {}), "name_or_path": str(path.resolve()) if path.exists() else model}
         swiftkv = spec.get("swiftkv", {})
         swiftkv.pop("num_key_value_layers", None)
@@ -252,7 +252,7 @@ def build_job_spec(model: str | None) -> dict[str, Any]:
 
 
 def build_llm_spec(*, short: bool = False) -> dict[str, Any]:
-    """Return the recipe's job spec. `short`: run every part within a few minutes, too short to learn anything."""
+    """Return the LLM recipe's job spec. `short`: run all steps within minutes, without learning."""
     spec = adapt_dtype_to_cpu(yaml.safe_load(find_recipe(LLM_RECIPE).read_text(encoding="utf-8")))
     if short:
         for source, count in zip(spec["data"]["sources"], (4, 2), strict=True):
@@ -268,19 +268,19 @@ def build_llm_spec(*, short: bool = False) -> dict[str, Any]:
 
 
 def make_demo_settings(home: Path) -> Settings:
-    """Return settings of a stack of its own: without the operator's database, store and files of keys."""
+    """Return the demo stack's settings: without the operator's database, object store and key files."""
     files = dict.fromkeys(OPERATOR_FILES)
     return Settings.model_validate({"home": home, "database_url": None, "storage_uri": None, **files})
 
 
 def prepare_home(stack: Stack, *, keep: bool) -> None:
-    """Prepare the stack's home, emptied of an earlier demo unless `keep`. Raises `InvalidInputError` for a non-empty
-    directory that no demo made, and for a kept one with API keys."""
+    """Create the stack's home; empty an earlier demo's home unless `keep`. Raises `InvalidInputError` for a non-empty
+    directory of something else, or a kept home with API keys."""
     mark = stack.home / _MARKER_FILE
     if stack.home.exists() and any(stack.home.iterdir()):
         if not mark.exists():
             raise InvalidInputError(
-                f"{stack.home} is not empty and not an earlier demo's; use another --home, or an empty one",
+                f"{stack.home} is not empty and not from an earlier demo; use an empty directory as --home",
                 field="home",
                 value=str(stack.home),
             )
@@ -289,7 +289,7 @@ def prepare_home(stack: Stack, *, keep: bool) -> None:
             shutil.rmtree(stack.home)
         elif (keys := get_default_keys_file(stack.home)).exists():
             raise InvalidInputError.for_field(
-                "home", str(stack.home), f"; the demo runs without API keys: move {keys} away"
+                "home", str(stack.home), f"; the demo runs without API keys; move {keys} to another directory"
             )
     stack.home.mkdir(parents=True, exist_ok=True)
     mark.touch()
@@ -297,21 +297,21 @@ def prepare_home(stack: Stack, *, keep: bool) -> None:
 
 @contextmanager
 def convert_signals_to_exit() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP (closed terminal) into `SystemExit`, so that what was started is stopped."""
+    """Convert SIGTERM and SIGHUP (closed terminal) to `SystemExit`, so that `finally` blocks stop the stack."""
 
-    def leave(number: int, _: Any) -> NoReturn:
+    def exit_process(number: int, _: Any) -> NoReturn:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    handlers = {number: signal.signal(number, exit_process) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 def print_heading(console: Console, title: str) -> None:
-    """Print the heading of a part of the demo."""
+    """Print the heading of a step."""
     console.rule(f"[bold]{escape(title)}", align="left")
 
 
@@ -335,16 +335,16 @@ _EVALUATION_KEYS = (
 
 
 def build_report(evaluation: Mapping[str, Any], observed: Mapping[str, Any]) -> dict[str, Any]:
-    """Join the job's evaluation with the demo's observations (`demo`). Raises `SwiftKVError` if a figure is missing."""
+    """Join the job's evaluation and the demo's observations (`demo`). Raises `SwiftKVError` for a missing metric."""
     missing = [name for name in _EVALUATION_KEYS if name not in evaluation]
     if missing:
-        raise SwiftKVError(f"evaluation.json of the artifact lacks {', '.join(missing)}")
+        raise SwiftKVError(f"evaluation.json of the artifact has no {', '.join(missing)}")
     demo = {**observed, "machine": describe_machine()}
     return {**{name: evaluation[name] for name in _EVALUATION_KEYS}, "demo": demo}
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return what a run's figures and times depend on. The built-in teacher's text is the running Python's library."""
+    """Return hardware and versions. The built-in teacher's data is Python's standard library, so Python matters."""
     name, simd = describe_processor()
     return {
         "processor": name,
@@ -356,13 +356,13 @@ def describe_machine() -> dict[str, Any]:
 
 
 def print_report(report: Mapping[str, Any], console: Console) -> None:
-    """Print the quality of each stage, then the cost with and without SwiftKV."""
+    """Print the quality by stage, and the inference cost with and without SwiftKV."""
     table = Table("held-out text", "perplexity", "KL (nats)", "top-1 agreement", title="Quality")
     table.add_row("teacher", f"{report['teacher']['perplexity']:.2f}", "", "")
     stages = {
-        "rewired": "rewired, projections copied",
-        "calibrated": "rewired, projections calibrated",
-        "distilled": "distilled",
+        "rewired": "student, projections copied",
+        "calibrated": "student, projections calibrated",
+        "distilled": "student, distilled",
     }
     for name, label in stages.items():
         stage = report[name]
@@ -372,8 +372,8 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     console.print(table)
     table = Table(f"prompt of {report['prompt_length']:,} tokens", "dense", "SwiftKV", "ratio", title="Cost")
     figures = (
-        ("prefill a token", "prefill_flops_per_token", format_flops),
-        ("KV cache a token", "kv_bytes_per_token", format_size),
+        ("prefill per token", "prefill_flops_per_token", format_flops),
+        ("KV cache per token", "kv_bytes_per_token", format_size),
         ("time to first token", "ttft_ms", "{:.0f} ms".format),
     )
     for label, key, shown in figures:
@@ -383,17 +383,13 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
 
 
 def plot_loss(points: Sequence[Resource], path: Path) -> str | None:
-    """Plot the logits loss over the tokens trained on to a PNG.
-
-    Returns None, or the reason why there is no plot.
-    """
+    """Plot the logits loss over trained tokens to a PNG. Returns None, or why there is no plot."""
     rows = [point.model_dump() for point in points]
     measured = [(row["tokens"], row["logits_loss"]) for row in rows if row.get("tokens") and row.get("logits_loss")]
     if not measured:
         return "the job reported no loss"
     try:
-        # `Figure` instead of pyplot: no display, no global state.
-        from matplotlib.figure import Figure
+        from matplotlib.figure import Figure  # pyplot would need a display
     except ImportError:
         return f"matplotlib is not installed ({make_install_command('plot')})"
     figure = Figure(figsize=(7, 4), layout="constrained")

@@ -1,6 +1,6 @@
-"""Start and health check of a Ray head on this machine. Imports no Ray: uses its command line and HTTP API.
+"""Command, environment and health check of a local Ray head, through Ray's command line and HTTP API.
 
-The head listens on loopback only, requires a token, and shares no port or directory with other Ray clusters here.
+The head listens on loopback, requires a token, and shares no port or directory with other Ray clusters.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED_GPUS
 from swiftkv_platform.errors import ClusterUnavailableError
 
 _MAX_TEMP_ROOT_LENGTH = 40
-"""Most characters. Ray adds about 60 for its sockets, and a unix socket's path has at most 107 (104 on macOS)."""
+"""In characters. Ray adds about 60 for its sockets; Unix socket paths have max 107 characters (104 on macOS)."""
 _JOB_STOP_WAIT_S = 20
-"""Seconds between SIGTERM and SIGKILL for the entrypoint of a cancelled job; Ray's default of 3 is too short to clean
-up."""
+"""Seconds between SIGTERM and SIGKILL of a canceled job's entrypoint. Ray's default of 3 is too short for cleanup."""
 
 
 @dataclass(frozen=True)
 class RayHead:
-    """Address, files and resources of a head."""
+    """Address, files and resources of a Ray head."""
 
     port: int
     """Port of the GCS."""
@@ -47,8 +46,8 @@ class RayHead:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def command(self) -> list[str]:
-        """Return the `ray start` command; it stays in the foreground until Ray ends."""
+    def build_command(self) -> list[str]:
+        """Return the `ray start` command, which runs in the foreground."""
         options: dict[str, Any] = {
             "--port": self.port,
             "--dashboard-host": "127.0.0.1",
@@ -63,32 +62,32 @@ class RayHead:
         flags = [f"{name}={value}" for name, value in options.items()]
         return [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *flags]
 
-    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """Return the head's environment variables, based on `base`."""
+    def build_environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """Return the head's environment variables: `base` plus settings for Ray."""
         return {
-            # An address in the environment would make `ray start` and every driver look for another cluster.
+            # RAY_ADDRESS would send `ray start` and drivers to another cluster.
             **{name: value for name, value in base.items() if name != "RAY_ADDRESS"},
             **make_auth_environment(self.token_file),
             **HIDE_UNRESERVED_GPUS,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_JOB_STOP_WAIT_TIME_S": str(_JOB_STOP_WAIT_S),
             "RAY_START_HOOK": f"{__name__}.disable_client_server",
-            # Disables clusters of several machines: the node's address is then 127.0.0.1, on Linux too.
+            # Disables multi-node clusters, so that the node's address is 127.0.0.1, also on Linux.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-            # Keeps Ray from overwriting the environment of processes it renames; they are found by it.
+            # Keeps the environment of renamed processes readable: `swiftkv down` finds processes by it.
             "SPT_NOENV": "1",
-            # With Ray's default niceness of 15, every other process of the machine runs before a replica.
+            # With Ray's default niceness of 15, all other processes would run before replicas.
             "RAY_worker_niceness": "0",
-            # Serve's own proxy listens on this machine only, and runs the middlewares below.
+            # Serve's own proxy listens on loopback only, and runs the middlewares below.
             "RAY_SERVE_ENABLE_HA_PROXY": "0",
             "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
-            # Serve's proxy tells the router how a prompt begins, for prefix-aware routing.
+            # The proxy passes the beginning of a prompt to the router, for prefix-aware routing.
             "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "swiftkv_platform.serve.prefixes:proxy_middlewares",
         }
 
     def is_ready(self) -> bool:
-        """Whether the head accepts jobs: its dashboard answers and its node is alive."""
-        # Imported here because the command line must start without the extra `platform`.
+        """Return whether the head accepts jobs: its dashboard responds and its node is alive."""
+        # Imported here: the command line starts without the extra `serve`.
         from swiftkv_platform.control_plane.ray.dashboard import RayDashboard
 
         with closing(RayDashboard(self.dashboard_url, timeout_s=5.0, token_file=self.token_file)) as dashboard:
@@ -100,20 +99,20 @@ class RayHead:
 
 
 def disable_client_server(parameters: Any, head: bool) -> None:  # noqa: ARG001 (Ray's signature)
-    """Hook of `ray start` that disables the Ray Client server, a second entrance that nothing here uses."""
+    """Disable the unused Ray Client server; a hook of `ray start`."""
     parameters.ray_client_server_port = None
 
 
 def make_auth_environment(token_file: Path) -> dict[str, str]:
-    """Return the environment variables that a process needs to talk to the head."""
+    """Return the environment variables that authenticate a process with the head."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
 
 
 def create_token(path: Path) -> None:
-    """Write a random token that only its owner can read, unless the file exists."""
+    """Write a random token, readable only by its owner, unless the file exists."""
     if path.exists():
         return
-    partial = path.with_name(f"{path.name}.part")  # so that a full disk leaves no empty token
+    partial = path.with_name(f"{path.name}.part")  # a full disk must not leave an empty token
     partial.touch(mode=0o600)
     partial.write_text(secrets.token_hex(32), encoding="ascii")
     partial.replace(path)
@@ -125,20 +124,20 @@ def make_temp_dir() -> Path:
     return Path(tempfile.mkdtemp(prefix="skv-", dir=root if len(root) <= _MAX_TEMP_ROOT_LENGTH else "/tmp"))  # noqa: S108
 
 
-def find_free_ports(wanted: list[int]) -> list[int]:
-    """Return distinct free loopback ports: each wanted one if it is free, else any (0: any)."""
+def find_free_ports(preferred: list[int]) -> list[int]:
+    """Return distinct free loopback ports: each preferred port if free, else any. 0 means any."""
     found = []
-    with ExitStack() as held:
-        # All stay bound until the last is found, so that they differ.
-        for port in wanted:
-            listener = held.enter_context(_bind(port))
+    with ExitStack() as stack:
+        # Ports stay bound until all are found, so that they differ.
+        for port in preferred:
+            listener = stack.enter_context(_bind(port))
             found.append(int(listener.getsockname()[1]))
     return found
 
 
 def _bind(port: int) -> socket.socket:
     listener = socket.socket()
-    # With this, a port with lingering connections counts as free; one with a listener, such as ours, does not.
+    # A port with lingering connections then counts as free; a port with a listener does not.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("127.0.0.1", port))

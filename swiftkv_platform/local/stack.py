@@ -1,6 +1,6 @@
-"""Start, check and stop a whole platform on this machine: Ray head and control plane.
+"""Start, check and stop the local platform: Ray head and control plane.
 
-Ray Serve is not started here: the first deployment starts it inside Ray, at the address that `up` chose.
+The first deployment starts Ray Serve inside Ray, at the address that `up` chose.
 """
 
 from __future__ import annotations
@@ -38,40 +38,39 @@ from swiftkv_platform.settings import Settings, is_loopback
 _START_TIMEOUT_S: Mapping[PartName, float] = {"ray": 120.0, "control-plane": 90.0}
 _POLL_INTERVAL_S = 0.25
 _HEALTH_TIMEOUT_S = 15.0
-"""Above the 10 s that the control plane allows each of its dependencies to answer."""
+"""More than the control plane's timeout of 10 s per dependency."""
 _REQUIRED_PACKAGES = ("alembic", "fastapi", "obstore", "ray", "sqlalchemy", "uvicorn")
-"""Packages of the extra `platform`; the client and the command line do not need them."""
+"""Packages that only the platform needs, not the client and the command line."""
 _STOP_TIMEOUT_S = 3.0
-"""Seconds between SIGTERM and SIGKILL. Ray takes half a minute to stop by itself, and has nothing to save."""
+"""Seconds between SIGTERM and SIGKILL. Ray would take half a minute, and has nothing to save."""
 _LOG_TAIL_LINES = 20
 OPERATOR_FILES = ("api_keys_file", "oidc_file", "serve_api_keys_file", "serve_oidc_file", "tenants_file", "secrets_dir")
-"""Settings that name files or directories of the operator."""
+"""Settings of the operator's files and directories."""
 
 Report = Callable[[str], None]
 
 
 class StartError(SwiftKVError):
-    """A part did not come up; the message ends with the tail of its log."""
+    """A part did not start; the message ends with the tail of its log."""
 
     code = "start_failed"
 
 
 @dataclass(frozen=True)
 class StackOptions:
-    """Options of `up`; a part that runs already keeps the options it was started with."""
+    """Options of `up`. Running parts keep their options."""
 
     port: int | None = None
-    """Port of the control plane; None: the last one or the settings' if free, 0: any."""
+    """Port of the control plane. None: the last port or the settings' if free; 0: any."""
     num_cpus: int | None = None
-    """CPUs that Ray schedules; None: those of the machine, but at least 4, so that a job's driver, its workers and a
-    replica fit on a small one."""
+    """CPUs that Ray schedules. None: the machine's, min 4, so that a job and a replica fit on small machines."""
     object_store_memory: int = 200 << 20
     """Bytes."""
 
 
 class Stack:
-    """The platform of one home directory. `settings`: `home` is that directory; of the addresses only the ports are
-    used, and a port in use is replaced by a free one."""
+    """The platform of one home directory, `settings.home`. Of the addresses in `settings`, only the ports are used; a
+    port in use is replaced by a free one."""
 
     def __init__(self, settings: Settings) -> None:
         self.home = settings.home.expanduser().resolve()
@@ -80,28 +79,31 @@ class Stack:
         self._run_directory = RunDirectory(self.home)
         self._mark = str(self.home)
 
-    def state(self) -> StackState | None:
-        """Return the state that the last `up` wrote; None after `down`."""
+    def load_state(self) -> StackState | None:
+        """Load the state of the last `up`; None after `down`."""
         return self._run_directory.load()
 
     @property
     def token_file(self) -> Path:
-        """File with the token that its Ray requires."""
+        """File with Ray's auth token."""
         return self._run_directory.token_file
 
     def up(self, options: StackOptions, report: Report) -> StackState:
-        """Start the parts that do not run, and return when everything answers. `report`: called with a line for each
-        step. Raises `InvalidInputError` for a file of keys or issuers that cannot be used, before anything is stopped,
-        and `StartError`, after stopping what it started, if packages are missing, the home cannot be written, the port
-        asked for is taken, or a part did not come up."""
+        """Start stopped parts and wait until all are ready. `report` receives a line per step.
+
+        Raises:
+            InvalidInputError: invalid file of API keys or issuers; nothing was changed.
+            StartError: packages are missing, the home is not writable, `options.port` is in use, or a part did not
+                start; started parts are stopped.
+        """
         _check_packages()
         try:
             return self._up(options, report)
         except OSError as error:
-            advice = "free some space, or use" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "use"
+            advice = "free disk space, or set" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "set"
             raise StartError(
-                f"the home {self.home} cannot be used ({error.strerror or error}); {advice} another SWIFTKV_HOME, a "
-                "directory that can be written",
+                f"cannot use the home {self.home} ({error.strerror or error}); {advice} SWIFTKV_HOME to another "
+                "writable directory",
                 field="home",
                 value=str(self.home),
             ) from error
@@ -111,8 +113,8 @@ class Stack:
             create_token(self._run_directory.token_file)
             state = self._run_directory.load()
             self._check_operator_files({} if state is None else state.operator_files)
-            if state is None or not state.alive("ray"):
-                # Without the head, processes that still run are useless and occupy the ports.
+            if state is None or not state.is_alive("ray"):
+                # Without the head, remaining processes only occupy the ports.
                 self._stop_all(state)
                 state = self._choose_addresses(options, state, report)
             before = state
@@ -123,21 +125,21 @@ class Stack:
                 raise
 
     def _check_operator_files(self, last: Mapping[str, Path]) -> None:
-        """Check the files of keys and issuers before anything is stopped. Raises `InvalidInputError` for one that
-        cannot be used, and `StartError` if one of the last start is gone: deleting it must not open the platform.
+        """Check the files of API keys and issuers before parts are stopped. Raises `InvalidInputError` for an invalid
+        file, and `StartError` if a file of the last start is missing: deleting it must not open the platform.
         """
         files = self._resolve_operator_files()
         for name in last.keys() - files.keys():
             raise StartError(
-                f"the last `swiftkv up` used {last[name]}, which is gone or no longer set; put it back, or run "
-                "`swiftkv down` first to start without it",
+                f"the last `swiftkv up` used {last[name]}, which is missing or no longer configured; restore it, or "
+                "run `swiftkv down` first to start without it",
                 field=name,
                 value=str(last[name]),
             )
         open_credentials(files.get("api_keys_file"), files.get("oidc_file"))
 
     def down(self) -> int:
-        """Stop every process of this home, and no others. Returns their number."""
+        """Stop all processes of this home. Returns their number."""
         if not self._run_directory.path.is_dir():
             return 0
         with self._run_directory.lock():
@@ -146,7 +148,7 @@ class Stack:
             return count
 
     def status(self) -> list[PartStatus]:
-        """Return the status of each part."""
+        """Return the status of Ray, control plane and Ray Serve."""
         state = self._run_directory.load()
         if state is None:
             return [PartStatus(name, "stopped") for name in (*PARTS, "serve")]
@@ -157,19 +159,19 @@ class Stack:
         ]
 
     def _choose_addresses(self, options: StackOptions, last: StackState | None, report: Report) -> StackState:
-        """Choose addresses: those of the last start (the settings' on the first) where free, else any."""
+        """Choose addresses: those of the last start (first: the settings') if free, else any."""
         if last is None:
-            wanted = [
+            preferred = [
                 self._settings.port,
                 parse_port(self._settings.serve_url),
                 parse_port(self._settings.ray_dashboard_url),
             ]
         else:
-            wanted = [parse_port(url) for url in (last.url, last.serve_url, last.ray_dashboard_url)]
+            preferred = [parse_port(url) for url in (last.url, last.serve_url, last.ray_dashboard_url)]
         if options.port is not None:
-            wanted[0] = options.port
-        port, serve_port, dashboard_port, ray_port, agent_port = find_free_ports([*wanted, 0, 0])
-        _report_port_change(wanted[0], port, options, report)
+            preferred[0] = options.port
+        port, serve_port, dashboard_port, ray_port, agent_port = find_free_ports([*preferred, 0, 0])
+        _report_port_change(preferred[0], port, options, report)
         return StackState(
             url=f"http://127.0.0.1:{port}",
             serve_url=f"http://127.0.0.1:{serve_port}",
@@ -182,44 +184,44 @@ class Stack:
         )
 
     def _start_ray(self, state: StackState, report: Report) -> StackState:
-        if state.alive("ray"):
+        if state.is_alive("ray"):
             self._wait_ready(state, "ray")
-            report(f"Ray is already running (its own pages: {state.ray_dashboard_url})")
+            report(f"Ray is already running (Ray dashboard: {state.ray_dashboard_url})")
             return state
         report("Starting Ray")
         head = self._make_ray_head(state)
-        state = self._start_part(state, "ray", head.command(), head.environment(os.environ))
+        state = self._start_part(state, "ray", head.build_command(), head.build_environment(os.environ))
         self._wait_ready(state, "ray")
-        report(f"Ray is up (its own pages: {state.ray_dashboard_url})")
+        report(f"Ray is ready (Ray dashboard: {state.ray_dashboard_url})")
         return state
 
     def _start_control_plane(self, state: StackState, options: StackOptions, report: Report) -> StackState:
         files = self._resolve_operator_files()
-        if state.alive("control-plane") and files == state.operator_files:
+        if state.is_alive("control-plane") and files == state.operator_files:
             self._wait_ready(state, "control-plane")
             report(f"The control plane is already running: dashboard and API at {state.url}")
             return state
-        if state.alive("control-plane"):
-            report("Restarting the control plane with the files that it has now: API keys, issuers, tenants, secrets")
+        if state.is_alive("control-plane"):
+            report("Restarting the control plane with changed files (API keys, issuers, tenants or secrets)")
             state.parts["control-plane"].terminate(_STOP_TIMEOUT_S)
         else:
             report("Starting the control plane")
-        wanted = options.port or parse_port(state.url)
-        [port] = find_free_ports([wanted])
-        _report_port_change(wanted, port, options, report)
+        preferred = options.port or parse_port(state.url)
+        [port] = find_free_ports([preferred])
+        _report_port_change(preferred, port, options, report)
         if not is_loopback(self._settings.host):
-            report(f"SWIFTKV_HOST={self._settings.host} is not used here: `swiftkv up` listens on 127.0.0.1 only")
+            report(f"Ignoring SWIFTKV_HOST={self._settings.host}: `swiftkv up` listens on 127.0.0.1 only")
         state = state.model_copy(update={"url": f"http://127.0.0.1:{port}", "operator_files": files})
         command = [sys.executable, "-m", "swiftkv_platform.control_plane"]
         state = self._start_part(state, "control-plane", command, self._build_environment(state, port))
         self._wait_ready(state, "control-plane")
-        report(f"The control plane is up: dashboard and API at {state.url}")
+        report(f"The control plane is ready: dashboard and API at {state.url}")
         if keys := files.get("api_keys_file"):
-            report(f"Callers need an API key of {keys}: export SWIFTKV_API_KEY=skv_...")
+            report(f"Requests need an API key from {keys}: export SWIFTKV_API_KEY=skv_...")
         return state
 
     def _build_environment(self, state: StackState, port: int) -> dict[str, str]:
-        """Return the control plane's variables: the process's own, with this stack's addresses and files."""
+        """Return the control plane's environment: this process's, with the stack's addresses and files."""
         unset = {f"SWIFTKV_{name.upper()}" for name in OPERATOR_FILES}
         return {
             **{name: value for name, value in os.environ.items() if name.upper() not in unset},
@@ -235,8 +237,8 @@ class Stack:
         }
 
     def _resolve_operator_files(self) -> dict[str, Path]:
-        """Return the operator's files by setting. Absolute, since the control plane runs in the home; those of
-        deployments are by default the control plane's, since Ray is on this machine."""
+        """Return the operator's files by setting, as absolute paths. Deployments use the control plane's files by
+        default, since Ray runs on this machine."""
         given = {name: getattr(self._settings, name) for name in OPERATOR_FILES}
         for name in ("api_keys_file", "oidc_file"):
             given[f"serve_{name}"] = given[f"serve_{name}"] or given[name]
@@ -256,34 +258,34 @@ class Stack:
 
     def _wait_ready(self, state: StackState, name: PartName) -> None:
         deadline = time.monotonic() + _START_TIMEOUT_S[name]
-        while (complaint := self._find_problem(state, name)) is not None:
-            if not state.alive(name):
-                raise self._make_start_error(name, "has ended")
+        while (problem := self._find_problem(state, name)) is not None:
+            if not state.is_alive(name):
+                raise self._make_start_error(name, "has exited")
             if time.monotonic() > deadline:
-                raise self._make_start_error(name, f"is not ready after {_START_TIMEOUT_S[name]:g} s: {complaint}")
+                raise self._make_start_error(name, f"is not ready after {_START_TIMEOUT_S[name]:g} s: {problem}")
             time.sleep(_POLL_INTERVAL_S)
 
-    def _make_start_error(self, name: PartName, what: str) -> StartError:
+    def _make_start_error(self, name: PartName, problem: str) -> StartError:
         log = self._get_log_path(name)
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-        tail = "\n".join(f"  {line}" for line in lines) or "  (nothing)"
-        return StartError(f"{name} {what}; `swiftkv doctor` looks for the cause. The end of {log}:\n{tail}")
+        tail = "\n".join(f"  {line}" for line in lines) or "  (empty)"
+        return StartError(f"{name} {problem}; run `swiftkv doctor` to find the cause. End of {log}:\n{tail}")
 
     def _stop_started(self, before: StackState) -> None:
-        """Stop what was started since `before`."""
-        if not before.alive("ray"):
+        """Stop the parts started since the state `before`."""
+        if not before.is_alive("ray"):
             self._stop_all(self._run_directory.load() or before)
             self._run_directory.clear()
             return
         now = self._run_directory.load()
-        if now is not None and not before.alive("control-plane") and "control-plane" in now.parts:
+        if now is not None and not before.is_alive("control-plane") and "control-plane" in now.parts:
             now.parts["control-plane"].terminate(_STOP_TIMEOUT_S)
 
     def _stop_all(self, state: StackState | None) -> int:
         """Stop all processes of this home and clean up after Ray. Returns the number of processes."""
         control_plane = 0
-        if state is not None and state.alive("control-plane"):
-            # Stop it first: it would take Ray's end for a failure of its jobs.
+        if state is not None and state.is_alive("control-plane"):
+            # Stop it before Ray: it would report Ray's end as job failures.
             state.parts["control-plane"].terminate(_STOP_TIMEOUT_S)
             control_plane = 1
         count = stop_marked_processes(self._mark, grace_s=_STOP_TIMEOUT_S)
@@ -295,12 +297,12 @@ class Stack:
         """Copy the logs of Ray's session to `logs/ray-session`, and delete Ray's directory."""
         session = temp_dir / "session_latest" / "logs"
         if session.is_dir():
-            kept = self.logs / "ray-session"
-            shutil.rmtree(kept, ignore_errors=True)
+            target = self.logs / "ray-session"
+            shutil.rmtree(target, ignore_errors=True)
             try:
-                shutil.copytree(session, kept, ignore_dangling_symlinks=True)
-            except OSError as error:  # such as a full disk; must not keep `down` from finishing
-                get_logger().warning("ray_logs_not_kept", directory=str(kept), error=str(error))
+                shutil.copytree(session, target, ignore_dangling_symlinks=True)
+            except OSError as error:  # e.g. a full disk, which must not stop `down`
+                get_logger().warning("ray_logs_not_kept", directory=str(target), error=str(error))
         shutil.rmtree(temp_dir, ignore_errors=True)
 
     def _make_ray_head(self, state: StackState) -> RayHead:
@@ -315,9 +317,9 @@ class Stack:
         )
 
     def _find_problem(self, state: StackState, name: PartName) -> str | None:
-        """Return why a part is not ready; None if it is."""
+        """Return why a part is not ready; None if it is ready."""
         if name == "ray":
-            return None if self._make_ray_head(state).is_ready() else "it does not answer, or has no live node"
+            return None if self._make_ray_head(state).is_ready() else "no response, or no live node"
         try:
             with Client(state.url, max_retries=0, timeout=_HEALTH_TIMEOUT_S) as client:
                 client.ready()
@@ -326,45 +328,45 @@ class Stack:
         return None
 
     def _get_part_status(self, state: StackState, name: PartName, address: str) -> PartStatus:
-        if not state.alive(name):
+        if not state.is_alive(name):
             return PartStatus(
-                name, "stopped", address, detail=f"`swiftkv up` restarts it; log: {self._get_log_path(name)}"
+                name, "stopped", address, detail=f"restart with `swiftkv up`; log: {self._get_log_path(name)}"
             )
         pid = state.parts[name].pid
-        complaint = self._find_problem(state, name)
-        if complaint is None:
+        problem = self._find_problem(state, name)
+        if problem is None:
             keys = state.operator_files.get("api_keys_file") if name == "control-plane" else None
-            return PartStatus(name, "running", address, pid, "" if keys is None else f"callers need a key of {keys}")
-        return PartStatus(name, "not ready", address, pid, f"{complaint}; log: {self._get_log_path(name)}")
+            return PartStatus(name, "running", address, pid, "" if keys is None else f"requires API keys from {keys}")
+        return PartStatus(name, "not ready", address, pid, f"{problem}; log: {self._get_log_path(name)}")
 
     def _get_log_path(self, name: PartName) -> Path:
         return self.logs / f"{name}.log"
 
 
-def _report_port_change(wanted: int, port: int, options: StackOptions, report: Report) -> None:
-    """Report that the control plane gets another port. Raises `StartError` if that port was asked for explicitly."""
-    if wanted in (0, port):
+def _report_port_change(preferred: int, port: int, options: StackOptions, report: Report) -> None:
+    """Report if `port` differs from the preferred port. Raises `StartError` if `options.port` is in use."""
+    if preferred in (0, port):
         return
     if options.port:
         raise StartError(
-            f"port {wanted} is taken by another program; use another --port, or 0 for any free one",
+            f"port {preferred} is in use by another program; use another --port, or 0 for a free port",
             field="port",
-            value=wanted,
+            value=preferred,
         )
-    report(f"Port {wanted} is taken; the control plane uses {port}")
+    report(f"Port {preferred} is in use; the control plane uses port {port}")
 
 
 def _get_serve_status(state: StackState) -> PartStatus:
     try:
-        answer = httpx.get(f"{state.serve_url}/-/healthz", timeout=_HEALTH_TIMEOUT_S, trust_env=False)
+        response = httpx.get(f"{state.serve_url}/-/healthz", timeout=_HEALTH_TIMEOUT_S, trust_env=False)
     except httpx.TransportError:
-        return PartStatus("serve", "idle", state.serve_url, detail="the first deployment starts it")
-    # Without any application Ray Serve's proxy answers 503, having nothing to route to.
-    detail = "" if answer.is_success else "nothing deployed"
+        return PartStatus("serve", "idle", state.serve_url, detail="starts with the first deployment")
+    # Without applications, Ray Serve's proxy returns 503.
+    detail = "" if response.is_success else "no deployments"
     return PartStatus("serve", "running", state.serve_url, detail=detail)
 
 
 def _check_packages() -> None:
-    lacking = [name for name in _REQUIRED_PACKAGES if find_spec(name) is None]
-    if lacking:
-        raise StartError(f"The platform here needs {', '.join(lacking)}; {make_install_command('train', 'serve')}")
+    missing = [name for name in _REQUIRED_PACKAGES if find_spec(name) is None]
+    if missing:
+        raise StartError(f"`swiftkv up` needs {', '.join(missing)}; run {make_install_command('train', 'serve')}")

@@ -1,7 +1,7 @@
-"""Background processes of a stack, and its state between commands, stored in `{home}/run`. Knows no Ray.
+"""Background processes of a stack, and its state in `{home}/run`.
 
-Every process of a stack carries the stack's mark in its environment, and its children inherit it whatever session,
-group or parent they end up with. So exactly these processes can be found and stopped.
+Every process of a stack has the stack's mark in its environment, and its children inherit it. `swiftkv down` finds all
+of them by the mark, whatever their session, group or parent.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 MARK_VARIABLE = "SWIFTKV_STACK"
-"""Environment variable that carries the mark."""
+"""Environment variable of the mark."""
 
 _KILL_WAIT_S = 10.0
 
 
 class ProcessRef(BaseModel):
-    """A process, identified by pid and creation time, since the system may reuse a pid."""
+    """A process, identified by pid and creation time, since pids are reused."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -37,11 +37,11 @@ class ProcessRef(BaseModel):
     """Unix seconds, as the kernel reports them."""
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self._find_process() is not None
 
     def terminate(self, grace_s: float) -> None:
-        """Stop this process only: SIGTERM, then SIGKILL after `grace_s` seconds."""
+        """Stop this process: SIGTERM, then SIGKILL after `grace_s` seconds."""
         process = self._find_process()
         if process is not None:
             _stop_processes([process], grace_s)
@@ -49,14 +49,14 @@ class ProcessRef(BaseModel):
     def _find_process(self) -> psutil.Process | None:
         try:
             process = psutil.Process(self.pid)
-            same = process.create_time() == self.created_at and process.status() != psutil.STATUS_ZOMBIE
+            is_same = process.create_time() == self.created_at and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return None
-        return process if same else None
+        return process if is_same else None
 
 
 def start_process(command: Sequence[str], *, mark: str, env: Mapping[str, str], log: Path, cwd: Path) -> ProcessRef:
-    """Start a command in its own session, appending its output to `log`. It outlives this process."""
+    """Start a background command in its own session. Its output is appended to `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         child = subprocess.Popen(
@@ -69,13 +69,13 @@ def start_process(command: Sequence[str], *, mark: str, env: Mapping[str, str], 
             start_new_session=True,
         )
     ref = ProcessRef(pid=child.pid, created_at=psutil.Process(child.pid).create_time())
-    # From here on the process is managed through its ref; without this, Popen warns that it still runs.
+    # Keeps Popen from warning about a running process.
     child.returncode = 0
     return ref
 
 
 def find_marked_processes(mark: str) -> list[psutil.Process]:
-    """Return all living processes with this mark except this process and its ancestors."""
+    """Return all running processes with this mark, except this process and its ancestors."""
     own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     found = []
     for process in psutil.process_iter():
@@ -83,16 +83,16 @@ def find_marked_processes(mark: str) -> list[psutil.Process]:
             if process.pid not in own and process.environ().get(MARK_VARIABLE) == mark and process.is_running():
                 found.append(process)
         except (psutil.AccessDenied, psutil.NoSuchProcess):
-            # Another user's, a kernel thread or one that has just ended: none of ours.
+            # Another user's process, a kernel thread or an ended process.
             continue
     return found
 
 
 def stop_marked_processes(mark: str, *, grace_s: float) -> int:
-    """Stop every process with this mark: SIGTERM to all, SIGKILL after `grace_s` seconds. Returns their number."""
+    """Stop all processes with this mark: SIGTERM, then SIGKILL after `grace_s` seconds. Returns their number."""
     deadline = time.monotonic() + _KILL_WAIT_S + grace_s
     seen: set[int] = set()
-    # Repeat until none is left: a process may have started another one after the list was made.
+    # Repeat until none is left: processes may start others meanwhile.
     while (processes := find_marked_processes(mark)) and time.monotonic() < deadline:
         seen.update(process.pid for process in processes)
         _stop_processes(processes, grace_s)
@@ -121,7 +121,7 @@ PARTS: tuple[PartName, ...] = ("ray", "control-plane")
 
 
 class StackState(BaseModel):
-    """Addresses, resources and processes that `up` has chosen and started."""
+    """Addresses, resources and processes of a stack."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -136,11 +136,11 @@ class StackState(BaseModel):
     object_store_memory: int
     """Bytes."""
     operator_files: dict[str, Path] = {}
-    """Files that the control plane was started with, such as those of API keys, by setting."""
+    """Files that the control plane was started with, e.g. API keys, by setting."""
     parts: dict[PartName, ProcessRef] = {}
 
-    def alive(self, name: PartName) -> bool:
-        return name in self.parts and self.parts[name].alive
+    def is_alive(self, name: PartName) -> bool:
+        return name in self.parts and self.parts[name].is_alive
 
 
 @dataclass(frozen=True)
@@ -163,14 +163,14 @@ class RunDirectory:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the lock of `up` and `down`, waiting for a command that holds it."""
+        """Hold the lock of `up` and `down` within the context."""
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     def load(self) -> StackState | None:
-        """Load the state; None if nothing was started, or if another version wrote an incompatible state."""
+        """Load the state; None without a stack, or if another version wrote an incompatible state."""
         try:
             return StackState.model_validate_json((self.path / "state.json").read_bytes())
         except (FileNotFoundError, NotADirectoryError, ValidationError):
@@ -190,5 +190,5 @@ class RunDirectory:
 
 
 def parse_port(url: str) -> int:
-    """Return the port in a URL; 0 if it names none."""
+    """Return the port in a URL; 0 if it has none."""
     return urlsplit(url).port or 0

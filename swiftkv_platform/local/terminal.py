@@ -1,4 +1,4 @@
-"""Progress display of a running job (a live bar on a terminal, plain lines elsewhere), and human-readable numbers."""
+"""Progress display of a running job (a live bar on terminals, plain lines elsewhere), and number formats."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from swiftkv_platform.contract.events import Pace
 
 _STYLE_BY_LEVEL = {"info": "dim", "warn": "yellow", "error": "bold red"}
 _MAX_PROGRESS_LINES = 10
-"""Progress lines printed in a whole run if the output is not a terminal."""
+"""Max progress lines of a job if the output is not a terminal."""
 
 
 class Event(Protocol):
-    """A job's or an attempt's event."""
+    """An event of a job or attempt."""
 
     @property
     def level(self) -> str: ...
@@ -38,7 +38,7 @@ class Event(Protocol):
 
 
 class JobDisplay:
-    """Shows a job's events as they arrive, from any thread. Events other than metrics are printed, one line each."""
+    """Progress bar for training metrics; other events are printed, one line each. Thread-safe."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -69,7 +69,6 @@ class JobDisplay:
         self._bar.stop()
 
     def show_event(self, event: Event) -> None:
-        """Show an event."""
         if event.type == "metrics":
             self._record_metrics(event)
             if not self._console.is_terminal:
@@ -90,8 +89,7 @@ class JobDisplay:
             self._step = step
 
     def _format_progress(self) -> dict[str, Any]:
-        """Return the step, loss and speed of the last step, and the estimated time to the last one as in the API; that
-        is empty if no pace is known, in a sweep, and at the end."""
+        """Return step, loss, speed and ETA. The ETA is empty without a known pace, in sweeps, and at the end."""
         numbers, left = [], None
         if self._last_metrics.get("loss") is not None:
             numbers.append(f"loss {self._last_metrics['loss']:.4f}")
@@ -106,7 +104,7 @@ class JobDisplay:
         }
 
     def _print_progress(self) -> None:
-        """Print the progress if another tenth of the steps is done."""
+        """Print a progress line after every tenth of the steps."""
         lines = self._step * _MAX_PROGRESS_LINES // self._total_steps if self._total_steps else 0
         if lines != self._num_progress_lines:
             self._num_progress_lines = lines
@@ -118,7 +116,7 @@ class JobDisplay:
 
 
 def show_events(events: Iterable[Event], console: Console) -> None:
-    """Show a job's events until they end."""
+    """Show events on the console until the stream ends."""
     with JobDisplay(console) as display:
         for event in events:
             display.show_event(event)
@@ -130,25 +128,25 @@ _DAY_S, _HOUR_S, _MINUTE_S = 86400, 3600, 60
 
 
 def format_size(num_bytes: float) -> str:
-    """Format bytes as `124 MiB`: three digits, in powers of 1,024."""
+    """Format bytes, e.g. `124 MiB`: 3 digits, powers of 1,024."""
     return _format_scaled(num_bytes, 1024, _BYTE_UNITS)
 
 
 def format_flops(number: float) -> str:
-    """Format as `29.6 TFLOPs`: three digits, in powers of 1,000."""
+    """Format FLOPs, e.g. `29.6 TFLOPs`: 3 digits, powers of 1,000."""
     return f"{_format_scaled(number, 1000, _DECIMAL_PREFIXES)}FLOPs"
 
 
 def format_count(number: float) -> str:
-    """Format as `5.99 million`, with three digits; numbers below a million in full."""
-    for least, name in ((1e9, "billion"), (1e6, "million")):
-        if number >= least:
-            return f"{number / least:.3g} {name}"
+    """Format a count, e.g. `5.99 million` with 3 digits, or `819,200` in full below a million."""
+    for unit, name in ((1e9, "billion"), (1e6, "million")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
     return f"{number:,.0f}"
 
 
 def format_duration(seconds: float) -> str:
-    """Format as `4 min 10 s`, with the two largest units."""
+    """Format a duration with its two largest units, e.g. `4 min 10 s`."""
     whole = round(seconds)
     parts = (
         (whole // _DAY_S, "d"),
@@ -161,14 +159,14 @@ def format_duration(seconds: float) -> str:
     return " ".join(f"{number} {unit}" for number, unit in shown) or "0 s"
 
 
-def pluralize(number: float, thing: str) -> str:
-    """Format as `1 step`, `2 steps`."""
-    return f"{number:,g} {thing}{'' if number == 1 else 's'}"
+def pluralize(number: float, noun: str) -> str:
+    """Return e.g. `1 step` or `2 steps`."""
+    return f"{number:,g} {noun}{'' if number == 1 else 's'}"
 
 
 def _format_scaled(number: float, base: int, units: tuple[str, ...]) -> str:
     power = 0
-    # Three digits would round 999.5 and more to 1000: use the next unit.
+    # 3 digits round 999.5 to 1000: use the next unit.
     while power < len(units) - 1 and number >= 999.5 * base**power:
         power += 1
     value = number / base**power

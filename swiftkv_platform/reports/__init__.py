@@ -1,1 +1,1 @@
-"""Reports as pages: each a single HTML file that works in a browser without network. Torch-free; measures nothing."""
+"""HTML reports and model cards, from evaluation results. Each page is a single file that works offline."""

@@ -1,4 +1,4 @@
-"""`README.md` of a model: its report's figures, the worst first, and how to serve it. Measures nothing."""
+"""Model card (`README.md`): quality, worst first, lineage, license and usage."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from swiftkv_platform.installing import make_source_install_command
 from swiftkv_platform.student_shape import find_bypassed_layers, format_layers
 
 
-def render_model_card(lineage: Mapping[str, Any], report: Mapping[str, Any], *, licence: str | None) -> str:
-    """The card of one model.
+def render_model_card(lineage: Mapping[str, Any], report: Mapping[str, Any], *, license_id: str | None) -> str:
+    """Render a model's card.
 
     Args:
-        lineage: of the artifact's manifest.
+        lineage: lineage in the artifact's manifest.
         report: `evaluation.json`.
-        licence: licence of the teacher in its card or configuration; None if neither names one.
+        license_id: license of the teacher in its card or configuration; None if neither names one.
     """
     spec: Mapping[str, Any] = lineage.get("spec") or {}
     name, teacher = str(spec.get("name", "SwiftKV model")), str(lineage.get("teacher", "unknown"))
     parts = [
-        _format_front_matter(teacher, licence),
+        _format_front_matter(teacher, license_id),
         f"# {name}",
         f"A SwiftKV student of `{teacher}`{_format_revision(lineage)}, distilled by SwiftKV Platform: a prompt's "
         "tokens stop at an early layer, so that prefill takes less compute and the KV cache less memory.",
@@ -31,17 +31,17 @@ def render_model_card(lineage: Mapping[str, Any], report: Mapping[str, Any], *, 
         _format_measures(report),
         _format_limits(report),
         _format_origin(lineage, report),
-        _format_license(teacher, licence),
+        _format_license(teacher, license_id),
         _format_serving(name, spec.get("swiftkv") or {}),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _format_front_matter(teacher: str, licence: str | None) -> str:
+def _format_front_matter(teacher: str, license_id: str | None) -> str:
     """Return front matter for the hub; values are JSON, which is valid YAML."""
     lines = ["library_name: transformers", "tags: [swiftkv]"]
-    if licence is not None:
-        lines.insert(0, f"license: {json.dumps(licence)}")
+    if license_id is not None:
+        lines.insert(0, f"license: {json.dumps(license_id)}")
     if "/" in teacher and ":" not in teacher and not teacher.startswith(("/", ".", "~")):
         lines.append(f"base_model: {json.dumps(teacher)}")
     return "\n".join(["---", *lines, "---"])
@@ -54,10 +54,10 @@ def _format_revision(lineage: Mapping[str, Any]) -> str:
 def _format_verdict(report: Mapping[str, Any]) -> str:
     gates = report.get("gates") or ()
     if not gates:
-        return "**No quality limit was set for this model**, so none of the figures below were required."
+        return "**This model has no quality gates**: the metrics below were not checked against limits."
     worst = gates[0]
     value, limit = _format_number(worst["value"]), _format_number(worst["limit"])
-    return f"**Worst measure: {worst['subject']} is {value}, limit {limit}, {read_gate_verdict(worst)}.**"
+    return f"**Worst metric: {worst['subject']} is {value}, limit {limit}, {read_gate_verdict(worst)}.**"
 
 
 def _format_measures(report: Mapping[str, Any]) -> str:
@@ -71,7 +71,7 @@ def _format_measures(report: Mapping[str, Any]) -> str:
     ]
     tasks = sorted(report.get("tasks") or (), key=_compute_loss, reverse=True)
     rows += [(f"{task['task']}, {task.get('metric', 'score')}", task["teacher"], task["student"]) for task in tasks]
-    lines = ["## Quality", "", "| measure | teacher | this model |", "|---|---|---|"]
+    lines = ["## Quality", "", "| metric | teacher | this model |", "|---|---|---|"]
     lines += [
         f"| {label} | {_format_number(one)} | {_format_number(other)} |"
         for label, one, other in rows
@@ -89,7 +89,7 @@ def _format_limits(report: Mapping[str, Any]) -> str:
     gates = report.get("gates") or ()
     if not gates:
         return ""
-    lines = ["## Quality limits, worst first", "", "| limit | required | measured | |", "|---|---|---|---|"]
+    lines = ["## Quality gates, worst first", "", "| metric | limit | value | verdict |", "|---|---|---|---|"]
     for gate in gates:
         limit, value = _format_number(gate["limit"]), _format_number(gate["value"])
         lines.append(f"| {gate['subject']} (`{gate['field']}`) | {limit} | {value} | {read_gate_verdict(gate)} |")
@@ -106,10 +106,10 @@ def _format_origin(lineage: Mapping[str, Any], report: Mapping[str, Any]) -> str
     if listed := swiftkv.get("prefill_layers"):
         shape = f"layers {format_layers(listed)}"
     data = ", ".join(f"`{each['name_or_path']}`" for each in sources)
-    lines = ["## How it was made", "", f"- data: {data or 'unknown'}"]
+    lines = ["## Training", "", f"- data: {data or 'unknown'}"]
     lines.append(f"- prompts run {shape}; {swiftkv.get('key_value_group_size', 1)} layers share a KV cache layer")
     if swiftkv.get("decode_key_value") == "own":
-        lines.append("- generated tokens have their own K and V; quality is measured on tokens that follow a prompt")
+        lines.append("- skipped layers compute their own KV for generated tokens; quality is measured after a prompt")
     if report.get("tokens_trained") is not None:
         lines.append(f"- tokens trained on: {report['tokens_trained']:,}")
     parent = lineage.get("parent")
@@ -117,18 +117,18 @@ def _format_origin(lineage: Mapping[str, Any], report: Mapping[str, Any]) -> str
         lines.append(f"- continued from `{parent['name']}`")
     lines.append(f"- fingerprint of the data: `{lineage.get('data_fingerprint')}`")
     lines.append(f"- job `{lineage.get('job_id')}`, attempt {lineage.get('attempt')}")
-    lines.append(f"- SwiftKV Platform {lineage.get('code_version')}; `manifest.json` has every setting and digest")
+    lines.append(f"- SwiftKV Platform {lineage.get('code_version')}; `manifest.json` has all settings and digests")
     return "\n".join(lines)
 
 
-def _format_license(teacher: str, licence: str | None) -> str:
-    said = (
-        f"`{teacher}` is under the licence **{licence}**, and this model, which contains its weights, is as well."
-        if licence is not None
-        else f"Neither the card nor the configuration of `{teacher}` names a licence. This model contains its "
-        "weights: find out which licence they are under before you share it."
+def _format_license(teacher: str, license_id: str | None) -> str:
+    sentence = (
+        f"`{teacher}` is under the license **{license_id}**, and this model, which contains its weights, is as well."
+        if license_id is not None
+        else f"Neither the card nor the configuration of `{teacher}` names a license. This model contains its "
+        "weights: check their license before you share it."
     )
-    return f"## Licence\n\n{said}"
+    return f"## License\n\n{sentence}"
 
 
 def _format_serving(name: str, swiftkv: Mapping[str, Any]) -> str:
@@ -148,8 +148,8 @@ def _format_serving(name: str, swiftkv: Mapping[str, Any]) -> str:
 {command}
 ```
 
-SwiftKV Platform is on no package index: a package with its name there is another one. Ask the publisher of this model \
-for the address of its repository.
+SwiftKV Platform is not on PyPI; a PyPI package of this name is unrelated. Ask the publisher of this model for its \
+repository.
 
 ```python
 import swiftkv_platform.model  # registers the SwiftKV classes

@@ -1,5 +1,5 @@
-"""`evaluation.html` and `sweep.html`, from the templates in this package: escaped, and complete without network. Their
-plots are matplotlib figures, which trackers show as well."""
+"""`evaluation.html` and `sweep.html`: self-contained pages from this package's templates. Trackers get the same
+plots."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def render_template(template: str, **values: Any) -> str:
-    """Render a page from `template` and `values`; the template decides which values are HTML."""
+    """Render a page. Values are escaped unless the template marks them as safe HTML."""
     return _get_environment().get_template(template).render(values)
 
 
@@ -45,27 +45,27 @@ STAGES = {
     "calibrated": "student, projections calibrated",
     "distilled": "student, distilled",
 }
-"""Keys of `evaluation.json` that hold a student's quality, in order of time."""
+"""Labels of the student's quality in `evaluation.json`, in order of training."""
 
 
 _PLOT_DESCRIPTIONS = {
-    "tasks": "Scores of teacher and student by task; the table below has the figures",
+    "tasks": "Scores of teacher and student by task; the table below has the values",
     "exit_head": "Exit head by confidence: share of positions and agreement with the student",
     "losses": "Training losses over tokens; they fall from left to right",
 }
 _LINEAGE_KEYS = ("job_id", "attempt", "teacher", "revision", "data_fingerprint", "code_version", "trial")
-"""Keys of an artifact's lineage that the page shows."""
+"""Lineage keys on the page."""
 
 
 def render_evaluation_page(
     report: Mapping[str, Any], lineage: Mapping[str, Any], points: Sequence[Mapping[str, float]] = ()
 ) -> str:
-    """The page of one model.
+    """Render a model's evaluation page.
 
     Args:
         report: `evaluation.json`.
-        lineage: lineage in the artifact's manifest; empty if the model's origin is unknown.
-        points: metrics of training steps for the loss curve; a sample of them for a long run.
+        lineage: lineage in the artifact's manifest; empty if unknown.
+        points: metrics of training steps for the loss curve, sampled in long runs.
     """
     spec = lineage.get("spec", {})
     return render_template(
@@ -85,7 +85,7 @@ def render_evaluation_page(
 
 
 def plot_evaluation(report: Mapping[str, Any]) -> dict[str, Figure]:
-    """The plots of the page, for trackers."""
+    """Plot tasks and exit head, by name."""
     charts = {}
     if report["tasks"]:
         charts["tasks"] = plot_tasks(report["tasks"])
@@ -104,26 +104,26 @@ def _format_lead(report: Mapping[str, Any], lineage: Mapping[str, Any]) -> str:
     if report["gates"]:
         worst = report["gates"][0]
         figures = f"{worst['value']:.4g} (limit {worst['limit']:g}, {read_gate_verdict(worst)})"
-        parts.insert(0, f"worst measure: {worst['subject']} {figures}")
+        parts.insert(0, f"worst metric: {worst['subject']} {figures}")
     parts.append(f"{report['num_positions']:,} held-out positions")
     if report["tokens_trained"] is not None:
         parts.append(f"{report['tokens_trained']:,} tokens trained")
     training = report.get("training")  # missing in older reports
     if training is not None:
-        why = " (chosen by held-out KL)" if training["reason"] == "lowest_held_out_kl" else ""
-        parts.append(f"state of step {training['step']:,}{why}")
+        criterion = " (lowest held-out KL)" if training["reason"] == "lowest_held_out_kl" else ""
+        parts.append(f"weights of step {training['step']:,}{criterion}")
     return ", ".join(parts)
 
 
 def _compute_points_lost(task: Mapping[str, Any]) -> float:
-    more_is_better = task.get("higher_is_better", True)  # missing in older reports, where higher is always better
-    return compute_points_lost(task["teacher"], task["student"], higher_is_better=more_is_better)
+    # Older reports have no `higher_is_better`; in these, higher is always better.
+    return compute_points_lost(task["teacher"], task["student"], higher_is_better=task.get("higher_is_better", True))
 
 
 def render_sweep_page(name: str, sweep: SweepReport) -> str:
-    """The page of a sweep: the frontier of quality and compute, every trial, and the one to take."""
+    """Render a sweep's page: the frontier of quality and compute, all trials, and the recommended one."""
     measured = [point for point in sweep.points if point.report is not None]
-    chosen = "none within the budget" if sweep.recommended is None else f"{sweep.recommended} recommended"
+    chosen = "none passes all gates" if sweep.recommended is None else f"{sweep.recommended} recommended"
     return render_template(
         "sweep.html",
         title=f"Sweep {name}",
@@ -139,18 +139,18 @@ def _render_frontier(sweep: SweepReport, measured: list[TrialResult]) -> str | N
     if not measured:
         return None
     chart = plot_frontier(measured, sweep.recommended)
-    return render_svg(chart, "Held-out KL over prefill compute of every trial; the table below has the figures")
+    return render_svg(chart, "Held-out KL over prefill compute of all trials; the table below has the values")
 
 
 _INK = "#13579b"
-"""Placeholder for the page's text colour, which follows the reader's light or dark theme."""
+"""Placeholder for the page's text color, which follows the light or dark theme."""
 _PALETTE = ("#3b82c4", "#d9822b", "#4d9f63", "#b0569f", "#c7514a", "#7a6fd0")
-"""Colours of medium lightness, visible on both white and near black."""
+"""Colors visible on white and on near black."""
 _SVG_SIZE = re.compile(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"')
 
 
 def render_svg(figure: Figure, description: str) -> str:
-    """Return an `<svg>` element with the page's width and text colour; `description` is for screen readers."""
+    """Render an `<svg>` element with the page's width and text color; `description` is for screen readers."""
     import matplotlib as mpl
 
     buffer = io.StringIO()
@@ -163,20 +163,20 @@ def render_svg(figure: Figure, description: str) -> str:
 
 
 def render_png(figure: Figure) -> bytes:
-    """Draw a figure on white, for viewers without themes."""
+    """Render a PNG with a white background."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110, facecolor="white", metadata={"Software": None})
     return buffer.getvalue()
 
 
 def plot_losses(points: Sequence[Mapping[str, float]]) -> Figure | None:
-    """Plot losses over the tokens trained on; None if there are none."""
+    """Plot losses over trained tokens; None without losses."""
     names = sorted({name for point in points for name in point if name.endswith("_loss")}) or ["loss"]
     figure, axes = _make_figure()
-    for colour, name in zip(_PALETTE, names, strict=False):
+    for color, name in zip(_PALETTE, names, strict=False):
         series = [(point["tokens"], point[name]) for point in points if name in point and "tokens" in point]
         if series:
-            axes.plot(*zip(*series, strict=True), color=colour, linewidth=1.2, label=name.replace("_", " "))
+            axes.plot(*zip(*series, strict=True), color=color, linewidth=1.2, label=name.replace("_", " "))
     if not axes.lines:
         return None
     axes.set_xlabel("tokens trained")
@@ -187,8 +187,7 @@ def plot_losses(points: Sequence[Mapping[str, float]]) -> Figure | None:
 
 
 def plot_exit_head(bins: Sequence[Mapping[str, Any]]) -> Figure:
-    """Plot figure D.1 of the paper: the distribution of the exit head's confidence, and its agreement with the
-    student."""
+    """Plot the exit head's confidence and its agreement with the student (paper, figure D.1)."""
     figure, axes = _make_figure()
     width = bins[0]["high"] - bins[0]["low"]
     axes.bar(
@@ -208,17 +207,17 @@ def plot_exit_head(bins: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def plot_tasks(tasks: Sequence[Mapping[str, Any]]) -> Figure:
-    """Scores of teacher and student, with their standard errors."""
+    """Plot the scores of teacher and student, with standard errors."""
     figure, axes = _make_figure(height=1.2 + 0.55 * len(tasks))
-    for offset, colour, who in ((-0.18, _PALETTE[0], "teacher"), (0.18, _PALETTE[1], "student")):
+    for offset, color, model in ((-0.18, _PALETTE[0], "teacher"), (0.18, _PALETTE[1], "student")):
         axes.barh(
             [i + offset for i in range(len(tasks))],
-            [task[who] for task in tasks],
+            [task[model] for task in tasks],
             height=0.34,
-            xerr=[task[f"{who}_stderr"] or 0.0 for task in tasks],
-            color=colour,
+            xerr=[task[f"{model}_stderr"] or 0.0 for task in tasks],
+            color=color,
             ecolor=_INK,
-            label=who,
+            label=model,
         )
     axes.set_yticks(range(len(tasks)), [task["task"] for task in tasks])
     axes.invert_yaxis()
@@ -229,18 +228,18 @@ def plot_tasks(tasks: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def plot_frontier(points: Sequence[TrialResult], recommended: str | None) -> Figure:
-    """Plot held-out KL over prefill compute, with a marker for every measured trial and the frontier as a line."""
+    """Plot held-out KL over prefill compute: a marker per measured trial, and the frontier as a line."""
     figure, axes = _make_figure(height=4.2)
     at = {point.name: (point.ranking_key[0], point.ranking_key[2]) for point in points}
     frontier = sorted(at[point.name] for point in points if point.on_frontier)
     axes.plot(*zip(*frontier, strict=True), color=_INK, linewidth=1.0, linestyle="--", label="frontier", zorder=1)
     groups = sorted({point.key_value_group_size for point in points})
-    for colour, marker, group in zip(cycle(_PALETTE), cycle("os^Dv*P"), groups, strict=False):
+    for color, marker, group in zip(cycle(_PALETTE), cycle("os^Dv*P"), groups, strict=False):
         x, y = zip(*(at[point.name] for point in points if point.key_value_group_size == group), strict=True)
-        axes.scatter(x, y, color=colour, marker=marker, s=44, label=f"g = {group}", zorder=2)
+        axes.scatter(x, y, color=color, marker=marker, s=44, label=f"g = {group}", zorder=2)
     if recommended is not None:
         ring: dict[str, Any] = {"s": 170, "facecolors": "none", "edgecolors": _INK, "linewidths": 1.6}
-        axes.scatter(*at[recommended], label=f"taken: {recommended}", **ring)
+        axes.scatter(*at[recommended], label=f"recommended: {recommended}", **ring)
     axes.set_xlabel("prefill compute relative to the teacher")
     axes.set_ylabel("held-out KL (nats)")
     axes.set_ylim(bottom=0)
@@ -267,7 +266,7 @@ def _style_axes(axes: Axes) -> None:
 
 
 def _draw_legend(axes: Axes) -> None:
-    """Draw the legend above the plot, where it covers nothing."""
+    """Draw the legend above the plot."""
     axes.legend(
         frameon=False, labelcolor=_INK, loc="lower left", bbox_to_anchor=(0, 1), ncols=5, columnspacing=1.2, borderpad=0
     )

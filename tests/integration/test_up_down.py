@@ -107,7 +107,7 @@ def test_the_doctor_finds_it_healthy(machine: Machine, state: StackState) -> Non
     found = machine.examined()
     assert [name for name, check in found.items() if check["status"] == "failed"] == [], found
     assert f"{state.num_cpus} CPUs" in found["ray"]["message"]
-    assert found["control plane"]["message"] == f"{state.url} is ready and accepts this environment's requests."
+    assert found["control plane"]["message"] == f"{state.url} is ready and accepts requests."
     assert "newest schema" in found["database"]["message"]
 
 
@@ -155,11 +155,11 @@ def test_created_keys_are_required_from_the_next_up_on(machine: Machine, state: 
         for key in ("", "wrong"):
             refused = machine.run("jobs", "list", key=key)
             assert (refused.returncode, "SWIFTKV_API_KEY" in refused.stderr) == (1, True), refused.stderr
-        assert machine.parts()["control-plane"]["detail"] == f"callers need a key of {machine.home / 'keys.json'}"
+        assert machine.parts()["control-plane"]["detail"] == f"requires API keys from {machine.home / 'keys.json'}"
 
     again = machine.run("up", "--port", "0")
     assert "Restarting the control plane" in again.stderr
-    assert f"Callers need an API key of {machine.home / 'keys.json'}" in again.stderr
+    assert f"Requests need an API key from {machine.home / 'keys.json'}" in again.stderr
     assert machine.up().parts["ray"] == before.parts["ray"], "Ray and its jobs go on"
     check_keys()
     more = json.loads(machine.run("keys", "rotate", "ann", "--json").stdout)
@@ -192,4 +192,4 @@ def test_down_ends_everything_of_ours_and_nothing_else(machine: Machine, state: 
     assert not current.ray_temp_dir.exists()
     assert (machine.home / "logs" / "ray-session" / "raylet.out").exists()
     assert {part["state"] for part in machine.parts().values()} == {"stopped"}
-    assert "Nothing was running" in machine.run("down").stdout
+    assert "No running processes" in machine.run("down").stdout

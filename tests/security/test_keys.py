@@ -218,4 +218,4 @@ def test_keys_are_listed_without_a_database_and_make_none(tmp_path: Path) -> Non
     away = CliRunner(env={"SWIFTKV_HOME": str(tmp_path), "SWIFTKV_DATABASE_URL": f"sqlite:///{tmp_path}"})
     listed = away.invoke(cli, ["keys", "list"])
     assert listed.exit_code == 0
-    assert "Last uses are unknown" in listed.stderr
+    assert "Cannot read last uses" in listed.stderr

@@ -113,7 +113,7 @@ def test_up_does_not_start_without_keys_that_it_had(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"the last `swiftkv up` used .*keys\.json, which is gone .*swiftkv down"):
         stack.up(StackOptions(), print)
     stack.down()
-    assert stack.state() is None, "from here on it starts without"
+    assert stack.load_state() is None, "from here on it starts without"
 
 
 def create(home: Path, *options: str) -> tuple[bool, str]:
@@ -133,7 +133,7 @@ def test_a_new_key_says_whether_it_is_in_force(tmp_path: Path) -> None:
     home, other = tmp_path / "home", tmp_path / "other.json"
     assert create(home) == (
         False,
-        "From the next `swiftkv up` on, callers need a key; a control plane elsewhere needs this file too.",
+        "Requests need a key after the next `swiftkv up`. A control plane on another machine needs a copy.",
     )
     required, advice = create(home, "--file", str(other))
     assert (required, f"set SWIFTKV_API_KEYS_FILE={other}" in advice) == (False, True)
@@ -148,7 +148,7 @@ def test_a_new_key_says_whether_it_is_in_force(tmp_path: Path) -> None:
     (home / "keys.json").unlink()
     with run.lock():
         run.save(state(parts=parts, operator_files={"api_keys_file": home / "keys.json"}))
-    assert create(home) == (True, "The running control plane reads it at the next request.")
+    assert create(home) == (True, "The running control plane reads the file at the next request.")
     assert stat.S_IMODE((home / "keys.json").stat().st_mode) == 0o600
 
 
@@ -167,5 +167,5 @@ def test_a_model_served_alone_requires_the_same_keys(tmp_path: Path, monkeypatch
     assert "It needs no key, also from other machines" in said.output
     create_key(tmp_path / "keys.json", name="ann", tenant="default", scopes=ADMIN)
     said = runner.invoke(cli, ["serve", "builtin:python-5m"])
-    assert f"Callers need an API key of {tmp_path / 'keys.json'}" in said.output.replace("\n", " ")
+    assert f"Requests need an API key from {tmp_path / 'keys.json'}" in said.output.replace("\n", " ")
     assert given == [None, str(tmp_path / "keys.json")]

@@ -49,13 +49,13 @@ class HeadProcess:
         token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
         self.head = RayHead(*find_free_ports([0, 0, 0]), directory, token, num_cpus, object_store_memory=200 << 20)
         own = {"HOME": str(directory), "OMP_NUM_THREADS": "1", **environment}
-        self._environment = self.head.environment({**os.environ, **own})
+        self._environment = self.head.build_environment({**os.environ, **own})
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start the head, and return when it answers."""
         log = self.head.temp_dir / "ray.log"
-        self._process = _spawn(self.head.command(), self._environment, log)
+        self._process = _spawn(self.head.build_command(), self._environment, log)
         wait_until_up(self.head.answers, self._process, log)
 
     def kill(self) -> None:
@@ -151,7 +151,7 @@ def ray_node(
     own = {"HOME": str(directory), "OMP_NUM_THREADS": "1", **(environment or {})}
     arguments = [head.address, directory, num_cpus, head.object_store_memory, "drains" if drains else ""]
     command = [sys.executable, "-c", _NODE, *map(str, arguments)]
-    process = _spawn(command, head.environment({**os.environ, **own}), log)
+    process = _spawn(command, head.build_environment({**os.environ, **own}), log)
     try:
         wait_until_up((directory / "node-id").exists, process, log)
         yield NodeProcess(process, (directory / "node-id").read_text())

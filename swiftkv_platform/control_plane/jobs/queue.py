@@ -230,7 +230,7 @@ def check_node_groups(spec: JobSpec, settings: Settings, nodes: CachedCall[Seque
         return
     present = nodes.get(RAY_TIMEOUT_S, None)
     if present is not None and not can_place([node.total for node in present], needs.bundles):
-        there = "; ".join(f"{name}: {group.described()}" for name, group in groups.items())
+        there = "; ".join(f"{name}: {group.describe()}" for name, group in groups.items())
         raise InvalidInputError(
             f"the job needs {needs.description}, more than all nodes that the cluster may have can hold ({there}); use "
             "fewer or smaller resources.num_workers, or another accelerator_type",

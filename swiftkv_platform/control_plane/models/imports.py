@@ -240,7 +240,7 @@ def _check_documents(model: Model, source: str) -> None:
         raise _source_error(source, f"and in its {MANIFEST}, {fault}; remove it, or distill again")
     try:
         plain = "\\u0000" not in json.dumps([model.lineage, model.metrics], allow_nan=False)
-        render_model_card(model.lineage, model.metrics, licence=None).encode()
+        render_model_card(model.lineage, model.metrics, license_id=None).encode()
         make_comparison(model, model)
         describe_undecided_gates(model.metrics)
         summarize_quality(model.metrics)

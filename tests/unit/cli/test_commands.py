@@ -125,7 +125,7 @@ def test_deploy_can_replace_a_model(run: Run, script: Script) -> None:
     script.on("PATCH", "/deployments/dep_1", json_answer({"id": "dep_1", "model": "mdl_2", "status": "swapping"}))
     result = run("deploy", "mdl_2", "--replace", "dep_1", "--max-replicas", "3", "--no-wait")
     assert result.exit_code == 0, result.output
-    assert "dep_1 serves mdl_2: swapping" in result.output
+    assert "Deployment dep_1 of mdl_2 is swapping" in result.output
     assert script.sent("PATCH", "/deployments/dep_1")[0].body == {"model": "mdl_2", "max_replicas": 3}
 
 
@@ -231,4 +231,4 @@ def test_a_full_disk_is_an_error_and_no_traceback() -> None:
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert ended.returncode == 1
-    assert ended.stderr == "Error: what this command writes: No space left on device\n"
+    assert ended.stderr == "Error: cannot write the output: No space left on device\n"

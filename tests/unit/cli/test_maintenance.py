@@ -55,10 +55,10 @@ def test_a_dry_run_tells_what_pruning_then_removes(home: Path) -> None:
     assert told["dry_run"]
     assert told["removed"]["events"] == {"rows": 1, "objects": 0, "bytes": 0}
     assert told["removed"]["checkpoints"]["objects"] == 2
-    assert "would be removed" in run(home, "prune", "--dry-run", **kept).output
+    assert "would delete" in run(home, "prune", "--dry-run", **kept).output
     assert answer(home, "prune", **kept)["removed"] == told["removed"]
-    assert "Nothing is past" in run(home, "prune", **kept).output
-    assert "now called `swiftkv prune`" in run(home, "sweep", **kept).stderr
+    assert "No data is past" in run(home, "prune", **kept).output
+    assert "use `swiftkv prune`" in run(home, "sweep", **kept).stderr
     assert jobs_in(home) == 1
     assert answer(home, "prune")["removed"]["jobs"]["rows"] > 0
     assert jobs_in(home) == 0

@@ -47,7 +47,7 @@ def test_what_the_samples_of_tasks_can_exclude_is_told_before_a_job(tmp_path: Pa
     assert [gate["task"] for gate in gates][-1] == "gsm8k_llama"
     few = tmp_path / "few.yaml"
     few.write_text(RECIPE.read_text().replace("tasks: [paper]", "tasks: [ifeval]").replace("drop: 4.0", "drop: auto"))
-    warning = "3 points worse on every task passes in about 33% of evaluations"
+    warning = "losing 3 points on every task passes about 33% of evaluations"
     assert [warning in " ".join(run(spec).output.split()) for spec in (few, RECIPE)] == [True, False]
     validated = CliRunner().invoke(app, ["jobs", "validate", "-f", str(narrow), "--config", str(LLAMA_70B)])
     assert "gsm8k_llama" in validated.output
@@ -68,7 +68,7 @@ def test_the_table_compares_students_as_table_1_does(tmp_path: Path) -> None:
 
 def test_a_model_that_is_not_there() -> None:
     for name, message in (
-        ("nobody/nothing", "'nobody/nothing' is not a file or directory here, and the hub gives no config.json"),
+        ("nobody/nothing", "'nobody/nothing' is not a local file or directory, and the hub returned no config.json"),
         ("missing/config.json", "missing/config.json cannot be read"),
         ("builtin:gpt", "the built-in teachers are builtin:python-5m and"),
     ):
@@ -83,7 +83,7 @@ def test_a_job_spec_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0, result.output
     told = dict(line.split(maxsplit=1) for line in result.stdout.splitlines() if "  " in line)
     assert told["training"].startswith("2 epochs, 320 million tokens: ")
-    assert told["memory"] == "23.5 GiB a worker of one H100's 74.5 GiB: fits"
+    assert told["memory"] == "23.5 GiB per worker, 74.5 GiB on one H100: fits"
     assert told["time"] == "2 h 41 min of training, assumed: 40% of a peak of 989 TFLOPs"
     assert json.loads(run(RECIPE, "--config", LLAMA_70B, "--json").output)["seconds"] is None, "epochs decide the steps"
     monkeypatch.setenv("SWIFTKV_FLOPS_PER_SECOND", "1e15")
@@ -134,14 +134,14 @@ def test_lists_of_layers_that_prompts_run_through(model: Path, text: Path) -> No
     listed = [format_layers(each["prefill_layers"]) for each in document["lists"]]
     assert [line.split()[0] for line in lines[5:7]] == listed
     chosen = format_layers(document["recommended_prefill_layers"])
-    assert lines[-1] == f"Recommended: --prefill-layers {chosen}, as many layers as -l 3 runs."
+    assert lines[-1] == f"Recommended: --prefill-layers {chosen} (same number of layers as -l 3)."
 
 
 def test_without_matplotlib_nothing_is_read(model: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = analyze(model, "--text", text, "--plot", "similarity.png")
     assert result.exit_code == 1
-    assert f"a picture needs matplotlib; {make_install_command('plot')}" in result.stderr
+    assert f"--plot needs matplotlib; run {make_install_command('plot')}" in result.stderr
 
 
 def test_errors_are_one_line(text: Path, model: Path, tmp_path: Path) -> None:

@@ -66,37 +66,37 @@ def described(
 
 def test_an_estimate_says_what_is_made_and_taken() -> None:
     assert described(16 * GIB) == {
-        "of": None,
-        "student": "6 of 12 layers compute K and V of their own; 9 layers are cached",
+        "scope": None,
+        "student": "6 of 12 layers keep their own KV projections; the KV cache has 9 layers",
         "prefill": "51.9% of the teacher's FLOPs for prompts of 512 tokens",
-        "KV cache": "3.38 KiB a token in bfloat16, 75.0% of the teacher's",
-        "parameters": "5.99 million, of which 331,968 (5.5%) are trained",
-        "training": "100 steps, 819,200 tokens: 29.6 TFLOPs, 36.1 MFLOPs a token",
-        "memory": "124 MiB a worker plus 710 MiB for its process; "
-        "2 workers take 1.63 GiB of this machine's 16 GiB: fits",
-        "time": "4 min 10 s from start to model, at the speed of job_7",
+        "KV cache": "3.38 KiB per token in bfloat16, 75.0% of the teacher's",
+        "parameters": "5.99 million, 331,968 (5.5%) trainable",
+        "training": "100 steps, 819,200 tokens: 29.6 TFLOPs, 36.1 MFLOPs per token",
+        "memory": "124 MiB per worker plus 710 MiB process overhead; "
+        "1.63 GiB for 2 workers, 16 GiB on this machine: fits",
+        "time": "4 min 10 s from start to finish, at the speed of job_7",
         "cost": "1.50 at the operator's prices",
-        "data": "a.jsonl: 1 file, 3 MiB, rows of text or chat; org/set: only the workers can read it",
+        "data": "a.jsonl: 1 file, 3 MiB, rows of text or chat; org/set: readable only by workers",
     }
 
 
 def test_memory_that_does_not_fit_says_what_would_do() -> None:
     on_cpus = described(GIB)["memory"]
     assert on_cpus.endswith(
-        "this machine's 1 GiB: does not fit; use fewer workers or a smaller training.micro_batch_size"
+        ", 1 GiB on this machine: does not fit; reduce the number of workers or training.micro_batch_size"
     )
     on_gpus = {"resources": {"gpus_per_worker": 1, "accelerator_type": "L4"}}
-    assert described(spec=on_gpus)["memory"] == "124 MiB a worker of one L4's 22.4 GiB: fits"
+    assert described(spec=on_gpus)["memory"] == "124 MiB per worker, 22.4 GiB on one L4: fits"
     too_large = described(spec=on_gpus, memory_per_worker=30 * GIB)["memory"]
-    assert too_large.startswith("30 GiB a worker of one L4's 22.4 GiB: does not fit; use more workers")
-    assert described(spec={"resources": {"gpus_per_worker": 1}})["memory"] == "124 MiB a worker of GPU memory"
-    assert described(None)["memory"].endswith("2 workers take 1.63 GiB")
+    assert too_large.startswith("30 GiB per worker, 22.4 GiB on one L4: does not fit; add workers")
+    assert described(spec={"resources": {"gpus_per_worker": 1}})["memory"] == "124 MiB per worker of GPU memory"
+    assert described(None)["memory"].endswith("1.63 GiB for 2 workers")
 
 
 def test_what_is_not_known_is_said_or_left_out() -> None:
     unmeasured = described(seconds=None, cost=None, max_tokens=None, total_flops=None)
-    assert unmeasured["time"] == "unknown: no similar job has been measured"
-    assert unmeasured["training"] == "36.1 MFLOPs a token; data and epochs decide the number of tokens"
+    assert unmeasured["time"] == "no estimate: no similar job has finished"
+    assert unmeasured["training"] == "36.1 MFLOPs per token; the number of tokens depends on data and epochs"
     assert unmeasured["cost"] is None
     of_hub = describe_estimate(Resource.model_validate({"sources": []}), JobSpec.model_validate(SPEC), 16 * GIB)
     assert set(of_hub.values()) == {None, ""}
@@ -107,7 +107,7 @@ def test_validate_compares_with_the_memory_of_this_machine(run: Run, script: Scr
     script.on("POST", "/jobs/validate", json_answer(ESTIMATE))
     result = run("jobs", "validate", "-f", str(tmp_path / "spec.yaml"))
     here = units.format_size(psutil.virtual_memory().total)
-    assert lines(result)["memory"].endswith(f"of this machine's {here}: fits")
+    assert lines(result)["memory"].endswith(f", {here} on this machine: fits")
     assert "129704832" not in result.stdout
     printed = json.loads(run("jobs", "validate", "-f", str(tmp_path / "spec.yaml"), "--json").stdout)
     assert printed == ESTIMATE
@@ -125,7 +125,7 @@ def test_the_quickstart_shows_what_is_printed(tmp_path: Path, monkeypatch: pytes
     printed = [line.rstrip() for line in result.stdout.splitlines()]
     assert [line for line in printed if not line.startswith("memory")][: len(of_any_machine)] == of_any_machine
     memory = next(line for line in documented if line.startswith("memory"))
-    assert memory.partition(" of this machine's ")[0] in result.stdout
+    assert memory.rpartition(", ")[0] in result.stdout
 
 
 JOB = job_row()
@@ -137,7 +137,7 @@ def test_a_job_that_runs(run: Run, script: Script) -> None:
     script.on("GET", "/jobs/job_1", json_answer(row))
     shown = lines(run("jobs", "get", "job_1"))
     assert shown["steps"] == "40/100, 327,680 tokens, 2 min 10 s left"
-    assert shown["cost"] == "0.50, 1.25 expected in total"
+    assert shown["cost"] == "0.50 (1.25 estimated in total)"
 
 
 def test_a_job_says_how_far_its_phase_is(run: Run, script: Script) -> None:
@@ -159,14 +159,14 @@ def test_a_job_that_waits_for_the_cluster(run: Run, script: Script) -> None:
     script.on("GET", "/jobs", list_answer([row, {**row, "waiting_since": None}]))
     shown = lines(run("jobs", "get", "job_1"))
     assert shown["reason"] == "waiting_for_resources: waiting for 1 worker with 1 CPU and 4 GPUs"
-    assert shown["queue"] == f"place 3, waiting for resources since {format_local_time(60)}"
+    assert shown["queue"] == f"queue position 3, waiting for resources since {format_local_time(60)}"
     listed = run("jobs", "list").stdout
-    assert listed.count("queued, place 3") == 2
+    assert listed.count("queued, queue position 3") == 2
     ended = {**JOB, "status": "cancelled"}
     script.on("GET", "/jobs/job_1", json_answer(row), json_answer(ended))
     script.on("GET", "/jobs/job_1/events", event_stream(), list_answer([]))
     watched = run("jobs", "watch", "job_1").stdout
-    assert "place 3, waiting for resources since" in watched
+    assert "queue position 3, waiting for resources since" in watched
     assert reason["message"] in watched
 
 
@@ -260,7 +260,7 @@ def test_the_quota(run: Run, script: Script) -> None:
         "aliases": "0, no limit",
         "pending webhooks": "0, no limit",
         "stored": "1.46 KiB of 2.86 MiB",
-        "cluster": "unknown: Ray does not answer, or does not list its nodes",
+        "cluster": "unknown: Ray is unavailable or lists no nodes",
     }
     use = {"gpus": 12.0, "total_gpus": 16.0, "cpus": 6.5, "total_cpus": 64.0}
     script.on("GET", "/quota", json_answer({**quota, "cluster": use}))
@@ -297,11 +297,11 @@ def test_a_deployment(run: Run, script: Script) -> None:
         "model": "mdl_1 (alias production)",
         "status": "running",
         "url": "http://127.0.0.1:8001/chat",
-        "replicas": "2 of 1 to 4",
+        "replicas": "2 (min 1, max 4)",
         "cold start": "3.75 s (fetch 1.50, load 2.00, check 0.25)",
-        "scaling": "8 concurrent requests per replica, up after 10 s, down after 5 min",
+        "scaling": "target 8 concurrent requests per replica, scale up after 10 s, down after 5 min",
         "engine": "max_num_seqs 8, dtype bfloat16",
-        "candidate": "mdl_2, 10.0% of the requests",
+        "candidate": "mdl_2, 10.0% of requests",
         "version": "3",
     }
     assert json.loads(run("deployments", "get", "dep_1", "--json").stdout) == DEPLOYMENT
@@ -311,7 +311,7 @@ def test_the_list_of_deployments_has_their_replicas(run: Run, script: Script) ->
     script.on("GET", "/deployments", list_answer([DEPLOYMENT, {**DEPLOYMENT, "id": "dep_2", "min_replicas": 4}]))
     rows = [line.split("  ") for line in run("deployments", "list").stdout.splitlines()]
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
-    assert [row[3] for row in cells] == ["replicas", "2 of 1 to 4", "2 of 4"]
+    assert [row[3] for row in cells] == ["replicas", "2 (min 1, max 4)", "2 (min 4, max 4)"]
 
 
 def test_units() -> None:
@@ -344,6 +344,6 @@ def test_sizes_of_files_and_checkpoints(run: Run, script: Script) -> None:
 def test_a_plan_says_in_a_sentence_what_a_student_saves() -> None:
     result = CliRunner().invoke(app, ["plan", "builtin:python-5m", "-g", "1", "-g", "2", "-s", "2048"])
     assert result.stdout.splitlines()[-2:] == [
-        "l = 6, g = 1: 52.3% of the prefill's FLOPs, and the same cache, 9 MiB for such a prompt.",
-        "l = 6, g = 2: 51.2% of the prefill's FLOPs, and a cache of 6.75 MiB instead of 9 MiB for such a prompt.",
+        "l = 6, g = 1: prefill takes 52.3% of the FLOPs; KV cache per prompt: unchanged (9 MiB).",
+        "l = 6, g = 2: prefill takes 51.2% of the FLOPs; KV cache per prompt: 6.75 MiB instead of 9 MiB.",
     ]

@@ -69,8 +69,8 @@ def test_the_smallest_takes_what_is_planned(
     found = smallest[0]
     monkeypatch.setattr("swiftkv_platform.jobs.dry_run.dry_run", lambda *_: found)  # what the command has just found
     table = CliRunner().invoke(app, ["plan", "--dry-run", str(recipe)])
-    assert "collectives of a step" in table.stdout
-    assert "Kernel workspaces" in table.stdout
+    assert "collectives per step" in table.stdout
+    assert "Excludes kernel workspaces" in table.stdout
 
 
 def test_shards_of_two_workers(smallest: tuple[DryRun, JobEstimate]) -> None:

@@ -149,7 +149,7 @@ def test_an_evaluation_reads_what_was_trained_and_the_curve_alone(job: Job, monk
     trained_bytes = sum(4 * parameter.numel() for parameter in trained.values())
     pieces = sum(size for key, size in read.items() if key.endswith(".distcp"))
     assert 2 * trained_bytes < pieces < 2 * trained_bytes + (1 << 20), "once to measure, once to publish"
-    assert "4 steps; the last at 0.1250" in (job.directory / "artifact" / "evaluation.html").read_text()
+    assert "4 steps; final loss 0.1250" in (job.directory / "artifact" / "evaluation.html").read_text()
     assert (metrics["calibrated"], metrics["distilled"], metrics["tokens_trained"]) == (None, metrics["rewired"], 77)
     assert metrics["training"] == {"step": 4, "reason": "last_step", "held_out_kl": None, "start_kl": None}
 

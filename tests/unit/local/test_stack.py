@@ -44,7 +44,7 @@ def test_packages_that_are_missing_are_named_before_anything_starts(
 ) -> None:
     monkeypatch.setattr(stack, "_REQUIRED_PACKAGES", ("json", "no_such_service"))
     home = tmp_path / "home"
-    with pytest.raises(StartError, match=r"needs no_such_service; pip install -e .*\[train,serve\]'"):
+    with pytest.raises(StartError, match=r"needs no_such_service; run pip install -e .*\[train,serve\]'"):
         Stack(Settings(home=home, _env_file=None)).up(StackOptions(), print)
     assert not home.exists()
 
@@ -52,11 +52,13 @@ def test_packages_that_are_missing_are_named_before_anything_starts(
 def test_a_home_or_a_port_that_cannot_be_had_is_said_before_anything_starts(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(StartError, match=r"the home .*file/home cannot be used .*; use another SWIFTKV_HOME"):
+    with pytest.raises(
+        StartError, match=r"cannot use the home .*file/home .*; set SWIFTKV_HOME to another writable directory"
+    ):
         Stack(Settings(home=blocked / "home", _env_file=None)).up(StackOptions(), print)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(StartError, match=rf"port {port} is taken by another program; use another --port"):
+        with pytest.raises(StartError, match=rf"port {port} is in use by another program; use another --port"):
             Stack(Settings(home=tmp_path / "home", _env_file=None)).up(StackOptions(port=port), print)
     assert RunDirectory(tmp_path / "home").load() is None
 
@@ -67,7 +69,7 @@ def test_a_full_disk_is_said_and_leaves_nothing_running_and_no_empty_token(tmp_p
     run.path.mkdir()
     for name in ("ray-token.part", "state.json.part"):  # the second is written after Ray's head has started
         (run.path / name).symlink_to("/dev/full")
-        said = r"cannot be used \(No space left on device\); free some space, or use another SWIFTKV_HOME"
+        said = r"cannot use the home .* \(No space left on device\); free disk space, or set SWIFTKV_HOME"
         with pytest.raises(StartError, match=said):
             stack.up(StackOptions(port=0), print)
         (run.path / name).unlink()
@@ -86,7 +88,7 @@ def test_up_that_is_told_to_end_says_so_and_stops_what_it_began(tmp_path: Path) 
         up.terminate()
         _, said = up.communicate(timeout=120)
     assert (up.returncode, "Traceback" in said) == (143, False), said
-    assert "Terminated (SIGTERM)" in said.splitlines()[-1]
+    assert "Terminated by SIGTERM" in said.splitlines()[-1]
     assert find_marked_processes(str(tmp_path)) == []
     assert {part.state for part in Stack(Settings(home=tmp_path, _env_file=None)).status()} == {"stopped"}
 
@@ -124,13 +126,13 @@ def test_the_token_is_random_private_and_kept(tmp_path: Path) -> None:
 
 def test_the_head_is_told_of_no_other_cluster_and_its_token_stays_in_a_file(tmp_path: Path) -> None:
     create_token(tmp_path / "token")
-    environment = head(tmp_path).environment({"RAY_ADDRESS": "10.0.0.1:6379", "PATH": "/bin"})
+    environment = head(tmp_path).build_environment({"RAY_ADDRESS": "10.0.0.1:6379", "PATH": "/bin"})
     assert "RAY_ADDRESS" not in environment
     assert environment["PATH"] == "/bin"
     assert environment.items() >= HIDE_UNRESERVED_GPUS.items()
     token = (tmp_path / "token").read_text()
     assert token not in "".join(environment.values())
-    assert token not in " ".join(head(tmp_path).command())
+    assert token not in " ".join(head(tmp_path).build_command())
 
 
 def test_wanted_ports_are_taken_where_they_are_free_and_differ_from_each_other() -> None:
@@ -151,8 +153,8 @@ def test_state_survives_the_process_and_knows_the_living(tmp_path: Path) -> None
         run.save(state(parts={"ray": living, "control-plane": dead}))
     loaded = run.load()
     assert loaded is not None
-    assert loaded.alive("ray")
-    assert not loaded.alive("control-plane"), "its pid belongs to another process now"
+    assert loaded.is_alive("ray")
+    assert not loaded.is_alive("control-plane"), "its pid belongs to another process now"
     loaded.parts["control-plane"].terminate(grace_s=0.0)  # if it were taken for ours, this would end the test run
     assert (tmp_path / "run" / "ray.pid").read_text() == f"{os.getpid()}\n"
     run.clear()
@@ -165,7 +167,7 @@ def test_state_survives_the_process_and_knows_the_living(tmp_path: Path) -> None
 
 def test_a_home_that_never_saw_up_is_stopped(tmp_path: Path) -> None:
     stack = Stack(Settings(home=tmp_path / "home"))
-    assert stack.state() is None
+    assert stack.load_state() is None
     assert {part.state for part in stack.status()} == {"stopped"}
     assert stack.down() == 0
     assert not (tmp_path / "home").exists()
@@ -177,11 +179,11 @@ def test_a_port_that_is_taken_is_refused_or_told_when_the_control_plane_alone_is
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         taken = state(url=f"http://127.0.0.1:{port}")
-        with pytest.raises(StartError, match=f"port {port} is taken by another program"):
+        with pytest.raises(StartError, match=f"port {port} is in use by another program"):
             stack._start_control_plane(taken, StackOptions(port=port), told.append)
         with pytest.raises(FileExistsError):
             stack._start_control_plane(taken, StackOptions(), told.append)
-    assert f"Port {port} is taken; the control plane uses " in told[-1]
+    assert f"Port {port} is in use; the control plane uses port " in told[-1]
 
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -225,14 +227,14 @@ def test_a_started_process_is_alive_until_it_is_terminated(
 ) -> None:
     (tmp_path / "log").write_text("before\n")
     ref = start(SLEEP)
-    assert ref.alive
+    assert ref.is_alive
     ref.terminate(grace_s=10.0)
-    assert not ref.alive
+    assert not ref.is_alive
     deaf = start([sys.executable, "-c", STUBBORN])
     until_logged(tmp_path, "deaf")
     assert (tmp_path / "log").read_text() == "before\ndeaf\n", "output is appended to the log"
     stop_marked_processes(mark, grace_s=0.2)
-    assert not deaf.alive, "it ignores SIGTERM, so it is killed"
+    assert not deaf.is_alive, "it ignores SIGTERM, so it is killed"
 
 
 def test_stopping_reaches_orphans_in_other_sessions_and_no_process_of_another_mark(

@@ -171,7 +171,7 @@ def test_the_sweep_page_shows_every_trial(within: bool) -> None:
         assert trial.name in html
     assert "the loss is &lt;nan&gt;" in html
     assert ("l3-g1 recommended" in html) is within
-    assert ("none within the budget" in html) is not within
+    assert ("none passes all gates" in html) is not within
 
 
 MADE_FROM: dict[str, Any] = {
@@ -214,11 +214,11 @@ def parts(card: str) -> tuple[dict[str, Any], str]:
 
 
 def test_the_worst_measure_comes_first() -> None:
-    front, text = parts(render_model_card(MADE_FROM, REPORT, licence="apache-2.0"))
+    front, text = parts(render_model_card(MADE_FROM, REPORT, license_id="apache-2.0"))
     made = {"library_name": "transformers", "tags": ["swiftkv"], "base_model": "org/teacher"}
     assert front == {"license": "apache-2.0", **made}
-    assert "**Worst measure: points lost on mmlu is 2.5, limit 1, failed.**" in text
-    assert text.index("Worst measure") < text.index("## Quality")
+    assert "**Worst metric: points lost on mmlu is 2.5, limit 1, failed.**" in text
+    assert text.index("Worst metric") < text.index("## Quality")
     assert text.index("| mmlu, acc | 0.6 | 0.575 |") < text.index("| arc, acc |")
     assert text.index("points lost on mmlu (") < text.index("held-out KL in nats (")
     origin = ("`org/chats`, `file-1`", "12,345", "`mdl_1`", "job `job_1`, attempt 2")
@@ -230,18 +230,20 @@ def test_a_card_says_how_prompts_and_generated_tokens_run() -> None:
     """vLLM serves a list that has all layers below l; others only our engine serves."""
     for listed, said, serves in (([0, 1, 3], "prompts run layers 0-1,3;", "swiftkv"), ([0, 1], "layers 0-1;", "vllm")):
         spec = {**MADE_FROM["spec"], "swiftkv": {"prefill_layers": listed, "decode_key_value": "own"}}
-        _, text = parts(render_model_card(MADE_FROM | {"spec": spec}, REPORT, licence=None))
+        _, text = parts(render_model_card(MADE_FROM | {"spec": spec}, REPORT, license_id=None))
         assert said in text
-        assert "quality is measured on tokens that follow a prompt" in text
+        assert "quality is measured after a prompt" in text
         assert f"\n{serves} serve ./" in text
 
 
 def test_a_licence_that_is_not_named_is_not_made_up() -> None:
-    front, text = parts(render_model_card(MADE_FROM | {"teacher": "/models/own"}, REPORT | {"gates": []}, licence=None))
+    front, text = parts(
+        render_model_card(MADE_FROM | {"teacher": "/models/own"}, REPORT | {"gates": []}, license_id=None)
+    )
     assert "license" not in front
     assert "base_model" not in front
-    assert "names a licence" in text
-    assert "No quality limit was set" in text
+    assert "names a license" in text
+    assert "This model has no quality gates" in text
 
 
 def test_the_licence_is_that_of_the_card_or_the_configuration(tmp_path: Path) -> None:

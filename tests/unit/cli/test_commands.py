@@ -64,7 +64,7 @@ def test_a_clone_is_the_spec_with_what_is_set(run: Run, script: Script) -> None:
     for change, told in (
         ("training.max_steps", "KEY=VALUE"),
         ("name={", "not valid YAML"),
-        ("name.first=1", "not a path in the spec"),
+        ("name.first=1", "is not a valid path"),
     ):
         refused = run("jobs", "clone", "job_1", "--set", change)
         assert refused.exit_code != 0

@@ -135,13 +135,13 @@ def test_the_evaluation_page_says_what_the_report_does() -> None:
     perplexity = {"metric": "word_perplexity", "teacher": 10.0, "student": 10.2, "higher_is_better": False}
     sure = {"unit": "text", "num_units": 41, "kl": [0.08, 0.12], "top1_agreement": [0.7, 0.75]}
     told = text_of(render_evaluation_page(report(intervals=sure | {"perplexity_ratio": [1.01, 1.05]}), LINEAGE))
-    for expected in ("by 41 texts", "1.010 to 1.050", "0.0800 to 0.1200", "70.0% to 75.0%"):
+    for expected in ("41 texts", "1.010 to 1.050", "0.0800 to 0.1200", "70.0% to 75.0%"):
         assert expected in told, expected
     lost = render_evaluation_page(report(tasks=[TASK | perplexity]), LINEAGE, POINTS)
     assert "+2.00" in text_of(lost), "a perplexity that grows counts as lost"
     for tasks in ([TASK], []):
         left_out = render_evaluation_page(report(tasks=tasks, tasks_left_out=["gsm8k"]), LINEAGE, POINTS)
-        told = "Not measured, because time ran out (evaluation.max_minutes) or lm-evaluation-harness is missing: gsm8k."
+        told = "Not measured (evaluation.max_minutes reached, or lm-evaluation-harness not installed): gsm8k."
         assert told in text_of(left_out)
 
 
@@ -153,7 +153,7 @@ def test_what_was_not_measured_is_left_out() -> None:
     assert "<svg" not in html
     for absent in ("Exit head", "Tasks", "Training", "Origin", "copied"):
         assert absent not in html
-    assert "No limit was set" in html
+    assert "The spec has no quality gates" in html
 
 
 @pytest.mark.parametrize("within", [True, False])

@@ -120,6 +120,7 @@ class ControlPlaneMetrics:
         return []
 
     def collect(self) -> Iterable[Metric]:
+        # 1. dependencies and counts, within the scrape's timeout  2. loops and operator files  3. retention
         up = {name: check.get_future() for name, check in self._checks.items()}
         jobs, deliveries = self._jobs.get_future(), self._deliveries.get_future()
         asked: list[Future[Any]] = [*up.values(), jobs, deliveries]

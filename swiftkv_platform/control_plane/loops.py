@@ -37,6 +37,7 @@ class Leases(Repository):
         A lease that would last longer than any has expired: its holder's clock has been set back since. The token is at
         least 1, increases each time that another holder takes the lease, and stays the same on renewal.
         """
+        # 1. renew the own lease  2. else acquire an expired one  3. else create the row
         row = update(LeaseRow).where(LeaseRow.name == name)
         renew = row.where(LeaseRow.holder == holder).values(expires_at=until)
         has_run_out = or_(LeaseRow.expires_at <= now, LeaseRow.expires_at > now + _MAX_AHEAD_S)

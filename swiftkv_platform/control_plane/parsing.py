@@ -69,7 +69,7 @@ class ParserLimits:
         return InvalidInputError(message, field=self.field)
 
 
-def run_parser(answer: Connection, bounds: ParserLimits, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+def run_parser(sender: Connection, bounds: ParserLimits, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Entry point of a parser process: call the function, and send whether it returned, and its result or exception."""
     _apply_limits(bounds)
     try:
@@ -80,7 +80,7 @@ def run_parser(answer: Connection, bounds: ParserLimits, function: Callable[...,
         outcome = False, bounds.exceeded_error(f"{bounds.memory // MIB} MiB of memory")
     except Exception:  # a bug, which the control plane logs; not every exception can be pickled
         outcome = False, RuntimeError(traceback.format_exc())
-    answer.send(outcome)
+    sender.send(outcome)
 
 
 def _apply_limits(bounds: ParserLimits) -> None:
@@ -156,18 +156,19 @@ class ParserPool:
 
     def _run_in_process(self, client: Client, function: Callable[..., T], args: Any, kwargs: Any) -> T:
         client.check_connected()
-        answers, answer = _processes.Pipe(duplex=False)
+        # 1. fork the process  2. wait for its result, and kill it if the client disconnects  3. return or raise
+        receiver, sender = _processes.Pipe(duplex=False)
         process = _processes.Process(
-            target=run_parser, args=(answer, self._limits, function, args, kwargs), daemon=True, name="parser"
+            target=run_parser, args=(sender, self._limits, function, args, kwargs), daemon=True, name="parser"
         )
-        with answers:
-            with answer:  # open only in the process, so that its end is the end of the pipe
+        with receiver:
+            with sender:  # open only in the process, so that its end is the end of the pipe
                 process.start()
             try:
                 with client.stop_on_disconnect(process.kill):
-                    if not answers.poll(self._limits.seconds):
+                    if not receiver.poll(self._limits.seconds):
                         raise self._overloaded_error(f"took more than {self._limits.seconds:g} s")
-                    succeeded, result = answers.recv()
+                    succeeded, result = receiver.recv()
                 process.join(_EXIT_TIMEOUT_S)
             except EOFError:
                 client.check_connected()

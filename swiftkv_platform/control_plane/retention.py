@@ -210,6 +210,7 @@ class RetentionRepository(Repository):
         """
         with self._database.reading() as session:
             _check_job_deletable(session, get_owned(session, JobRow, job_id, tenant))
+        # 1. history, in batches  2. all other rows and the record of the objects, in one transaction
         number = self._remove_history(job_id)
         with self._database.writing() as session:
             row = get_owned(session, JobRow, job_id, tenant, lock=True)
@@ -500,6 +501,7 @@ class RetentionSweeper:
 
     def tick(self) -> None:
         """Continue the round for about a second. Raises `DatabaseUnavailableError` and `StorageError`."""
+        # 1. start a round if one is due  2. run its steps until the time is up
         if self._round is None:
             now = self.clock()
             if is_due(self._next_round, now, within=self.settings.sweep_interval_s):
@@ -534,6 +536,7 @@ class RetentionSweeper:
         """Remove all data that has exceeded its retention, in bounded steps, and yield each step's amount.
         `dry_run`: remove nothing, and yield what would be removed. Raises `DatabaseUnavailableError`, and
         `StorageError` if the store fails several times in a row."""
+        # 1. objects of earlier deletions  2. data of ended jobs  3. old rows  4. unused models and jobs
         now, rows = self.clock(), self.rows
         self._failures = 0
         yield from self._sweep_deletions(dry_run=dry_run)
@@ -612,7 +615,7 @@ class RetentionSweeper:
         self,
         what: str,
         ids: Iterator[str],
-        foresee: Callable[[str], tuple[int, str]],
+        preview: Callable[[str], tuple[int, str]],
         remove: Callable[..., int],
         *,
         dry_run: bool,
@@ -622,7 +625,7 @@ class RetentionSweeper:
         for each in ids:
             try:
                 if dry_run:
-                    number, prefix = foresee(each)
+                    number, prefix = preview(each)
                     yield RemovedAmount(kind, rows=number)
                     yield from self._sweep_prefix(prefix, kind, dry_run=True)
                 else:
@@ -665,8 +668,8 @@ class RetentionSweeper:
 
 def _remove_rows(kind: str, remove: Callable[..., int], *, dry_run: bool) -> Iterator[RemovedAmount]:
     """Remove rows in bounded transactions; a dry run counts them all at once."""
-    while gone := remove(dry_run=dry_run):
-        yield RemovedAmount(kind, rows=gone)
+    while removed := remove(dry_run=dry_run):
+        yield RemovedAmount(kind, rows=removed)
         if dry_run:
             return
 

@@ -87,6 +87,7 @@ class AuditTrail(Repository):
 
     def list_entries(self, page: Page, filters: AuditFilter) -> Slice[AuditEntry]:
         """Return a page of matching entries, ordered by time. Raises `InvalidInputError` for an unknown cursor."""
+        # 1. filters  2. the cursor must be an entry that the caller may read  3. the page
         query = select(AuditRow)
         for name in _EXACT_FIELDS:
             value = getattr(filters, name)
@@ -257,6 +258,7 @@ class AuditMiddleware:
         if scope["type"] != "http" or trail is None:  # an application that is not started serves only pages
             await self._app(scope, receive, send)
             return
+        # 1. begin the entry  2. run the request; its transactions may store the entry  3. store or correct it
         request_id = f"req_{ULID()}"
         address = _sanitize(scope["client"][0] if scope.get("client") else "unknown", _MAX_ADDRESS_CHARS)
         record = RequestAudit(request_id, address, scope["method"][:16], state.components.clock())

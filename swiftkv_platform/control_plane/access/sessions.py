@@ -65,6 +65,7 @@ class Sessions:
     def create(self, api_key: str, key: Principal) -> Session:
         """Create a session of `key`, which `authenticate` returned for `api_key`. Deletes expired sessions, and the
         key's oldest sessions beyond `SESSIONS`."""
+        # 1. the row, with the sealed key  2. delete expired and excess sessions, and insert the row
         session_id, now = secrets.token_urlsafe(_ID_BYTES), self._clock()
         expires_at = now + self._lifetime_s
         if key.expires_at is not None:

@@ -78,19 +78,19 @@ def count_objects(session: Session, limit: str, tenant: str) -> int:
 
 def check_count_quota(session: Session, limit: str, tenant: str, policy: TenantPolicy) -> None:
     """Raise `QuotaExceededError` if a tenant has as many objects as the policy's field `limit` allows."""
-    most = getattr(policy, limit)
-    if most is not None and (number := count_objects(session, limit, tenant)) >= most:
+    quota = getattr(policy, limit)
+    if quota is not None and (number := count_objects(session, limit, tenant)) >= quota:
         kind, _, cure = _COUNT_QUOTAS[limit]
-        message = f"tenant {tenant!r} has {number} {kind}; its quota {limit} is {most}; {cure}"
+        message = f"tenant {tenant!r} has {number} {kind}; its quota {limit} is {quota}; {cure}"
         raise QuotaExceededError(message, field=limit, value=number)
 
 
 def check_storage_quota(session: Session, tenant: str, added: int, policy: TenantPolicy) -> None:
     """Raise `QuotaExceededError` if the tenant's files and models would, with `more` bytes, exceed its quota."""
-    most = policy.max_stored_bytes
-    if most is not None and (used := sum_stored_bytes(session, tenant) + added) > most:
+    quota = policy.max_stored_bytes
+    if quota is not None and (used := sum_stored_bytes(session, tenant) + added) > quota:
         raise QuotaExceededError(
-            f"files and models of tenant {tenant!r} would use {used} bytes; its quota max_stored_bytes is {most}; "
+            f"files and models of tenant {tenant!r} would use {used} bytes; its quota max_stored_bytes is {quota}; "
             "delete some (their bytes are freed within minutes), or ask the operator for a higher quota",
             field="max_stored_bytes",
             value=used,

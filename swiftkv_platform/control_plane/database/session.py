@@ -92,6 +92,7 @@ class Database:
         """Upgrade the schema to the newest revision, in one transaction. A compatible schema of a later version is
         unchanged. Concurrent upgrades wait for each other. Raises as `check_schema`."""
         with self._migrating() as session:
+            # 1. a later compatible schema stays  2. a former revision is stamped as its predecessor  3. upgrade
             config = make_alembic_config(session.connection())
             known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
             present = get_current_revision(session.connection())
@@ -209,6 +210,7 @@ def open_database(settings: Settings) -> Database:
 
 def _open_engine(url: str, timeouts: Timeouts) -> Engine:
     try:
+        # 1. PostgreSQL and others, with timeouts  2. SQLite, with its own transactions
         parsed = make_url(url)
         if parsed.get_backend_name() != "sqlite":
             options = make_engine_options(parsed, timeouts)

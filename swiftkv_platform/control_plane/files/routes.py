@@ -123,10 +123,11 @@ async def upload_file(
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "multipart/form-data":
         raise HTTPException(415, f"Content-Type is {kind or 'missing'!r}; only multipart/form-data is accepted")
-    at_least = get_content_length(request.headers) - MAX_FORM_BYTES
+    # 1. check the announced size  2. receive the form  3. check and store the file
+    announced_size = get_content_length(request.headers) - MAX_FORM_BYTES
     # The caller is authenticated before the body is read; a parameter for the form would read it first.
     with parsers.limiter.hold(caller.tenant, caller.name):
-        await run_in_threadpool(service.check_quota, caller, max(at_least, 0))
+        await run_in_threadpool(service.check_quota, caller, max(announced_size, 0))
         try:
             async with (
                 asyncio.timeout(_UPLOAD_TIMEOUT_S),

@@ -69,6 +69,7 @@ class FileService:
         Raises `DataError` with the line of an invalid row, `StorageError` and `DatabaseUnavailableError` if it is
         not stored, and as `check_quota`.
         """
+        # 1. copy the upload to disk  2. check size, quota and rows  3. upload the object  4. insert the row
         policy, now = self.parts.policies.get(caller.tenant), int(self.parts.clock())
         max_rows = min(self.settings.max_file_rows, policy.max_file_rows or self.settings.max_file_rows)
         with open_workspace() as directory:

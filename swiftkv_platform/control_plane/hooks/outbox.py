@@ -88,6 +88,7 @@ class Outbox(Repository):
     ) -> Sequence[Delivery]:
         """Claim due deliveries, only the oldest per job and address; no other process gets them before `until`.
         `excluded_origins`: skipped origins (`https://host:port`, lower case)."""
+        # 1. find the oldest due delivery per job and address  2. lock those still due, and claim them
         earlier = aliased(DeliveryRow)
         waits_for_another = (
             select(earlier.sequence)

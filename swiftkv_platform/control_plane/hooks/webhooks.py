@@ -209,6 +209,7 @@ class WebhookDeliverer:
         return None if 200 <= status < 300 else f"answered with {status}"
 
     def _store_outcome(self, delivery: Delivery, problem: str | None) -> None:
+        # delivered, too old to retry, or retried with exponential backoff
         now, log = self._clock(), self._log.bind(job_id=delivery.event.job_id, event_id=delivery.event.id)
         if problem is None:
             self._outbox.mark_delivered(delivery.sequence, now)

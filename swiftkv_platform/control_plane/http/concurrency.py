@@ -108,6 +108,7 @@ class TenantConcurrencyLimiter:
     async def acquire(self, tenant: str, kind: RequestKind) -> AsyncIterator[None]:
         """Wait for a slot, and hold it within the context. Raises `OverloadedError` if too many requests are queued."""
         key = tenant, kind
+        # 1. queue  2. pause after the tenant's last request  3. run, and set the next pause
         if self._num_queued[key] >= MAX_QUEUED and kind != "following":  # streams are limited by their places
             raise OverloadedError(
                 f"tenant {tenant!r} has {MAX_QUEUED} queued requests, the max; send fewer concurrent requests",

@@ -43,6 +43,7 @@ def make_list_response(
 ) -> ListResponse[Item]:
     """Return the response of a list. It ends before its objects exceed `PAGE_BYTES`, but has at least one.
     `first_id` and `last_id`, in `order`, may be ids of unreadable rows."""
+    # 1. objects that fit  2. unreadable rows between them  3. the page's first and last id
     data = limit_page_bytes(map(make, found.items))
     is_cut = len(data) < len(found.items)
     ids, left_out = [cursor(item) for item in data], list(found.unreadable_ids)

@@ -152,6 +152,7 @@ class ModelImporter:
         stored: dict[str, ManifestFile],
     ) -> Model:
         """Store all files, the manifest and the row; on failure, remove all of them."""
+        # 1. schedule the removal  2. small files, then weights  3. manifest  4. row, which cancels the removal
         self.parts.registry.begin_import(model.prefix, by=model.lineage["imported_by"], now=self.parts.clock())
         try:
             for name in stored:

@@ -45,6 +45,7 @@ class RegistryService:
         return self._find(name, tenant)[0]
 
     def _find(self, name: str, tenant: str) -> tuple[Model, str | None]:
+        # 1. by id, job id or alias  2. by name  3. refuse none or several
         found: Sequence[Model] = ()
         if name.startswith("mdl_"):
             found = self.registry.find_models(tenant=tenant, id=name)
@@ -111,6 +112,7 @@ class RegistryService:
         seen, now = self.registry.get_newest_promotion(alias, tenant=tenant), int(self.clock())
 
         def decide(history: Iterator[Promotion]) -> Promotion:
+            # 1. check the alias's version  2. find the model, for a rollback the one before the current  3. the change
             newest = next(history, None)
             if newest is None and model is None:
                 raise _unknown_alias_error(alias)

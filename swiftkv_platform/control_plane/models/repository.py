@@ -109,6 +109,7 @@ class ModelRepository(DeploymentRepository):
     def list_aliases(self, page: Page, *, tenant: str, newest: int) -> Slice[Sequence[Promotion]]:
         """Return a page of aliases by name, each with its `newest` promotions, oldest first. The page is limited in
         bytes."""
+        # 1. names of the page  2. bytes of each alias's newest promotions  3. the promotions of as many aliases as fit
         query = select(PromotionRow.alias).where(PromotionRow.tenant == tenant).distinct()
         rank = func.row_number().over(partition_by=PromotionRow.alias, order_by=PromotionRow.sequence.desc())
         size = row_bytes_expression(PromotionRow)
@@ -178,11 +179,11 @@ def iterate_newest_first(session: Session, tenant: str, alias: str, *, part: int
         before = rows[-1].sequence if len(rows) == part else 0
 
 
-def _trim_history(session: Session, promotion: Promotion, most: int | None) -> None:
-    """Remove an alias's oldest changes, so that its history has at most `most` including this one."""
-    if most is not None and promotion.version > most:
+def _trim_history(session: Session, promotion: Promotion, max_changes: int | None) -> None:
+    """Remove an alias's oldest changes, so that its history has at most `max_changes` including this one."""
+    if max_changes is not None and promotion.version > max_changes:
         of_alias = (PromotionRow.tenant == promotion.tenant, PromotionRow.alias == promotion.alias)
-        session.execute(delete(PromotionRow).where(*of_alias, PromotionRow.version <= promotion.version - most))
+        session.execute(delete(PromotionRow).where(*of_alias, PromotionRow.version <= promotion.version - max_changes))
 
 
 def select_promotions(session: Session, tenant: str, alias: str | None) -> list[Promotion]:

@@ -81,6 +81,7 @@ def reserve(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
 def _reserve_in_order(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
     """Reserve each bundle on the fitting node with the fewest GPUs, then CPUs. Returns False, and reserves nothing,
     if one does not fit."""
+    # per run of equal bundles: fitting nodes, fewest GPUs first; on failure, release what was reserved
     taken: list[tuple[dict[str, float], Bundle]] = []
     for _, alike in groupby(bundles, key=id):
         first, *others = alike

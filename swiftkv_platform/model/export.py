@@ -112,9 +112,8 @@ def export(
         raise _missing_teacher_error(str(student.config.name_or_path))
     if quantize is not None:
         with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.whole-") as whole:
-            source = _ExportSource.open(
-                export(student, Path(whole) / "student", teacher=teacher), teacher, prefill_only
-            )
+            exported = export(student, Path(whole) / "student", teacher=teacher)
+            source = _ExportSource.open(exported, teacher, prefill_only)
             return _export_quantized(source, target, quantize, calibration, progress)
     weights = {name: tensor for name, tensor in student.state_dict().items() if keeps(name)}
     with atomic_directory(target) as partial:
@@ -233,6 +232,7 @@ def _export_quantized(
             field="quantize",
             value=form,
         )
+    # 1. choose the format of each projection
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else get_first_dtype(stored)
     names = [name for name in checkpoint.shards if name in kept]
     inputs = {name: info.shape[1] for name in names if len((info := checkpoint.headers[name]).shape) == 2}
@@ -249,6 +249,7 @@ def _export_quantized(
         raise ModelError.for_field(
             "quantize", form, f", and no projection of {source.name!r} has inputs in groups of 32"
         )
+    # 2. list the linear modules that stay unquantized
     embeddings = ("embed_tokens", *(("lm_head",) if config.tie_word_embeddings else ()))
     plain = [name.removesuffix(".weight") for name in inputs if name not in formats]
     ignored = sorted({"lm_head", *(name for name in plain if not name.endswith(embeddings))})

@@ -285,6 +285,7 @@ def worker_memory(
 ) -> WorkerMemory:
     dtype_bytes = 2 if setup.dtype == "bfloat16" else FLOAT32_BYTES
     shards = setup.num_workers
+    # 1. weights, gradients and optimizer state, by sharding strategy
     trained, frozen = parameters.trained, dtype_bytes * parameters.frozen
     weights, gradients, moments = FLOAT32_BYTES * trained, FLOAT32_BYTES * trained, 2 * FLOAT32_BYTES * trained
     gathered, host = 0, 0
@@ -308,6 +309,7 @@ def worker_memory(
             if setup.zero_stage == 3:
                 host, frozen = host + frozen, 0
         moments = 0
+    # 2. peaks of the forward and backward passes, and of the optimizer's update
     activations, recomputed = saved_activations(model, layer_map, setup)
     passing_back = recomputed + _gradients_of_activations(model, setup, dtype_bytes)
     loss = _loss_bytes(model, layer_map.shape, setup, dtype_bytes)

@@ -84,6 +84,7 @@ def write_adapter(
         tensors[name] = BaseTensor.describe(tensor)
         return tensor
 
+    # 1. write the tensors that differ from the base, or that the base lacks
     for name, tensor in student:
         seen.add(name)
         num_bytes += tensor.nbytes
@@ -107,6 +108,7 @@ def write_adapter(
             field="adapter",
             value=True,
         )
+    # 2. base tensors that the student lacks: its teacher's projections are restored, others are dropped
     missing = [name for name in base.shards if name not in seen]
     for name in missing:
         describe(name)

@@ -207,11 +207,9 @@ def get_local_rows(parameter: DTensor) -> slice:
 
 def _student_name(name: str) -> str:
     """Return the name in the student of a parameter of `DistillationModel`."""
-    return (
-        f"model.{name.removeprefix(_TEACHER_PREFIX)}"
-        if name.startswith(_TEACHER_PREFIX)
-        else name.removeprefix("student.")
-    )
+    if name.startswith(_TEACHER_PREFIX):
+        return f"model.{name.removeprefix(_TEACHER_PREFIX)}"
+    return name.removeprefix("student.")
 
 
 def _iterate_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

@@ -124,9 +124,8 @@ class DequantizedCheckpoint(Checkpoint):
             weight = self.stored.read(name, part)
             if weight.dtype not in QUANTIZED_DTYPES:
                 return weight
-        scales = next(
-            (f"{name}{suffix}" for suffix in _SCALE_SUFFIXES if f"{name}{suffix}" in self.stored.shards), None
-        )
+        names = (f"{name}{suffix}" for suffix in _SCALE_SUFFIXES)
+        scales = next((each for each in names if each in self.stored.shards), None)
         if scales is None:
             raise self._quantization_error(f"{name} is quantized but has no {name}_scale or {name}_scale_inv")
         return self._multiply(name, weight, self.stored.read(scales), part)

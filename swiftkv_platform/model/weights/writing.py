@@ -80,14 +80,10 @@ def place_file(source: Path, target: Path, files: FilePlacement) -> None:
 
 
 def copy_companion_files(source: Path, target: Path, *, leaving_out: Collection[str] = ()) -> None:
-    """Copy the files that fit a model's student too: tokenizer, generation defaults, chat template, license."""
+    """Copy a model's other files: tokenizer, generation defaults, chat template, license."""
     for path in sorted(source.iterdir()):
-        unfit = (
-            path.name.startswith(".")
-            or path.name.endswith((*_WEIGHT_SUFFIXES, ".py"))
-            or path.name in {*_MODEL_SPECIFIC_FILES, *leaving_out}
-        )
-        if path.is_file() and not unfit:
+        skipped = path.name.startswith(".") or path.name in {*_MODEL_SPECIFIC_FILES, *leaving_out}
+        if path.is_file() and not skipped and not path.name.endswith((*_WEIGHT_SUFFIXES, ".py")):
             shutil.copyfile(path, target / path.name)
 
 

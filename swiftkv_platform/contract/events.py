@@ -68,7 +68,6 @@ and ends."""
 
 _MAX_TIME = 253_402_300_800
 _MAX_CAUSE_LENGTH = 500
-"""Max characters of a parse error in a warning."""
 _Time = Annotated[float, Field(ge=0, lt=_MAX_TIME)]
 _Step = Annotated[int, Field(ge=0, lt=2**63)]
 _KEEP_UNKNOWN_KEYS = ConfigDict(extra="allow")

@@ -136,7 +136,6 @@ def _find_claim(claims: Mapping[str, Any], name: str) -> Any:
 REFETCH_INTERVAL_S = 30.0
 """Min seconds between two fetches of one issuer's keys."""
 _FETCH_TIMEOUT_S = 5.0
-"""Max seconds to fetch a document."""
 _WAIT_TIMEOUT_S = 2 * _FETCH_TIMEOUT_S
 _MAX_WAITING_CALLERS = 8
 """Max callers that wait for a fetch; others are refused at once, so that unknown ids cannot block all threads."""
@@ -285,7 +284,6 @@ def _fetch_document(url: str) -> dict[str, Any]:
 
 
 _MAX_TOKEN_LENGTH = 8192
-"""Max characters of a token."""
 _MAX_NAME_LENGTH = 200
 """Max characters of a caller's name, `{issuer}:{subject}`."""
 _MALFORMED_ERRORS = (jwt.PyJWTError, ValueError, TypeError, OverflowError, RecursionError)

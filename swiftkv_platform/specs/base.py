@@ -28,51 +28,36 @@ from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.limits import KEPT_CHECKPOINTS
 
 MAX_SEED = (1 << 63) - 1
-"""Max seed of a request or an engine."""
 MAX_N = 64
-"""Max `n` of a request."""
 MAX_PROMPTS = 256
 """Max prompts per HTTP request. The engine also limits prompts x `n` by its running and waiting sequences."""
 MAX_MESSAGES = 4096
-"""Max messages of a conversation."""
 MAX_LOOKUP_TOKENS = 64
 """Max tokens drafted by prompt lookup at a time."""
 MAX_TOP_K = (1 << 31) - 1
-"""Max `top_k`."""
 MAX_LOGPROBS = 100
-"""Max log-probabilities per token."""
 MAX_PROMPT_LOGPROBS = 1 << 18
-"""Max log-probabilities of a whole prompt."""
 MAX_STREAM_INTERVAL_S = 10.0
 """Max seconds for which a stream collects tokens."""
 MIN_TEMPERATURE = 1e-5
 """Min temperature for sampling; lower values are greedy, like 0, since logits / temperature would overflow float32."""
 MAX_STOP_STRINGS = 32
-"""Max stop strings per request."""
 MAX_STOP_LENGTH = 1024
 """Max characters of a stop string; a stream may buffer that many."""
 MAX_STOP_TOKEN_IDS = 1024
-"""Max stop token ids."""
 MAX_ALLOWED_TOKEN_IDS = 1024
-"""Max `allowed_token_ids`."""
 MAX_LOGIT_BIAS = 1024
-"""Max entries of `logit_bias`."""
 MAX_TEMPERATURE = 2.0
-"""Max temperature of a request."""
 MAX_PRIORITY = (1 << 63) - 1
-"""Max absolute priority of a request."""
 MAX_GRAMMAR_BYTES = 1 << 16
 """Max bytes of a schema, expression, grammar or all choices that are safe to compile, see `engine/grammars.py`."""
 MAX_CHOICES = 4096
-"""Max choices of a structured output."""
 MAX_SCHEMA_DEPTH = 64
-"""Max nesting of objects and lists in a JSON schema."""
 MAX_BYTES_PER_TOKEN = 16
 """Default limit of a prompt's bytes per token of the context. Natural text has several times fewer."""
 MAX_SPEC_BYTES = 256 << 10
 """Max bytes of a job spec as JSON; with all defaults it has about 5,000."""
 MAX_LAYERS = 10_000
-"""Max layers of a model."""
 MAX_WORKERS = 100_000
 """Max workers of a job; operators usually allow far fewer."""
 MAX_REPLICAS = 10_000
@@ -82,7 +67,6 @@ MIN_CORES = 0.1
 MIN_GPU = 0.01
 """Min share of a GPU. Ray rounds tiny shares to 0, and a process without a reservation is not charged."""
 _MAX_SHOWN_LENGTH = 40
-"""Max characters of an invalid value in a message."""
 STORED_CONTEXT: Mapping[str, Any] = {"stored": True}
 """Validation context for stored specs of earlier versions: numbers out of range are clamped."""
 _OUT_OF_RANGE = frozenset({"greater_than_equal", "less_than_equal"})
@@ -110,7 +94,6 @@ class Range:
             raise _make_range_error(value, f"{_format_number(self.low)} to {_format_number(self.high)}") from error
 
     def clamp(self, value: float) -> float:
-        """Clamp the value to the range."""
         return min(max(value, self.low), self.high)
 
 
@@ -139,7 +122,6 @@ Size = Annotated[int, Range(1, 1 << 24)]
 """Batch sizes, e.g. rows of a batch or prompts of a forward pass."""
 KeptCheckpoints = Annotated[int, Range(1, KEPT_CHECKPOINTS.default)]
 Layers = Annotated[int, Range(1, MAX_LAYERS)]
-"""Number of layers."""
 Weight = Annotated[float, Range(0.0, 1e6)]
 Positive = Annotated[float, Range(1e-30, 1e30)]
 """A positive rate, temperature or limit within the range of float32."""

@@ -12,7 +12,6 @@ from swiftkv_platform.specs.base import MAX_LAYERS, Layers, Range, Spec, make_fi
 from swiftkv_platform.student_shape import MAX_LIST_LENGTH, ShapeRequest, parse_layers
 
 _MAX_SHOWN_LENGTH = 120
-"""Max characters of a list in a message."""
 
 
 def _make_layer_list_error(layers: list[int] | str, problem: str) -> PydanticCustomError:

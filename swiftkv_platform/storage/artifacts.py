@@ -32,9 +32,7 @@ from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore, join_
 from swiftkv_platform.web.safe_json import exceeds_limits
 
 _PARALLEL_FILES = 4
-"""Files that are transferred concurrently."""
 _PARALLEL_PARTS = 4
-"""Parts of one file that are fetched concurrently."""
 _PART_SIZE = 64 << 20
 """Bytes per part; each part is fetched over one connection."""
 _MAX_REASON_LENGTH = 300

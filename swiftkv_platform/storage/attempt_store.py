@@ -35,7 +35,6 @@ from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(?!\d)")
 _EVENT_NAME = re.compile(r"(\d{8,})\.json")
 _NUM_READERS = 16
-"""Threads that read events of one store."""
 _KEYS_PER_LIST = 1000
 """Keys in one page of S3's list."""
 _MAX_READ_PER_PART = 800

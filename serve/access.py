@@ -57,9 +57,7 @@ class Caller:
     """Quota of the key; None: no limit."""
     path: str = ""
     traceparent: str | None = None
-    """The caller's own trace context (https://www.w3.org/TR/trace-context/)."""
     address: str = ""
-    """Address of the client, or of its proxy."""
 
     @property
     def sender(self) -> Sender:
@@ -163,7 +161,6 @@ class HostGuard(Middleware):
 _Header = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 """Declares the key in the OpenAPI document; `Gate` reads the header."""
 HAS_API_KEY = Security(APIKeyHeader(name=API_KEY_HEADER, auto_error=False))
-"""Declares Anthropic's key header in the OpenAPI document."""
 
 
 async def get_caller(request: Request, _header: _Header) -> Caller:
@@ -183,7 +180,6 @@ def require_viewer(request: Request, _header: _Header) -> None:
 
 
 def check_is_viewer(request: Request, header: _Header) -> bool:
-    """Whether the caller may see which model is served."""
     try:
         require_viewer(request, header)
     except (ForbiddenError, UnauthenticatedError):

@@ -256,7 +256,6 @@ def make_anthropic_router(state: ReplicaState) -> APIRouter:
 
 
 def _convert_completion(completion: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a chat completion to a message."""
     [choice] = completion["choices"]
     content = [_make_content_block(block, block.text) for block in BlockSplitter.from_message(choice["message"]).blocks]
     return {**_make_message(completion), "content": content, **_make_stop_fields(choice)}

@@ -44,7 +44,7 @@ class ServedConfig(ServedSpec[EngineConfig, ResolvedCandidate]):
     def _check_verify(self) -> Self:
         if self.verify and self.artifact_uri.startswith(HUB_PREFIX):
             raise ValueError(
-                f"artifact_uri {self.artifact_uri!r} is a hub model, which has no manifest; it needs verify: false"
+                f"artifact_uri {self.artifact_uri!r} is a hub model without a manifest; it needs verify: false"
             )
         return self
 
@@ -97,9 +97,7 @@ class ServeArgs(ReplicasSpec, ReplicaArgs):
     @model_validator(mode="after")
     def _check_model_fields(self) -> Self:
         if (self.model is None) != (self.artifact_uri is None):
-            raise ValueError(
-                "give model and artifact_uri together, or neither of them and the deployment's user_config"
-            )
+            raise ValueError("give model and artifact_uri together, or the deployment's user_config")
         self.make_served_config()
         return self
 

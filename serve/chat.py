@@ -141,5 +141,4 @@ def set_chat_template(tokenizer: Any, template: str) -> None:
 
 
 def _to_text(part: Any) -> str:
-    """Return a part of a message as text, to measure it."""
     return part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)

@@ -49,7 +49,6 @@ class OutputCollector:
     num_choices: int
     context: RequestContext
     on_finished: Callable[[RequestOutput], None]
-    """Called for each finished sample."""
     on_closed: Callable[[OutputCollector], None]
     """Called once, when the request ends with any outcome."""
     started_ns: int
@@ -111,7 +110,7 @@ class OutputCollector:
         """
         num_finished = 0
         try:
-            async for prompt, output in _merge_streams(self._streams, self._deadline):
+            async for prompt, output in _merge(self._streams, self._deadline):
                 choice = prompt * self._num_samples + output.index
                 if output.finish_reason == "error":
                     raise output.failure()
@@ -170,9 +169,7 @@ async def _wait_for_disconnect(request: Request) -> None:
         pass
 
 
-async def _merge_streams(
-    streams: Sequence[RequestStream], deadline: float | None
-) -> AsyncIterator[tuple[int, RequestOutput]]:
+async def _merge(streams: Sequence[RequestStream], deadline: float | None) -> AsyncIterator[tuple[int, RequestOutput]]:
     """Yield (index of the stream, output) in order of arrival. Raises `TimeoutError` at the deadline."""
     clock = asyncio.get_running_loop().time
     if len(streams) == 1:  # the common case, without a task per token

@@ -16,7 +16,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BeforeValidator, FailFast
-from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -41,7 +40,7 @@ from swiftkv_platform.serve.anthropic import make_anthropic_router
 from swiftkv_platform.serve.chat import rename_prompt_errors, tokenize_chat
 from swiftkv_platform.serve.collector import OutputCollector, RequestContext, collect_unless_disconnected
 from swiftkv_platform.serve.openai.fields import ROUTES
-from swiftkv_platform.serve.openai.outputs import DONE
+from swiftkv_platform.serve.openai.outputs import DONE, make_event_stream
 from swiftkv_platform.serve.openai.routes import make_openai_router
 from swiftkv_platform.serve.replica_state import ModelVersion, ReplicaState
 from swiftkv_platform.serve.schemas import (
@@ -131,10 +130,7 @@ def create_http_app(
             prompts = await _read_prompts(body, version, caller)
             collector = await state.submit(version, prompts, body.make_sampling_params(), context)
         if body.stream:
-            stream: Response = EventSourceResponse(
-                _stream_events(collector, version.card.model, request.url.path), sep="\n"
-            )
-            return stream
+            return make_event_stream(_stream_events(collector, version.card.model, request.url.path))
         with version.hold_open():
             outputs = await collect_unless_disconnected(collector, request)
 

@@ -51,7 +51,6 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.export = export
         self.replica = ""
-        """Serve's name of the replica."""
         self.version: ModelVersion | None = None
         """Current version, the source of gauges."""
         self._counters = {
@@ -80,7 +79,6 @@ class Metrics:
 
     @property
     def model(self) -> str:
-        """Id of the served model; empty while none is loaded."""
         return "" if self.version is None else self.version.card.model
 
     def count_load(self, model: str, seconds: Mapping[str, float]) -> None:
@@ -98,11 +96,9 @@ class Metrics:
         self._count("requests", model=model)
 
     def count_refusal(self, error: SwiftKVError, model: str) -> None:
-        """Count a request that was not admitted."""
         self._count("rejected_requests", of_model=model, reason=error.code)
 
     def record_output(self, output: RequestOutput, model: str) -> None:
-        """Count a finished sample of a model."""
         metrics = output.metrics
         counts = {
             "generation_tokens": len(output.token_ids),
@@ -144,7 +140,6 @@ class Metrics:
         return []
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the gauges for Prometheus."""
         # Serve's proxy sends each scrape to any replica, so the page names its replica.
         info = GaugeMetricFamily(
             "swiftkv:replica_info", "1, labeled with the replica that these metrics are from.", labels=["replica"]

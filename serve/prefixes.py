@@ -48,7 +48,6 @@ _HASHES = re.compile(rf"{_HASH}(?:\.{_HASH}){{0,{MAX_BLOCKS - 1}}}")
 
 
 def proxy_middlewares() -> list[MiddlewareEntry]:
-    """Return the middlewares for `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
     return [MiddlewareEntry(RoutesGuard), MiddlewareEntry(ProbeMiddleware), MiddlewareEntry(PrefixHeaderMiddleware)]
 
 
@@ -78,8 +77,6 @@ def parse_session_header(value: str) -> list[str]:
 
 
 class PrefixHeaderMiddleware(Middleware):
-    """Adds the prompt's hashes to the headers of requests for completions."""
-
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         if scope["method"] != "POST" or not scope["path"].endswith(_GENERATE_PATHS) or SESSION_HEADER in headers:
@@ -112,9 +109,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
     """
 
     def initialize_state(self) -> None:
-        """Set up the router; called by Serve."""
         self._last_replica: OrderedDict[str, str] = OrderedDict()
-        """Name of the last replica by prefix."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -143,5 +138,4 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
             self._last_replica.popitem(last=False)
 
     def _get_load(self, replica: RunningReplica) -> int:
-        """Return the number of a replica's requests that this router knows."""
         return self._replica_queue_len_cache.get(replica.replica_id) or 0

@@ -34,7 +34,6 @@ BASE_BODY_BYTES = 1 << 20
 NUM_LONGEST_PROMPTS = 8
 """Number of prompts of max length that fit into one body."""
 ESCAPED_BYTES = 6
-"""Max bytes of JSON per byte of text."""
 
 
 class ModelCard(FrozenModel):
@@ -82,7 +81,6 @@ class ModelVersion:
     ignored_fields: frozenset[str] = frozenset()
     """Request fields below `/v1` that the deployment ignores."""
     cors_origins: frozenset[str] = frozenset()
-    """Allowed CORS origins."""
     num_users: int = field(default=0, init=False)
     """Number of requests before or after their time in the engine."""
 
@@ -173,7 +171,6 @@ class ReplicaState:
     ) -> None:
         self.swap = SwapState()
         self.replica = replica
-        """Serve's name of this replica."""
         self._observers = observers
         self.metrics = metrics or Metrics()
         self.metrics.replica = replica

@@ -29,7 +29,6 @@ MAX_NAME_LENGTH = 64
 
 
 def remove_nulls(part: Any) -> Any:
-    """Return an object without its null values; other values unchanged."""
     return {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else part
 
 
@@ -54,9 +53,7 @@ def find_unknown_keys(value: Any, path: str = "") -> Iterator[str]:
             yield from find_unknown_keys(item, path)
 
 
-def validate_type(
-    part: Mapping[str, Any], required_keys: Mapping[str, Sequence[str]], default: str | None = None
-) -> str:
+def validate_type(part: Mapping[str, Any], required_keys: Mapping[str, Sequence[str]], default: str = "") -> str:
     """Return the type of a part of a conversation. `required_keys`: by type. Raises `ValueError` for an unknown type or
     a missing key."""
     kind = part.get("type") or default

@@ -43,10 +43,10 @@ def serve_model(
         SwiftKVError: as `load_version`.
     """
     with _open_listener(host, port) as listener:
-        asyncio.run(_run_server(served, args, listener, on_ready))
+        asyncio.run(_run(served, args, listener, on_ready))
 
 
-async def _run_server(
+async def _run(
     served: ServedConfig, args: ReplicaArgs, listener: socket.socket, on_ready: Callable[[str], None]
 ) -> None:
     credentials = open_credentials(None if args.api_keys_file is None else Path(args.api_keys_file), None)

@@ -64,8 +64,6 @@ def make_observers(*, with_text: bool) -> list[Observer]:
 
 
 class RequestTracer:
-    """Writes the spans of ended requests."""
-
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -114,7 +112,6 @@ class RequestTracer:
         """Write no span; the caller's own trace has the status."""
 
     def shutdown(self) -> None:
-        """Send pending spans."""
         self._provider.shutdown()
 
 

@@ -46,8 +46,6 @@ _BASE_FIELD = "base.name_or_path"
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A loaded model and its origin."""
-
     engine: EngineFrontend
     manifest_digest: str | None
     """SHA-256 of the verified manifest; None for an unverified model."""
@@ -201,7 +199,7 @@ async def _load_model_version(
         backend=loaded.engine.backend,
         seconds=rounded,
     )
-    version = ModelVersion(loaded.engine, make_model_card(args, served, loaded, rounded), created=int(time.time()))
+    version = ModelVersion(loaded.engine, make_card(args, served, loaded, rounded), created=int(time.time()))
     version.tool_call_parser = served.tool_call_parser
     return version
 
@@ -224,9 +222,7 @@ async def _check_generates(engine: EngineFrontend, served: ServedConfig) -> None
         )
 
 
-def make_model_card(
-    args: ReplicaArgs, served: ServedConfig, loaded: LoadedModel, seconds: Mapping[str, float]
-) -> ModelCard:
+def make_card(args: ReplicaArgs, served: ServedConfig, loaded: LoadedModel, seconds: Mapping[str, float]) -> ModelCard:
     """Return the model's card. `seconds`: by phase of its loading."""
     config, swiftkv = loaded.engine.model.config, None
     if config.num_key_value_layers < config.num_hidden_layers:  # a dense model computes KV in all of them

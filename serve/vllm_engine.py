@@ -55,7 +55,6 @@ _SHARED_PARAMS = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("logprobs", "prompt_logprobs"),
 )
-"""Parameters with the same name and meaning in vLLM."""
 _MAX_SEQS_PER_RESERVED_SLOT = 8
 """Sequences of one caller per slot that is reserved for other callers."""
 _NATIVE_ONLY = "only engine.backend native supports it, and this deployment's is vllm"
@@ -238,9 +237,7 @@ class VLLMEngine(EngineFrontend):
         self._turns = FairSemaphore(total, max_per_sender=per_caller)
         self._unfinished: set[Sequence] = set()
         self._waiting_for_first_token: set[Sequence] = set()
-        """Unfinished sequences without a token."""
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
-        """Tasks of samples by request id."""
 
     @property
     def state(self) -> EngineState:
@@ -302,9 +299,7 @@ class VLLMEngine(EngineFrontend):
 
     async def _run_sequence(self, sequence: Sequence, prompt: TokensPrompt) -> None:
         """Pass vLLM's outputs of one sample to its stream until it ends or is aborted."""
-        is_unseeded = (
-            sequence.params.seed is None and self.config.seed is None
-        )  # vLLM is faster without seeds per request
+        is_unseeded = sequence.params.seed is None and self.config.seed is None  # vLLM is faster without seeds
         name = f"{sequence.request_id}/{sequence.index}"
         try:
             params = make_vllm_params(sequence, seed=None if is_unseeded else sequence.seed)

@@ -118,9 +118,7 @@ class ChatGeneration:
             limit = body.truncate_prompt_tokens or -1
             num_prompt_tokens = len(prompt) if limit < 0 else min(len(prompt), limit)
             with field_map.rename_errors(), rename_prompt_errors():
-                params = body.make_sampling_params(
-                    num_free_tokens=max(version.card.max_model_len - num_prompt_tokens, 1)
-                )
+                params = body.make_sampling_params(max(version.card.max_model_len - num_prompt_tokens, 1))
                 params = tool_rules.apply_to_params(params) if tool_rules else params
                 collector = await state.submit(version, [prompt], params, context)
         return cls(body, version, collector, tool_rules, field_map)
@@ -137,10 +135,8 @@ class ChatGeneration:
                 choices = [format_chat_choice(i, output, vocabulary, top=top) for i, output in enumerate(outputs)]
                 choices = [parse_tool_calls(choice, tool_rules) for choice in choices] if tool_rules else choices
                 head = make_head("chatcmpl", "chat.completion", self.collector, version)
-                prompt_logprobs = make_prompt_logprobs_field(self.body, outputs[0], version)
-                return JSONResponse(
-                    convert({**head, "choices": choices, "usage": make_usage(outputs), **prompt_logprobs})
-                )
+                head |= {"choices": choices, "usage": make_usage(outputs)}
+                return JSONResponse(convert(head | make_prompt_logprobs_field(self.body, outputs[0], version)))
 
             return await version.render_response(render, outputs, self.collector.context.caller.sender)
 
@@ -181,7 +177,6 @@ async def prepare_prompt(
 
 
 def require_served_model(model: str, version: ModelVersion) -> None:
-    """Raise `ModelNotFoundError` unless `model` names the served model."""
     if not version.has_name(model):
         raise ModelNotFoundError.for_field("model", model, f"; the served model is {version.card.model!r}")
 
@@ -198,7 +193,6 @@ def make_context(caller: Caller, body: OpenAIFields, request: Request) -> Reques
 
 
 def make_prompt_logprobs_field(body: OpenAIFields, output: RequestOutput, version: ModelVersion) -> dict[str, Any]:
-    """Return the response's field `prompt_logprobs` if it was requested."""
     if body.prompt_logprobs is None:
         return {}
     return {
@@ -216,7 +210,6 @@ class OutputBlock:
     call: dict[str, Any] | None
     """The call's `id` and `name`; None for text."""
     text: str = ""
-    """Text, or arguments of the call, so far."""
 
 
 BlockEvent = tuple[Literal["begin", "append", "end"], OutputBlock, str]
@@ -232,7 +225,6 @@ class BlockSplitter:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Self:
-        """Split a complete message."""
         splitter = cls()
         for _ in splitter.add_delta(message):
             pass
@@ -286,7 +278,6 @@ class EventConverter(ABC):
         """Yield the events of an error that ends the stream."""
 
     async def stream_events(self, generation: ChatGeneration) -> AsyncIterator[dict[str, str]]:
-        """Yield server-sent events."""
         try:
             async for chunk in generation.stream_chunks():
                 for event in self.convert_chunk(chunk):

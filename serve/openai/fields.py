@@ -28,7 +28,6 @@ CONVERSATIONS = CHAT + RESPONSES + MESSAGES
 """Routes with conversations."""
 ALL = OPENAI + MESSAGES
 ROUTES = (*ALL, "messages/count_tokens", "models")
-"""All routes below `/v1`."""
 
 ANY = "*"
 """Wildcard in `ignored_fields`, for all unknown fields."""
@@ -44,15 +43,12 @@ class Treatment(StrEnum):
 
 @dataclass(frozen=True)
 class RequestField:
-    """A field of a request's body."""
-
     name: str
     treatment: Treatment
     note: str
     """Details of the support, or the reason for a refusal."""
     routes: tuple[Route, ...]
     origin: Origin
-    """API of the field."""
     accepted: tuple[Any, ...]
     """Accepted values of a refused field, which have no effect, or predicates of (value, the request's `n`)."""
 
@@ -235,13 +231,11 @@ FIELDS = tuple(_expand_table())
 
 
 def get_fields(route: Route) -> dict[str, RequestField]:
-    """Return the route's fields by name."""
     return {field.name: field for field in FIELDS if route in field.routes}
 
 
 @cache
 def get_served_names(route: Route) -> frozenset[str]:
-    """Return the names of the route's served fields."""
     return frozenset(name for name, field in get_fields(route).items() if field.treatment is Treatment.SERVED)
 
 
@@ -267,7 +261,6 @@ def find_ignored_fields(
 
 
 def _check_field(name: str, value: Any, n: int, field: RequestField | None, route: Route, *, any_ignored: bool) -> None:
-    """Raise `InvalidInputError` unless the field is accepted without effect."""
     if field is not None and field.treatment is Treatment.REFUSED:
         if not field.accepts(value, n):
             shown = "too long to repeat" if (short := value_if_short(value)) is None else repr(short)

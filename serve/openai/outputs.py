@@ -98,7 +98,6 @@ class EchoedPrompt:
 
     text: str = ""
     offsets: tuple[int, ...] = ()
-    """Start of each token's text."""
     ends_with_space: bool = False
     """Whether the last space belongs to the first generated token; decoders drop it at the beginning of a text."""
 
@@ -195,7 +194,6 @@ class ToolCallStreams:
         self._rules = rules
         self._parsers: dict[int, ToolCallParser] = {}
         self._parsed: dict[int, ParsedAnswer] = {}
-        """Text and calls of each choice so far."""
 
     def convert_delta(self, choice: dict[str, Any]) -> dict[str, Any]:
         """Convert the next chunk of a choice; call it once per chunk, in order."""

@@ -220,8 +220,6 @@ def _join_texts(content: Any) -> str:
 
 
 def add_responses_route(router: APIRouter, state: ReplicaState) -> None:
-    """Add the route `/v1/responses`."""
-
     @router.post("/responses")
     async def responses(body: ResponsesRequest, request: Request, caller: AdmittedCaller) -> Response:
         """Generate the assistant's next message, in the format of OpenAI's Responses API. Nothing is stored."""
@@ -234,11 +232,9 @@ def add_responses_route(router: APIRouter, state: ReplicaState) -> None:
 
 
 def _convert_completion(body: ResponsesRequest, completion: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a chat completion to a response."""
     [choice] = completion["choices"]
-    return _make_response(
-        body, completion, BlockSplitter.from_message(choice["message"]), _to_status(choice["finish_reason"])
-    )
+    splitter = BlockSplitter.from_message(choice["message"])
+    return _make_response(body, completion, splitter, _to_status(choice["finish_reason"]))
 
 
 def _to_status(reason: str) -> str:
@@ -297,7 +293,6 @@ def _convert_usage(usage: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make_item(block: OutputBlock, response_id: str, status: str) -> dict[str, Any]:
-    """Convert a block to an output item."""
     if block.call is not None:
         call = {"call_id": block.call["id"], "name": block.call["name"], "arguments": block.text}
         return {"type": "function_call", "id": f"fc_{response_id}_{block.index}", "status": status, **call}
@@ -317,7 +312,6 @@ class _ResponseEvents(EventConverter):
         self._body = body
         self._numbers = count()
         self._last: Mapping[str, Any] = {}
-        """Previous chunk; empty before the first."""
 
     def convert_chunk(self, chunk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         [choice] = chunk["choices"]

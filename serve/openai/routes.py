@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 
 def make_openai_router(state: ReplicaState) -> APIRouter:
-    """Return OpenAI's routes below `/v1`."""
     router = APIRouter(prefix="/v1", tags=["openai"], route_class=BodyRoute)
 
     @router.get("/models", dependencies=[HAS_API_KEY])
@@ -63,10 +62,8 @@ def make_openai_router(state: ReplicaState) -> APIRouter:
         echo, formatter = body.echo, CompletionFormatter(version.engine.input_processor, echo=body.echo)
         if body.stream:
 
-            async def format_chunk(
-                choice: int, output: RequestOutput, previous: RequestOutput | None
-            ) -> dict[str, Any]:
-                render = partial(formatter.format_choice, choice, output, previous)
+            async def format_chunk(index: int, output: RequestOutput, previous: RequestOutput | None) -> dict[str, Any]:
+                render = partial(formatter.format_choice, index, output, previous)
                 return await version.render_response(render, [output], caller.sender, echo=echo and previous is None)
 
             options = body.stream_options or StreamOptions()

@@ -23,7 +23,6 @@ from swiftkv_platform.serve.tools.parser import ToolCallParser
 from swiftkv_platform.specs.structured_outputs import check_supported
 
 MAX_TOOLS = 128
-"""Max tools per request."""
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
@@ -151,9 +150,8 @@ def make_tool_call_rules(
     # 2. find the family by the chat template, and its markers among the special tokens
     tools = [tool.for_template() for tool in fields.tools or ()]
     family = _find_family(tokenizer, tools, parser)
-    from swiftkv_platform.model.tokenizers import (
-        get_special_ids,  # imports torch, which Serve's controller does not need
-    )
+    # Imports torch, which Serve's controller does not need.
+    from swiftkv_platform.model.tokenizers import get_special_ids
 
     ids = get_special_ids(tokenizer)
     ids_by_marker = {token: tokenizer.convert_tokens_to_ids(token) for token in family.tokens}
@@ -187,7 +185,6 @@ def _collect_functions(fields: ToolFields) -> dict[str, FunctionTool]:
 
 
 def _list_callable_names(choice: Any, functions: Mapping[str, FunctionTool]) -> list[str]:
-    """Return the names of the callable functions."""
     if isinstance(choice, NamedTool):
         return [choice.function.name]
     if isinstance(choice, AllowedToolChoice):

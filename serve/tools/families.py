@@ -15,7 +15,6 @@ from swiftkv_platform.serve.tools.parser import Parsing, ToolCallParser, read_ar
 from swiftkv_platform.specs.structured_outputs import WHITESPACE, normalize_schema
 
 NAME, ARGUMENTS = "\x00name\x00", "\x00arguments\x00"
-"""Placeholders of a layout."""
 _LETTERS = string.ascii_letters + string.digits
 Schema = Mapping[str, Any]
 
@@ -175,7 +174,6 @@ class CallGrammar:
     """Whether a completion may have several calls."""
 
     def make_required(self) -> str:
-        """Return the grammar of calls only."""
         return self._add_call_rules("start: calls")
 
     def make_with_json(self, schema: Schema) -> str:

@@ -19,8 +19,6 @@ Parsing = Generator[None, None, T]
 
 
 class TextBuffer:
-    """The text so far and the reading position."""
-
     def __init__(self) -> None:
         self._text = ""
         self.position = 0
@@ -61,10 +59,7 @@ class TextBuffer:
 
 
 ARGUMENTS = ("arguments", "parameters")
-"""Keys of arguments in all families."""
-_JSON_CHARACTERS_OUTSIDE_STRINGS = frozenset(
-    "{}[],:+-. \t\r\n0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-)
+_JSON_SYNTAX_CHARACTERS = frozenset("{}[],:+-. \t\r\n0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
 
 
 def read_call(text: TextBuffer, parser: ToolCallParser) -> Parsing[bool]:
@@ -108,14 +103,11 @@ def read_arguments(text: TextBuffer, parser: ToolCallParser, name: str) -> Parsi
 
 
 class _CallReader:
-    """Reads a call after its opening brace."""
-
     def __init__(self, text: TextBuffer, parser: ToolCallParser) -> None:
         self._text = text
         self._parser = parser
         self._name: str | None = None
         self._arguments: str | None = None
-        """Arguments before the name."""
         self._end = text.position
         self.has_begun = False
 
@@ -227,7 +219,7 @@ def _copy_value(text: TextBuffer, emit: Callable[[str], None]) -> Parsing[bool]:
             continue
         if depth == 0 and size and (character in ",}]" or character.isspace()):
             return True  # the end of a number or of true, false or null
-        if character not in _JSON_CHARACTERS_OUTSIDE_STRINGS or (depth == 0 and character in ",}]:"):
+        if character not in _JSON_SYNTAX_CHARACTERS or (depth == 0 and character in ",}]:"):
             return False
         text.position += 1
         emit(character)
@@ -240,17 +232,12 @@ def _copy_value(text: TextBuffer, emit: Callable[[str], None]) -> Parsing[bool]:
 
 @dataclass(frozen=True)
 class Text:
-    """Text outside calls."""
-
     text: str
 
 
 @dataclass(frozen=True)
 class CallBegin:
-    """Beginning of a call; its arguments follow."""
-
     index: int
-    """Index of the call in the completion."""
     name: str
 
 
@@ -267,8 +254,6 @@ Piece = Text | CallBegin | Arguments
 
 @dataclass
 class ParsedCall:
-    """A tool call as parsed so far."""
-
     name: str
     arguments: str = ""
 

@@ -30,7 +30,6 @@ from swiftkv_platform.vllm.model import SwiftKVDecoder
 from swiftkv_platform.vllm.quantized import GATE_UP, OPTIONAL_PARAMETERS, QKV
 
 _MAX_SHOWN = 3
-"""Max tensor names in a message."""
 _KEY_VALUE_PROJECTION = re.compile(r"\.[kv]_proj_swiftkv\.")
 
 
@@ -65,9 +64,8 @@ class StudentTensorNames:
         )
         has_key_norms = family.query_key_norms is not None
         names = cls(layer_map, frozenset(), has_key_norms, has_own_output, is_prefill_only)
-        expected = {
-            f"{module}.{kind}" for module in modules for kind in _list_tensor_kinds(model, names.make_mapper(), module)
-        }
+        mapper = names.make_mapper()
+        expected = {f"{module}.{kind}" for module in modules for kind in _list_tensor_kinds(model, mapper, module)}
         return replace(names, expected=frozenset(expected))
 
     def check_weights(

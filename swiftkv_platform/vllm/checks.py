@@ -31,7 +31,6 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
-        """Raise `ModelError` for a model that vLLM does not support."""
         check_version(vllm.__version__)
         config: Any = model_config.hf_config
         family = find_family({"model_type": config.model_type})

@@ -106,8 +106,6 @@ class UpperHalf(nn.Module):
 
 
 class ScaledEmbedding(VocabParallelEmbedding):
-    """Embeddings times the family's embedding multiplier."""
-
     scale = 1.0
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -223,10 +221,10 @@ class SwiftKVDecoder(nn.Module):
         # 3. upper half: tokens whose logits are needed
         selected = self._select_upper_tokens()
         if selected is None:
-            output = self._run_upper_half(positions, x, None)
+            output = self._run_upper(positions, x, None)
         else:
             padded, num_selected = selected
-            hidden_states = self._run_upper_half(positions[padded], x[padded], selected)
+            hidden_states = self._run_upper(positions[padded], x[padded], selected)
             # NaN marks rows that were not computed.
             output = torch.full_like(x, torch.nan)
             output[padded[:num_selected]] = hidden_states[:num_selected]
@@ -249,7 +247,7 @@ class SwiftKVDecoder(nn.Module):
             return None
         return upper.logits_indices_padded, upper.num_logits_indices
 
-    def _run_upper_half(
+    def _run_upper(
         self, positions: torch.Tensor, x: torch.Tensor, selected: tuple[torch.Tensor, int] | None
     ) -> torch.Tensor:
         """Run the upper half on the rows at `positions`, with a batch descriptor and slots for these rows."""

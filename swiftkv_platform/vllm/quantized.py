@@ -23,13 +23,11 @@ OWN_QKV = "qkv_proj_decode_swiftkv"
 GROUPS = "kv_proj_swiftkv"
 """Fused projection of all groups; in names it replaces a layer's number."""
 OPTIONAL_PARAMETERS = {"g_idx", "weight_g_idx", "weight_shape", "input_scale_ub"}
-"""Parameters that a checkpoint may lack."""
 _IGNORE_FIELDS = ("ignored_layers", "ignore_list")
 """Fields of vLLM's configurations with whole names; those of transformers match parts of names."""
 
 
 def is_accepted_method(method: str) -> bool:
-    """Whether a method is one of `ACCEPTED_METHODS` or a variant of one."""
     plain = method.removeprefix("auto_").removesuffix("_marlin")
     return plain in ACCEPTED_METHODS or plain.startswith("fp8_")
 

@@ -25,8 +25,6 @@ def make_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
 
 
 class _OwnKVScheduling(Scheduler):
-    """Overrides of both schedulers."""
-
     def add_request(self, request: Request) -> None:
         """Queue a request. Its blocks with deep tokens get private hashes."""
         if request.request_id not in self.requests:

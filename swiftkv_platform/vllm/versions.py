@@ -59,7 +59,6 @@ FIELDS: Mapping[str, str] = {
     "vllm.forward_context:BatchDescriptor": "num_tokens",
     "vllm.v1.attention.backends.utils:KVSharingFastPrefillMetadata": "logits_indices_padded num_logits_indices",
 }
-"""Classes with the annotated fields that the plugin reads or sets."""
 
 
 def is_tested(version: str) -> bool:

@@ -130,7 +130,6 @@ def is_json(request: Request) -> bool:
 
 
 def _describe_json_error(error: json.JSONDecodeError) -> dict[str, Any]:
-    """Return a JSON error in FastAPI's format."""
     return {
         "type": "json_invalid",
         "loc": ("body", error.pos),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from swiftkv_platform.errors import OverloadedError, RateLimitedError
 
-_DEFAULT_RETRY_AFTER_S = 2.0
+_RETRY_AFTER_S = 2.0
 
 
 class Sender(NamedTuple):
@@ -36,9 +36,7 @@ class ConcurrencyLimiter:
     """Limits how much of a resource each key, each tenant and all callers hold at a time. `resource`: its plural noun,
     for error messages."""
 
-    def __init__(
-        self, resource: str, limits: ConcurrencyLimits, *, retry_after_s: float = _DEFAULT_RETRY_AFTER_S
-    ) -> None:
+    def __init__(self, resource: str, limits: ConcurrencyLimits, *, retry_after_s: float = _RETRY_AFTER_S) -> None:
         self._resource = resource
         self._limits = limits
         self._retry_after_s = retry_after_s
@@ -58,7 +56,6 @@ class ConcurrencyLimiter:
 
     @property
     def total_held(self) -> int:
-        """Amount that all callers hold together."""
         return self._held[()]
 
     def acquire(self, tenant: str, key: str, amount: int) -> None:
@@ -105,7 +102,6 @@ class Allocation:
             self._amount += amount
 
     def release(self) -> None:
-        """Release the whole amount. Idempotent."""
         amount, self._amount = self._amount, 0
         if amount:
             self._limiter.release(*self._holder, amount)

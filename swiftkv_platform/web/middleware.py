@@ -39,12 +39,9 @@ PAGE_HEADERS: Mapping[str, str] = {
     "object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "Cache-Control": "no-cache",
 }
-"""Headers of pages for browsers."""
 
 
 class PageFiles(StaticFiles):
-    """Static files with `PAGE_HEADERS`."""
-
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
         response.headers.update(PAGE_HEADERS)
@@ -120,7 +117,6 @@ class RequestTimer(Middleware):
 REFUSAL_DELAY_S = 0.1
 MAX_REFUSAL_DELAY_S = 2.0
 LARGE_BODY_BYTES = 1 << 16
-"""Size of a body above which parsing takes noticeable time."""
 
 _DELAYED_IF_LARGE = frozenset({401, 403, 422})
 """Statuses that are delayed if the request's body is large, since the rest of it is still received."""

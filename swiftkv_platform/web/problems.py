@@ -60,14 +60,11 @@ _HEADERS: Mapping[int, Mapping[str, str]] = {
     HTTPStatus.TOO_MANY_REQUESTS: {"Retry-After": "30"},
     HTTPStatus.SERVICE_UNAVAILABLE: {"Retry-After": "5"},
 }
-"""Default headers by status."""
 _MAX_VALUE_BYTES = 500
 """Max size of an invalid value that the response repeats."""
 
 
 class FieldProblem(BaseModel, use_attribute_docstrings=True):
-    """An invalid field."""
-
     field: str | None
     """Dotted path, such as `swiftkv.num_key_value_layers`; null for the whole request."""
     value: Any = None
@@ -110,12 +107,10 @@ def make_json_problem(error: Mapping[str, Any]) -> FieldProblem:
 
 
 def join_messages(errors: Iterable[FieldProblem]) -> str:
-    """Join the messages of several fields."""
     return "; ".join(f"{each.field}: {each.message}" if each.field else each.message for each in errors)
 
 
 def make_error_problem(error: SwiftKVError, path: str) -> Problem:
-    """Return the problem document of an error in a request to `path`."""
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
     errors = []
     if error.field is not None:
@@ -204,7 +199,6 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def to_openai_error(problem: Problem) -> dict[str, Any]:
-    """Return a problem in OpenAI's error format."""
     kind = "server_error" if problem.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
     kind, param = _OPENAI_TYPES.get(problem.status, kind), problem.errors[0].field if problem.errors else None
     return {"error": {"message": problem.detail, "type": kind, "param": param, "code": problem.code}}
@@ -233,6 +227,5 @@ def respond_with_problem(problem: Problem, headers: Mapping[str, str] | None = N
 
 
 def respond_with_error(error: SwiftKVError, path: str) -> JSONResponse:
-    """Return the response to a request to `path` that failed with `error`."""
     problem = make_error_problem(error, path)
     return respond_with_problem(problem, make_problem_headers(problem.status, error))

@@ -19,13 +19,10 @@ MAX_INTEGER = 2**63 - 1
 MAX_DEPTH = 100
 """Max nesting of lists and objects, far below Python's recursion limit."""
 MAX_KEY_LENGTH = 256
-"""Max characters of an object's key."""
 
 BODY_FIELD = "body"
-"""Field of errors about the body as a whole."""
 
 _MAX_SMALL_BYTES = 1 << 20
-"""Max size of a small body."""
 _SUSPICIOUS_TEXTS = (b"\\ud", b"\\uD", b"\\u0000", b"NaN", b"Infinity")
 """JSON in UTF-8 has a lone surrogate, NUL, NaN or an infinity only if it contains one of these."""
 _DIGITS_TO_ZERO = bytes.maketrans(b"123456789E", b"000000000e")

@@ -48,20 +48,16 @@ _CONNECTIONS_PER_FILE = 0.5
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits of a server's connections."""
-
     max_connections: int = CONNECTIONS.default
     """Max open connections of all clients; one address may have half of them."""
     head_s: float = HEAD_SECONDS.default
     """Max seconds for receiving a request's head."""
     keep_alive_s: float = KEEP_ALIVE_SECONDS.default
-    """Max seconds between two requests of a connection."""
     unread_s: float = STALLED_CLIENT_SECONDS.default
     """Max seconds without a client reading its response."""
 
     @property
     def max_per_address(self) -> int:
-        """Max connections of one client address."""
         return max(self.max_connections // 2, 1)
 
     @classmethod
@@ -113,13 +109,11 @@ class Connection(HttpToolsProtocol):
         self._overhead_bytes = 0
         """Bytes received since the last complete head, without bodies and their framing."""
         self._late_bytes = 0
-        """Bytes received since the last response."""
         self._idle_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
 
     @property
     def address(self) -> str:
-        """Client address; empty if unknown."""
         return self.client[0] if self.client else ""
 
     @property
@@ -202,7 +196,6 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _is_new(self) -> bool:
-        """Whether no request was received yet."""
         first: Any = self.cycle
         return first is None
 

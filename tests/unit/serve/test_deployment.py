@@ -27,7 +27,7 @@ from swiftkv_platform.model import export_adapter
 from swiftkv_platform.serve.app import build_app
 from swiftkv_platform.serve.args import ReplicaArgs, ServeArgs, ServedConfig
 from swiftkv_platform.serve.metrics import Metrics
-from swiftkv_platform.serve.versions import LoadedModel, choose_backend, load_model, load_version, make_model_card
+from swiftkv_platform.serve.versions import LoadedModel, choose_backend, load_model, load_version, make_card
 from swiftkv_platform.sources import UNRESTRICTED, SourceRules
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.specs.engine import EngineConfig
@@ -316,7 +316,7 @@ def test_a_plain_directory_is_served_only_unverified(tmp_path: Path) -> None:
         load_model(served(tmp_path))
     assert caught.value.field == "artifact_uri"
     unverified = served(tmp_path, verify=False)
-    card = make_model_card(REPLICA, unverified, load_model(unverified), {})
+    card = make_card(REPLICA, unverified, load_model(unverified), {})
     assert (card.manifest_digest, card.swiftkv) == (None, None)
 
 

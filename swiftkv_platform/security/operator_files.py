@@ -64,7 +64,7 @@ class OperatorFile(Generic[Content]):
             # Keep the old stamp, so that the file is tried again: the cause may be temporary.
             if self._logged != (stamp, error.message):
                 self._logged = stamp, error.message
-                get_logger().warning("file not valid; its last valid version stays in use", reason=error.message)
+                get_logger().warning("file not usable; its last valid version stays in use", reason=error.message)
         else:
             self._read_stamp, self._logged = stamp, None
 

@@ -162,24 +162,26 @@ def test_a_browser_goes_from_a_recipe_to_a_chat_without_yaml(platform: Platform,
     page.get_by_label("Upload rows").set_input_files(tmp_path / "chats.jsonl")
     page.get_by_role("link", name="chats.jsonl", exact=True).wait_for()
     page.get_by_role("link", name="New job").first.click()
-    page.get_by_label("Begin from").select_option("recipe:builtin-python-5m")
+    page.get_by_label("Start from").select_option("recipe:builtin-python-5m")
     for label, value in (("Name", "from-a-browser"), ("Steps", "4"), ("Batch size", "4"), ("Workers", "1")):
         page.get_by_label(label, exact=True).fill(value)
-    page.get_by_label("Tokens a row", exact=True).fill("128")
-    page.get_by_label("Plan", exact=True).get_by_text("accepted").wait_for()
+    page.get_by_label("Tokens per row", exact=True).fill("128")
+    page.get_by_label("Plan", exact=True).get_by_text("valid", exact=True).wait_for()
     page.get_by_role("button", name="Submit job").click()
     page.get_by_role("img", name="Loss by step").wait_for()
     page.locator("main .head").get_by_text("succeeded", exact=True).wait_for()
     page.get_by_role("row", name=re.compile("^distilled")).wait_for()
-    page.get_by_role("link", name="Its model").click()
+    page.get_by_role("link", name="View model").click()
     page.get_by_label("Route").fill("/browser")
     page.get_by_role("button", name="Deploy").click()
-    page.get_by_role("link", name="Try it").wait_for()
-    page.get_by_role("link", name="Try it").click()
+    page.get_by_role("link", name="Open in playground").wait_for()
+    page.get_by_role("link", name="Open in playground").click()
     page.get_by_label("Prompt").fill(QUESTION)
     page.get_by_role("button", name="Generate").click()
     page.get_by_role("button", name="New conversation").wait_for()
-    page.get_by_text("of them skipped layers").wait_for()  # from the last event, with the whole answer's figures
+    page.get_by_text(
+        "of these, tokens that skipped layers"
+    ).wait_for()  # from the last event, with the whole answer's figures
     answer = "".join(page.locator(".turn.assistant").inner_text().split()).removeprefix("Model")
     (deployment,) = platform.client.deployments.list()
     # In bfloat16 a cached prompt is rounded differently from a computed one, as the page's was.

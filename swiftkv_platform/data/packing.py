@@ -1,4 +1,4 @@
-"""Pack samples into rows of equal length, and choose the rows of each optimizer step. Knows token ids, no text.
+"""Pack samples into rows of equal length, and choose the rows of each optimizer step.
 
 A row is a run of samples, each with positions from 0, then padding, which continues the last positions: causal
 attention of counted tokens never reaches it. Without attention mask and cache, transformers treats every restart of the

@@ -168,8 +168,10 @@ def _open_builtin(source: DataSourceSpec, source_field: str) -> list[Table]:
         return [_make_table(name, "prompt", prompts)]
     modules = list(read_standard_library())
     return [
-        _make_table(name, "text", [module.text for module in modules if module.is_held_out is side], held_out=side)
-        for side in (False, True)
+        _make_table(
+            name, "text", [module.text for module in modules if module.is_held_out is held_out], held_out=held_out
+        )
+        for held_out in (False, True)
     ]
 
 
@@ -186,8 +188,8 @@ def _open_local_files(location: Path, source: DataSourceSpec, source_field: str,
     readers = [(file, find_reader(file, field)) for file in files]
     tables = [_open_file(file, reader, field) for file, reader in readers if reader is not None]
     if not tables:
-        what = "a directory without readable files" if location.is_dir() else "not a readable file"
-        raise DataError.for_field(field, name, f", {what}; {ACCEPTED_FILES}")
+        why = "a directory without readable files" if location.is_dir() else "not a readable file"
+        raise DataError.for_field(field, name, f", {why}; {ACCEPTED_FILES}")
     return tables
 
 

@@ -1,7 +1,6 @@
 """Parsing of model and data names, and the rules on which of them a tenant's specs may read.
 
-The rules, the control plane's checks and the workers' readers share these types, so that all interpret a name alike.
-Imports no torch and opens no network connection.
+The rules, the control plane's checks and the workers' readers share these types, so that all parse a name alike.
 """
 
 from __future__ import annotations

@@ -80,14 +80,14 @@ _SCRAPE_TIMEOUT_S = 3.0
 def catch_error_message(check: Callable[[], object]) -> Callable[[], str | None]:
     """Wrap `check` to return the message of its `SwiftKVError`; None without an error."""
 
-    def ask() -> str | None:
+    def run_check() -> str | None:
         try:
             check()
         except SwiftKVError as error:
             return error.message
         return None
 
-    return ask
+    return run_check
 
 
 @dataclass(eq=False)

@@ -130,17 +130,17 @@ class RetentionRepository(Repository):
         where = EventRow.job_id == job_id, EventRow.type != "status"
         return self._remove_matching(EventRow, EventRow.sequence, *where, limit=limit, dry_run=dry_run)
 
-    def thin_points(self, job_id: str, *, most: int, limit: int, dry_run: bool = False) -> int:
-        """Remove up to `limit` points of a job's time series, until `most` evenly spread points remain; with
+    def thin_points(self, job_id: str, *, max_points: int, limit: int, dry_run: bool = False) -> int:
+        """Remove up to `limit` points of a job's time series, until `max_points` evenly spread points remain; with
         `dry_run`, only count all of them. Returns their number."""
         of_job = PointRow.job_id == job_id
         summary = select(func.count(), func.min(PointRow.step), func.max(PointRow.step)).where(of_job)
         with self._database.reading() as session:
             number, first, last = session.execute(summary).one()
-        if number <= most or dry_run:
-            return max(number - most, 0)
+        if number <= max_points or dry_run:
+            return max(number - max_points, 0)
         # The first and last point stay, so that the ranges are the same after some points are removed.
-        share = (PointRow.step - first) * max(most - 1, 1) // (last - first + 1)
+        share = (PointRow.step - first) * max(max_points - 1, 1) // (last - first + 1)
         kept = select(func.min(PointRow.step)).where(of_job).group_by(share)
         spare = select(PointRow.step).where(of_job, PointRow.step != last, PointRow.step.not_in(kept)).limit(limit)
         return self._remove_selected(PointRow, PointRow.step, spare, of_job)
@@ -329,9 +329,9 @@ def _check_model_deletable(session: Session, model: ModelRow) -> None:
     _raise_if_blocked(f"model {model.id}", _find_blocker(session, job, model.id, model.tenant), field="model")
 
 
-def _raise_if_blocked(what: str, hold: str | None, *, field: str) -> None:
-    if hold is not None:
-        raise ConflictError(f"{what} cannot be deleted: {hold}", field=field, value=what)
+def _raise_if_blocked(subject: str, blocker: str | None, *, field: str) -> None:
+    if blocker is not None:
+        raise ConflictError(f"{subject} cannot be deleted: {blocker}", field=field, value=subject)
 
 
 def _find_blocker(session: Session, job: JobRow | None, model: str | None, tenant: str) -> str | None:
@@ -581,7 +581,7 @@ class RetentionSweeper:
             most = self.settings.retention_metric_points
             yield from _remove_rows(
                 kind,
-                partial(self.rows.thin_points, job_id, most=most, limit=_MAX_ROWS_PER_TRANSACTION),
+                partial(self.rows.thin_points, job_id, max_points=most, limit=_MAX_ROWS_PER_TRANSACTION),
                 dry_run=dry_run,
             )
         else:
@@ -613,7 +613,7 @@ class RetentionSweeper:
 
     def _sweep_unused(
         self,
-        what: str,
+        object_kind: str,
         ids: Iterator[str],
         preview: Callable[[str], tuple[int, str]],
         remove: Callable[..., int],
@@ -621,7 +621,7 @@ class RetentionSweeper:
         dry_run: bool,
     ) -> Iterator[RemovedAmount]:
         """Remove the unused ones of these jobs or models."""
-        kind = f"{what}s"
+        kind = f"{object_kind}s"
         for each in ids:
             try:
                 if dry_run:
@@ -631,7 +631,9 @@ class RetentionSweeper:
                 else:
                     yield RemovedAmount(kind, rows=remove(each, by=SWEEPER, now=self.clock()))
             except (ConflictError, NotFoundError) as error:
-                get_logger(loop=SWEEPER).debug(f"{what} stays", **{f"{what}_id": each}, reason=error.message)
+                get_logger(loop=SWEEPER).debug(
+                    f"{object_kind} stays", **{f"{object_kind}_id": each}, reason=error.message
+                )
 
     def _sweep_deletions(self, *, dry_run: bool) -> Iterator[RemovedAmount]:
         """Remove the objects of deleted jobs and models. A prefix that fails is retried in the next round."""

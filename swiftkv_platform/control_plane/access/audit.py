@@ -195,10 +195,10 @@ class RequestAudit:
             return lambda: None
         made: list[str] = []
 
-        def look(flushed: Session, *_: object) -> None:
+        def collect_new_ids(flushed: Session, *_: object) -> None:
             made.extend(found for found in (_find_new_id(flushed),) if found is not None)
 
-        event.listen(session, "before_flush", look)
+        event.listen(session, "before_flush", collect_new_ids)
 
         def write() -> None:
             session.flush()

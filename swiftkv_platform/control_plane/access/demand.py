@@ -46,9 +46,9 @@ class Demand:
         """Return name, demand and limit of the first exceeded limit; None if no limit is exceeded. With `adding`,
         only limits on resources that `adding` has count."""
         for limit, part in _LIMITS.items():
-            asked, most = getattr(self, part), getattr(policy, limit)
-            if most is not None and asked > most and (adding is None or getattr(adding, part) > 0):
-                return limit, asked, most
+            requested, most = getattr(self, part), getattr(policy, limit)
+            if most is not None and requested > most and (adding is None or getattr(adding, part) > 0):
+                return limit, requested, most
         return None
 
     def dominant_share(self, total: Demand) -> float:

@@ -123,7 +123,7 @@ class AuditResponse(ResponseModel):
     """Number of earlier refusals that were not recorded, to limit the size of the trail."""
 
     @classmethod
-    def of(cls, entry: AuditEntry) -> Self:
+    def from_entry(cls, entry: AuditEntry) -> Self:
         return cls.model_validate({**vars(entry), "object": "audit.entry", "about": entry.object})
 
 
@@ -139,17 +139,18 @@ def get_visible_tenant(request: Request, caller: Annotated[Caller, require_calle
 @router.get("/audit")
 def list_audit(
     request: Request,
-    seen: Annotated[str | None, Depends(get_visible_tenant)],
-    wanted: Annotated[AuditFilter, Depends()],
+    visible_tenant: Annotated[str | None, Depends(get_visible_tenant)],
+    filters: Annotated[AuditFilter, Depends()],
     page: NewestFirst,
 ) -> ListResponse[AuditResponse]:
     """List the audit trail, newest first: an operator's key sees all tenants, another key with `admin` its own."""
-    asked = wanted.tenant
-    if seen is not None and asked not in (None, seen):
+    requested = filters.tenant
+    if visible_tenant is not None and requested not in (None, visible_tenant):
         message = (
-            f"tenant is {asked!r}; this key may read only entries of tenant {seen!r}; use an operator's key to read all"
+            f"tenant is {requested!r}; this key may read only entries of tenant {visible_tenant!r}; use an operator's "
+            "key to read all"
         )
         raise ForbiddenError(message, field="tenant")
     trail: AuditTrail = request.app.state.audit
-    found = trail.list_entries(page, replace(wanted, tenant=seen or asked))
-    return make_list_response(found, AuditResponse.of, order=page.order)
+    found = trail.list_entries(page, replace(filters, tenant=visible_tenant or requested))
+    return make_list_response(found, AuditResponse.from_entry, order=page.order)

@@ -69,11 +69,11 @@ class ExpectedVersions:
     versions: frozenset[int] | None
     """None for any."""
 
-    def check_version(self, what: str, version: int) -> None:
-        """Raise `PreconditionFailedError` unless the version of `what` is allowed."""
+    def check_version(self, subject: str, version: int) -> None:
+        """Raise `PreconditionFailedError` unless the version of `subject` is allowed."""
         if self.versions is not None and version not in self.versions:
             raise PreconditionFailedError(
-                f"{what} is at version {version}, which If-Match does not list; read it again, and send its ETag if "
+                f"{subject} is at version {version}, which If-Match does not list; read it again, and send its ETag if "
                 "the change still applies",
                 field="If-Match",
                 value=", ".join(f'"{number}"' for number in sorted(self.versions)),

@@ -127,8 +127,8 @@ class RayDashboard:
     def close(self) -> None:
         self._http.close()
 
-    def _unavailable_error(self, what: str) -> ClusterUnavailableError:
-        return ClusterUnavailableError(f"Ray at {self.url} {what}", field="ray_dashboard_url", value=self.url)
+    def _unavailable_error(self, problem: str) -> ClusterUnavailableError:
+        return ClusterUnavailableError(f"Ray at {self.url} {problem}", field="ray_dashboard_url", value=self.url)
 
 
 def extract_last_error(text: str) -> str:

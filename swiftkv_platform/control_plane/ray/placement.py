@@ -85,20 +85,20 @@ def _reserve_in_order(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) 
     taken: list[tuple[dict[str, float], Bundle]] = []
     for _, alike in groupby(bundles, key=id):
         first, *others = alike
-        asked = {name: amount for name, amount in first.items() if amount}
-        holding = [node for node in nodes if _has_capacity(node, asked)]
+        requested = {name: amount for name, amount in first.items() if amount}
+        holding = [node for node in nodes if _has_capacity(node, requested)]
         # A node that was taken from still has fewer than those behind it.
         fewest_first = iter(sorted(holding, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0))))
         node = next(fewest_first, None)
         for _ in (first, *others):
-            while node is not None and not _has_capacity(node, asked):
+            while node is not None and not _has_capacity(node, requested):
                 node = next(fewest_first, None)
             if node is None:
                 for where, what in taken:
                     _add_resources(where, what)
                 return False
-            _add_resources(node, asked, sign=-1)
-            taken.append((node, asked))
+            _add_resources(node, requested, sign=-1)
+            taken.append((node, requested))
     return True
 
 
@@ -107,5 +107,5 @@ def _add_resources(node: dict[str, float], bundle: Bundle, sign: int = 1) -> Non
         node[name] = node.get(name, 0.0) + sign * amount
 
 
-def _has_capacity(node: Bundle, asked: Bundle) -> bool:
-    return all(node.get(name, 0.0) + _ROUNDING >= amount for name, amount in asked.items())
+def _has_capacity(node: Bundle, requested: Bundle) -> bool:
+    return all(node.get(name, 0.0) + _ROUNDING >= amount for name, amount in requested.items())

@@ -102,10 +102,7 @@ def _attend_varlen(
     """Attend with one operator for all sequences. Returns [1, num_tokens, num_heads, dim of values]."""
     dim = query.shape[-1]
     if isinstance(key, PagedTensor) and isinstance(value, PagedTensor):
-        keys, values = (
-            key.view_blocks(call.settings.block_size),
-            value.view_blocks(call.settings.block_size),
-        )
+        keys, values = (key.view_blocks(call.settings.block_size), value.view_blocks(call.settings.block_size))
     else:
         assert isinstance(key, torch.Tensor)
         assert isinstance(value, torch.Tensor)

@@ -133,7 +133,7 @@ def in_this_process() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "give_back_freed_tensors", lambda: None)
         for module, name in (
-            (evaluation, "MODEL_SHARE"),
+            (evaluation, "MAX_MODEL_SHARE"),
             (measure, "_PREFILL_ROUNDS"),
             (weights, "write_model_shards"),
         ):
@@ -184,7 +184,7 @@ def run_evaluation(case: Case) -> Outcome:
     request, directory = case.request, Path(case.directory)
     rows, store = tiny_rows(case.num_samples), open_store(str(directory / "store"))
     workers, memory = Workers(), AnonymousMemory()
-    evaluation.MODEL_SHARE = 0.0 if case.sharded else 1.0
+    evaluation.MAX_MODEL_SHARE = 0.0 if case.sharded else 1.0
     measure._PREFILL_ROUNDS = case.prefill_rounds
     weights.write_model_shards = partial(write_model_shards, max_shard_bytes=case.max_file_bytes)
     prepared = PreparedInputs(

@@ -100,7 +100,7 @@ def _build(case: Case) -> tuple[Strategy, CountingStore, Checkpointer]:
     request, store = AttemptRequest(job_id="j", attempt=1, spec=spec, run_id="r"), CountingStore(open_store(case.uri))
     checkpoints = AttemptCheckpoints(store, request, keep=9)  # type: ignore[arg-type]
     retries = RetryPolicy(max_attempts=1)
-    return strategy, store, Checkpointer(strategy, checkpoints, local_rank=dist.get_rank(), retries=retries)
+    return strategy, store, Checkpointer(strategy, checkpoints, local_rank=dist.get_rank(), retry_policy=retries)
 
 
 def save_two(case: Case) -> Restored:
@@ -132,7 +132,7 @@ def restore(case: Case) -> Restored:
 def go_back(case: Case) -> Restored:
     """Roll back to the first checkpoint."""
     strategy, store, checkpointer = _build(case)
-    checkpointer.go_back(1)
+    checkpointer.roll_back(1)
     return Restored(_digests(strategy), _gathered(store))
 
 

@@ -131,7 +131,7 @@ class AnonymousMemory:
 def in_this_process() -> Iterator[None]:
     """Restore the module settings that the phases change, since they run in this process and not in their own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup, "give_back_freed_tensors", lambda: None)
+        patch.setattr(setup, "return_freed_memory", lambda: None)
         for module, name in (
             (evaluation, "MAX_MODEL_SHARE"),
             (measure, "_PREFILL_ROUNDS"),

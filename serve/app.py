@@ -102,10 +102,8 @@ class Replica:
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Build the ASGI application, after the constructor and before the first `reconfigure`."""
         self._gauges = asyncio.create_task(self._export.export_gauges(self._state.metrics), name="gauges")
-        keys, issuers = (
-            None if file is None else Path(file) for file in (self._args.api_keys_file, self._args.oidc_file)
-        )
-        credentials = open_credentials(keys, issuers)
+        files = (self._args.api_keys_file, self._args.oidc_file)
+        credentials = open_credentials(*(None if file is None else Path(file) for file in files))
         return create_http_app(
             self._state,
             key_ring=credentials,

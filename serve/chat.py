@@ -84,9 +84,7 @@ def render_chat(
             f"{_VARIABLES_FIELD}.{refused} is reserved; use the request's own fields, or leave it out",
             field=f"{_VARIABLES_FIELD}.{refused}",
         )
-    conversation = Conversation(
-        [dict(message) for message in messages], None if tools is None else list(map(dict, tools))
-    )
+    conversation = Conversation(list(map(dict, messages)), None if tools is None else list(map(dict, tools)))
     try:
         text = ChatRenderer(tokenizer, use_current_date=True).render_prompt(
             conversation,

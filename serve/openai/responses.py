@@ -355,9 +355,8 @@ class _ResponseEvents(EventConverter):
                 yield self._make_event("response.output_text.done", **text, text=block.text, logprobs=[])
                 yield self._make_event("response.content_part.done", **text, part=_make_part(block.text))
             else:
-                yield self._make_event(
-                    "response.function_call_arguments.done", **position, name=item["name"], arguments=block.text
-                )
+                call = {"name": item["name"], "arguments": block.text}
+                yield self._make_event("response.function_call_arguments.done", **position, **call)
             yield self._make_event("response.output_item.done", output_index=block.index, item=item)
 
     def _make_lifecycle_event(self, kind: str, chunk: Mapping[str, Any], status: str) -> dict[str, Any]:

@@ -236,9 +236,8 @@ def _read_schema(text_constraint: StructuredOutputs) -> dict[str, Any]:
         )
     text_constraint.check_supported()
     schema: dict[str, Any] = json.loads(text_constraint.text)
-    return (
-        {**schema, "x-guidance": {"whitespace_flexible": False}} if text_constraint.disable_any_whitespace else schema
-    )
+    is_compact = text_constraint.disable_any_whitespace
+    return {**schema, "x-guidance": {"whitespace_flexible": False}} if is_compact else schema
 
 
 def _find_family(tokenizer: Any, tools: list[dict[str, Any]], parser: str | None) -> CallFormat:

@@ -56,7 +56,7 @@ class HeadProcess:
         """Start the head, and return when it answers."""
         log = self.head.temp_dir / "ray.log"
         self._process = _spawn(self.head.build_command(), self._environment, log)
-        wait_until_up(self.head.answers, self._process, log)
+        wait_until_up(self.head.is_ready, self._process, log)
 
     def kill(self) -> None:
         """Kill the head's process group; do nothing if it is not running."""

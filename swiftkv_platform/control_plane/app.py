@@ -9,7 +9,6 @@ from fastapi import FastAPI
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from swiftkv_platform.control_plane import health
-from swiftkv_platform.control_plane.access import quota
 from swiftkv_platform.control_plane.access import routes as access
 from swiftkv_platform.control_plane.access.audit import AuditMiddleware
 from swiftkv_platform.control_plane.access.callers import SIGN_IN_PATH, admit_request
@@ -83,8 +82,8 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     app.add_middleware(RequestTimer, on_response=histograms.observe_request)
     app.add_middleware(RefusalBackoff, statuses=(413, 429))
     app.add_middleware(SecurityHeaders)
-    rooms = (jobs, models, deployments, files, fine_tuning, quota, access)
-    for module in (*rooms, health):
+    modules = (jobs, models, deployments, files, fine_tuning, access)
+    for module in (*modules, health):
         app.include_router(module.router)
     app.mount("/dashboard", PageFiles(directory=access.FILES))
     add_docs(app)

@@ -16,9 +16,8 @@ import psutil
 import pytest
 from sqlalchemy import text
 
-from swiftkv_platform.control_plane.database import postgresql
-from swiftkv_platform.control_plane.database.postgresql import Timeouts
-from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.database import session as database_session
+from swiftkv_platform.control_plane.database.session import Database, Timeouts
 from swiftkv_platform.errors import DatabaseUnavailableError
 from tests.support.parameters import few
 from tests.support.rays import free_port
@@ -113,7 +112,7 @@ def test_the_standby_serves_once_it_takes_writes(
 ) -> None:
     """The readiness check alone notices it, with pooled connections to the primary and before any write is refused."""
     primary, standby = pair
-    monkeypatch.setattr(postgresql, "_GRACE_S", 0.0)
+    monkeypatch.setattr(database_session, "_GRACE_S", 0.0)
     hosts = "&".join(f"host=127.0.0.1:{server.port}" for server in pair)
     url = f"postgresql+psycopg://postgres@/postgres?{hosts}&target_session_attrs=read-write"
     with closing(Database(url, Timeouts(connect_s=2, statement_s=0.5))) as database:

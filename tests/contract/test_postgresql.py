@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection, event, make_url, text
 
-from swiftkv_platform.control_plane.database import postgresql
-from swiftkv_platform.control_plane.database.postgresql import Timeouts, make_engine_options
-from swiftkv_platform.control_plane.database.session import Database, get_current_revision
+from swiftkv_platform.control_plane.database import session as database_session
+from swiftkv_platform.control_plane.database.session import (
+    Database,
+    Timeouts,
+    get_current_revision,
+    make_engine_options,
+)
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.object_store import LocalObjectStore
@@ -75,7 +79,7 @@ def ask(database: Database, between: Callable[[], None] = lambda: None) -> None:
 
 def test_a_connection_that_goes_silent_is_given_up(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """A silent connection is given up in the pool, in a transaction and while connecting; later ones work again."""
-    monkeypatch.setattr(postgresql, "_GRACE_S", 0.0)
+    monkeypatch.setattr(database_session, "_GRACE_S", 0.0)
     with closing(Database(wire.url, Timeouts(connect_s=2, statement_s=0.5))) as database:
         ask(database)
         with pytest.raises(DatabaseUnavailableError, match="no answer within"):
@@ -106,7 +110,7 @@ def test_a_process_that_was_frozen_in_a_transaction_has_lost_it(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server ends the connection with an error that the driver takes for a mistake of the caller."""
-    monkeypatch.setattr(postgresql, "_IDLE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(database_session, "_IDLE_TIMEOUT_S", 0.05)
     with closing(Database(postgres_url)) as database:
         with pytest.raises(DatabaseUnavailableError, match="idle-in-transaction"):
             ask(database, between=lambda: time.sleep(0.5))

@@ -9,10 +9,17 @@ import pytest
 import torch
 
 from swiftkv_platform.errors import DataError, InvalidInputError
-from swiftkv_platform.evaluation.analysis import AnalysisOptions, Needles, UntrainedReport, analyze, find_smallest_depth
+from swiftkv_platform.evaluation.analysis import (
+    AnalysisOptions,
+    Needles,
+    UntrainedReport,
+    analyze,
+    collect_similarity,
+    find_smallest_depth,
+    recommend_depth,
+)
 from swiftkv_platform.evaluation.harness.builtin import ANSWER_TOKENS
 from swiftkv_platform.model import convert
-from swiftkv_platform.model.similarity import collect_similarity, recommend_depth
 from swiftkv_platform.planning import read_config
 from tests.support.tiny_models import byte_tokenizer, random_teacher, save_teacher
 

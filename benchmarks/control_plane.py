@@ -37,8 +37,8 @@ from tests.support.components import make_components
 from tests.support.postgres import postgres_server
 from tests.support.servers import serving
 
-SPEC = {"name": "measured", "model": {"name_or_path": "org/teacher"}}
-TENANTS = 10
+JOB_SPEC = {"name": "measured", "model": {"name_or_path": "org/teacher"}}
+NUM_TENANTS = 10
 
 
 def main() -> None:
@@ -84,10 +84,10 @@ def open_database(name: str, directory: Path, postgres: str | None) -> Database:
 
 
 def insert_jobs(database: Database, count: int) -> None:
-    spec = JobSpec.model_validate(SPEC)
+    spec = JobSpec.model_validate(JOB_SPEC)
     jobs, events = [], []
     for number in range(count):
-        tenant = f"tenant-{number % TENANTS}" if number % TENANTS else "default"
+        tenant = f"tenant-{number % NUM_TENANTS}" if number % NUM_TENANTS else "default"
         job = Job(new_id("job"), tenant, "ann", spec, 1000 + number)
         job_events = [status_event(job, now=job.created_at)]
         if number % 100:
@@ -107,7 +107,7 @@ def compare_latencies(clients: dict[str, httpx.Client], requests: int) -> dict[s
         "list": lambda client, _: client.get("/jobs"),
         "list_by_status": lambda client, _: client.get("/jobs", params={"status": "cancelled"}),
         "submit": lambda client, number: client.post(
-            "/jobs", json=SPEC, headers={"Idempotency-Key": f"{number}-{time.monotonic_ns()}"}
+            "/jobs", json=JOB_SPEC, headers={"Idempotency-Key": f"{number}-{time.monotonic_ns()}"}
         ),
     }
     figures = {}

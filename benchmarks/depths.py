@@ -66,11 +66,11 @@ from swiftkv_platform.specs import JobSpec, load_spec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.student_shape import parse_layers
 
-SPEC = Path(__file__).parent / "configs" / "smollm2-depths.yaml"
+SPEC_FILE = Path(__file__).parent / "configs" / "smollm2-depths.yaml"
 POINTS = ("22:1", "15:1", "15:2", "11:1")
 TEACHER_OUTPUT = "teacher-output"
-DECODE_KEY_VALUES = ("own", "shared")
-"""Values of `decode_key_value`."""
+DECODE_MODES = ("own", "shared")
+"""Values of `swiftkv.decode_key_value` that a point may name."""
 PointResult = dict[str, Any]
 
 
@@ -113,7 +113,7 @@ class TrainedRun:
     """A finished run, not yet measured."""
 
     spec: JobSpec
-    """With its defaults resolved."""
+    """Spec of the run, with resolved defaults."""
     start: Mapping[str, Tensor]
     """Trained tensors by name, before training."""
     end: Mapping[str, Tensor]
@@ -148,13 +148,13 @@ class TrainingRuns:
         return TrainedRun(plan.spec, start, end, notes.tokens, tuple(notes.notes))
 
     def load(self, spec: JobSpec, tensors: Mapping[str, Tensor]) -> Any:
-        """Load a student with these tensors; it can also run as its teacher."""
+        """Load a student with these tensors and its teacher's projections."""
         student = load_student(prepare(spec, self._directory / "rows")[0].spec, self.path)
         load_trained_tensors(student, tensors)
         return student.to(get_task_device(spec)).eval()
 
     def compare_on_held_out(self, spec: JobSpec, tensors: Mapping[str, Tensor]) -> HeldOutTotals:
-        """Compare a student to these tensors to its teacher, on the held-out rows."""
+        """Compare a student with these tensors to its teacher, on the held-out rows."""
         device = get_task_device(spec)
         lazy = open_lazy(spec, self.path, device=device)
         measured = EvaluationModel(lazy, spec.distillation, sharded=False, device=device)
@@ -215,10 +215,8 @@ class RunsByDecodeKeyValue(dict[str, TrainingRuns]):
 def make_point_spec(spec: JobSpec, point: str, args: argparse.Namespace, seed: int) -> JobSpec:
     layers, group_size, *options = point.split(":")
     depth = {"num_key_value_layers": int(layers)} if layers.isdecimal() else {"prefill_layers": parse_layers(layers)}
-    [start] = [option for option in options if option not in (TEACHER_OUTPUT, *DECODE_KEY_VALUES)] or ["calibrated"]
-    decode_key_value = next(
-        (option for option in options if option in DECODE_KEY_VALUES), spec.swiftkv.decode_key_value
-    )
+    [start] = [option for option in options if option not in (TEACHER_OUTPUT, *DECODE_MODES)] or ["calibrated"]
+    decode_key_value = next((option for option in options if option in DECODE_MODES), spec.swiftkv.decode_key_value)
     own = TEACHER_OUTPUT not in options and int(group_size) > 1
     swiftkv = depth | {
         "key_value_group_size": int(group_size),
@@ -325,7 +323,7 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = make_benchmark_parser(__doc__)
     parser.add_argument("directory", type=Path, help="directory for completions and finished points")
-    parser.add_argument("--spec", type=Path, default=SPEC, help="job spec of the teacher, the data and the loss")
+    parser.add_argument("--spec", type=Path, default=SPEC_FILE, help="job spec of the teacher, the data and the loss")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--points", nargs="+", default=POINTS, metavar="l:g[:START][:teacher-output][:own]")
     parser.add_argument("--steps", type=int, default=150, help="training steps; 0: measure only the starts")

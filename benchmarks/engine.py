@@ -51,8 +51,8 @@ VLLM_KV_CACHE_BYTES = 96 << 20
 """Bytes of whole blocks for both models at vLLM's block size of 128 on CPUs; for the dense model as many tokens as
 `KV_CACHE_BYTES`."""
 TOKENS_PER_CACHE = 3000
-"""Tokens of a load per cache of this size."""
-OWN_SYSTEMS = ["dense", "swiftkv"]
+"""Max tokens of a load per `KV_CACHE_BYTES`."""
+NATIVE_SYSTEMS = ["dense", "swiftkv"]
 VLLM_SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "vllm": ("dense", {}),
     "vllm-swiftkv": ("swiftkv", {}),
@@ -60,11 +60,11 @@ VLLM_SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "vllm-swiftkv-int8": ("int8", {}),
 }
 """Model that vLLM serves, and options, by system; the dense model in int8 is the quantized student's teacher."""
-INTEGER_SYSTEMS = {f"{name}-{form}": (name, form) for name in OWN_SYSTEMS for form in ("int8", "int4")}
+INTEGER_SYSTEMS = {f"{name}-{form}": (name, form) for name in NATIVE_SYSTEMS for form in ("int8", "int4")}
 """Model and `EngineConfig.weights` of our engine with weights rounded on loading, by system."""
 OPENVINO_SYSTEMS = {f"openvino-{form}": form for form in ("bfloat16", "int8", "int4")}
 """Weights of the dense model in OpenVINO GenAI, by system."""
-SYSTEMS = [*OWN_SYSTEMS, *INTEGER_SYSTEMS, "huggingface", *VLLM_SYSTEMS, *OPENVINO_SYSTEMS]
+SYSTEMS = [*NATIVE_SYSTEMS, *INTEGER_SYSTEMS, "huggingface", *VLLM_SYSTEMS, *OPENVINO_SYSTEMS]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -150,7 +150,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add_shape_arguments(parser)
     args = parser.parse_args(argv)
     if args.systems is None:
-        args.systems = [*OWN_SYSTEMS, "huggingface", *(["vllm"] if args.vllm_python else [])]
+        args.systems = [*NATIVE_SYSTEMS, "huggingface", *(["vllm"] if args.vllm_python else [])]
     if any(name in VLLM_SYSTEMS for name in args.systems) != (args.vllm_python is not None):
         parser.error("give --systems vllm and --vllm-python PATH together, or neither")
     if any(name in OPENVINO_SYSTEMS for name in args.systems) != (args.openvino_python is not None):
@@ -167,7 +167,7 @@ def save_models(args: argparse.Namespace, directory: Path) -> dict[str, Path]:
     make_random_student(dense, args).save_pretrained(directory / "swiftkv")
     if any(VLLM_SYSTEMS[name][0] == "int8" for name in args.systems if name in VLLM_SYSTEMS):
         export(directory / "swiftkv", directory / "int8", teacher=True, quantize="int8")
-    return {name: directory / name for name in OWN_SYSTEMS}
+    return {name: directory / name for name in NATIVE_SYSTEMS}
 
 
 def compute_max_length(args: argparse.Namespace) -> int:
@@ -175,7 +175,7 @@ def compute_max_length(args: argparse.Namespace) -> int:
 
 
 def count_caches(args: argparse.Namespace) -> int:
-    """Return the number of caches of standard size that the largest load requires."""
+    """Return how many times `KV_CACHE_BYTES` the largest load requires."""
     tokens = max(args.prompt_length + 1, args.batch_size * (args.context_length + args.output_length))
     return int(-(-tokens // TOKENS_PER_CACHE))
 
@@ -262,7 +262,7 @@ def compute_speedups(results: dict[str, Figures]) -> dict[str, Figures]:
     return {
         other: {name: speed(row) / speed(results[other]) for name, row in results.items() if name != other}
         for other in results
-        if other not in OWN_SYSTEMS and other not in INTEGER_SYSTEMS
+        if other not in NATIVE_SYSTEMS and other not in INTEGER_SYSTEMS
     }
 
 

@@ -25,7 +25,7 @@ RESPONSE_TIMEOUT_S = 900.0
 EXIT_TIMEOUT_S = 30.0
 MAX_STDERR_LENGTH = 4000
 """Max characters of a failed worker's standard error in the message."""
-ENVIRONMENT = {
+VLLM_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
@@ -93,7 +93,7 @@ class EngineWorker:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=stderr,
-                    env=ENVIRONMENT | ours | {"OMP_NUM_THREADS": str(num_threads)},
+                    env=VLLM_ENVIRONMENT | ours | {"OMP_NUM_THREADS": str(num_threads)},
                 )
         except OSError as error:
             self._directory.cleanup()

@@ -44,9 +44,9 @@ from swiftkv_platform.security.keys import create_key
 from swiftkv_platform.security.principals import Scope
 
 ROOT = Path(__file__).parents[1]
-NESTED = b"[" + b",".join([b"[]"] * 349_000) + b"]"
+NESTED_BODY = b"[" + b",".join([b"[]"] * 349_000) + b"]"
 """Body of 1 MiB that makes a parser create as many values as possible."""
-LARGE = {
+LARGE_BODY_PARTS = {
     "/generate": [
         (b'{"prompt": "', b"ab cd ", b'"}'),
         (b'{"prompt": [1', b",1", b"]}"),
@@ -56,18 +56,18 @@ LARGE = {
     "/detokenize": [(b'{"tokens": [1', b",1", b"]}")],
 }
 """Beginning, part and end of bodies with large values, by path."""
-LARGE_BYTES = (16 << 20) - 4096
-"""Size a little below the limit."""
-AMBIGUOUS = "start: s\ns: s s s | s s | /[a-z ]/"
-GRAMMAR = {"prompt": [1], "max_tokens": 200, "n": 2, "structured_outputs": {"grammar": AMBIGUOUS}}
-MANY_SAMPLES = {"prompt": [1, 2, 3], "max_tokens": 64, "n": 32, "ignore_eos": True}
+NEARLY_MAX_BODY_BYTES = (16 << 20) - 4096
+"""Size of a body a little below a replica's limit, `REPLICA_BODY_BYTES`."""
+AMBIGUOUS_GRAMMAR = "start: s\ns: s s s | s s | /[a-z ]/"
+GRAMMAR_REQUEST = {"prompt": [1], "max_tokens": 200, "n": 2, "structured_outputs": {"grammar": AMBIGUOUS_GRAMMAR}}
+MANY_SAMPLES_REQUEST = {"prompt": [1, 2, 3], "max_tokens": 64, "n": 32, "ignore_eos": True}
 NUM_STREAMS, NUM_SILENT, NUM_SPECS, NUM_CONCURRENT = 1000, 2000, 200, 40
-JOB = {"name": "job", "model": {"name_or_path": "org/teacher"}}
-LARGE_JOB = {**JOB, "evaluation": {"tasks": [f"task_{at}_" + 180 * "x" for at in range(1000)]}}
+JOB_SPEC = {"name": "job", "model": {"name_or_path": "org/teacher"}}
+LARGE_JOB_SPEC = {**JOB_SPEC, "evaluation": {"tasks": [f"task_{at}_" + 180 * "x" for at in range(1000)]}}
 """The largest spec that is accepted."""
-MANY_KEYS = {**JOB, **{f"key_{number}": 0 for number in range(16_000)}}
+MANY_KEYS_SPEC = {**JOB_SPEC, **{f"key_{number}": 0 for number in range(16_000)}}
 """A spec with as many unknown keys as a body may have."""
-EXTREMES: list[dict[str, Any]] = [
+EXTREME_SETTINGS: list[dict[str, Any]] = [
     {"target_ongoing_requests": 1e-320},
     {"upscale_delay_s": 1e308, "downscale_delay_s": 1e308},
     {"min_replicas": 0, "max_replicas": 2**62},
@@ -75,7 +75,7 @@ EXTREMES: list[dict[str, Any]] = [
     {"engine": {"tensor_parallel_size": 2**62, "kv_cache_bytes": 2**62}},
 ]
 
-SERVE = ["--max-num-seqs", "8", "--num-threads", "1", "--kv-cache-bytes", "67108864", "--stream-interval-s", "0"]
+REPLICA_OPTIONS = ["--max-num-seqs=8", "--num-threads=1", "--kv-cache-bytes=67108864", "--stream-interval-s=0"]
 """Engine options of the replica."""
 
 RecordResponse = Callable[[object], None]
@@ -108,15 +108,15 @@ async def send_nested_bodies(client: httpx.AsyncClient, path: str, record: Recor
     """Post bodies with many values, 40 concurrently, without an API key."""
     headers = {"authorization": "", "content-type": "application/json"}
     while True:
-        sent = (client.post(path, content=NESTED, headers=headers) for _ in range(NUM_CONCURRENT))
+        sent = (client.post(path, content=NESTED_BODY, headers=headers) for _ in range(NUM_CONCURRENT))
         for response in await asyncio.gather(*sent, return_exceptions=True):
             record(response)
 
 
 async def send_large_bodies(client: httpx.AsyncClient, _path: str, record: RecordResponse) -> None:
     sent = [
-        (path, head + part * ((LARGE_BYTES - len(head) - len(tail)) // len(part)) + tail)
-        for path, kinds in LARGE.items()
+        (path, head + part * ((NEARLY_MAX_BODY_BYTES - len(head) - len(tail)) // len(part)) + tail)
+        for path, kinds in LARGE_BODY_PARTS.items()
         for head, part, tail in kinds
     ]
     for path, body in itertools.cycle(sent):
@@ -162,15 +162,15 @@ async def open_silent_connections(client: httpx.AsyncClient, _path: str, record:
 
 def store_jobs(client: httpx.Client) -> None:
     for _ in range(NUM_SPECS):
-        client.post("/jobs", json=LARGE_JOB).raise_for_status()
+        client.post("/jobs", json=LARGE_JOB_SPEC).raise_for_status()
 
 
 async def validate_large_specs(client: httpx.AsyncClient, path: str, record: RecordResponse) -> None:
     """Validate the largest spec and read it back, in eight concurrent loops."""
-    stored = f"/jobs/{(await client.post('/jobs', json=LARGE_JOB)).raise_for_status().json()['id']}"
+    stored = f"/jobs/{(await client.post('/jobs', json=LARGE_JOB_SPEC)).raise_for_status().json()['id']}"
 
     async def send() -> None:
-        record(await client.post(path, json=LARGE_JOB))
+        record(await client.post(path, json=LARGE_JOB_SPEC))
         record(await client.get(stored))
 
     await repeat_concurrently(8, send)
@@ -178,7 +178,7 @@ async def validate_large_specs(client: httpx.AsyncClient, path: str, record: Rec
 
 async def read_jobs_and_lists(client: httpx.AsyncClient, path: str, record: RecordResponse) -> None:
     """Read a job's history, its objects in the store, and lists, in 16 concurrent loops."""
-    await client.post(path, json=LARGE_JOB)
+    await client.post(path, json=LARGE_JOB_SPEC)
     job = (await client.get(path, params={"limit": 1})).json()["data"][0]["id"]
     parts = ("", "/events", "/metrics", "/checkpoints", "/artifacts", "/logs?tail_lines=100000", "/tracking")
     paths = [f"{path}/{job}{part}" for part in parts] + ["/models", "/aliases", "/audit?limit=1000", "/v1/files"]
@@ -193,7 +193,7 @@ async def read_jobs_and_lists(client: httpx.AsyncClient, path: str, record: Reco
 async def send_extreme_deployments(client: httpx.AsyncClient, path: str, record: RecordResponse) -> None:
     """Create deployments with numbers that overflow in calculations."""
     while True:
-        for extreme in EXTREMES:
+        for extreme in EXTREME_SETTINGS:
             record(await client.post(path, json={"model": "mdl_none", "route_prefix": "/x", **extreme}))
 
 
@@ -203,26 +203,26 @@ class AttackCase:
     path: str = ""
     """Path of the requests; `{job}` is a job's id."""
     is_replica: bool = False
-    """Whether the target is a replica; else it is a control plane."""
+    """Whether the target is a replica, not a control plane."""
     prepare: Callable[[httpx.Client], object] | None = None
     """Called once with a client of the attacker, before the measurements."""
 
 
-CASES = {
+ATTACK_CASES = {
     "bodies": AttackCase(send_nested_bodies, "/jobs"),
     "event streams": AttackCase(open_streams, "/jobs/{job}/events"),
     "followed logs": AttackCase(open_streams, "/jobs/{job}/logs?follow=true"),
     "silent connections": AttackCase(open_silent_connections),
     "pages": AttackCase(make_request_attack(4, "GET"), "/jobs?limit=1000", prepare=store_jobs),
     "specs": AttackCase(validate_large_specs, "/jobs/validate"),
-    "complaints": AttackCase(make_request_attack(8, "POST", MANY_KEYS), "/jobs/validate"),
+    "complaints": AttackCase(make_request_attack(8, "POST", MANY_KEYS_SPEC), "/jobs/validate"),
     "reads": AttackCase(read_jobs_and_lists, "/jobs"),
     "refusals": AttackCase(make_request_attack(NUM_CONCURRENT, "POST", {}), "/deployments/dep_none/generate"),
     "deployments": AttackCase(send_extreme_deployments, "/deployments"),
     "bodies, replica": AttackCase(send_nested_bodies, "/generate", is_replica=True),
     "large bodies, replica": AttackCase(send_large_bodies, is_replica=True),
-    "grammar, replica": AttackCase(make_request_attack(8, "POST", GRAMMAR), "/generate", is_replica=True),
-    "samples, replica": AttackCase(make_request_attack(6, "POST", MANY_SAMPLES), "/generate", is_replica=True),
+    "grammar, replica": AttackCase(make_request_attack(8, "POST", GRAMMAR_REQUEST), "/generate", is_replica=True),
+    "samples, replica": AttackCase(make_request_attack(6, "POST", MANY_SAMPLES_REQUEST), "/generate", is_replica=True),
 }
 
 
@@ -236,12 +236,12 @@ async def run_attack(case: str, url: str, key: str) -> None:
         plain = response if isinstance(response, str) else type(response).__name__
         seen[str(response.status_code) if isinstance(response, httpx.Response) else plain] += 1
 
-    action, path = CASES[case].attack, CASES[case].path
+    action, path = ATTACK_CASES[case].attack, ATTACK_CASES[case].path
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     headers = {"authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=120, limits=limits, trust_env=False) as client:
         if "{job}" in path:
-            path = path.format(job=(await client.post("/jobs", json=JOB)).raise_for_status().json()["id"])
+            path = path.format(job=(await client.post("/jobs", json=JOB_SPEC)).raise_for_status().json()["id"])
         acting = asyncio.ensure_future(action(client, path, record))
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, acting.cancel)
         print("begun", flush=True)
@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="measurements without the attack and during it")
     parser.add_argument("--seconds", type=float, default=12.0, help="max duration of a measurement")
     parser.add_argument("--patience", type=float, default=20.0, help="timeout of a request in seconds")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=ATTACK_CASES, default=list(ATTACK_CASES))
     parser.add_argument("--attack", nargs=3, help="internal, starts the attacking process: case, URL, key")
     options = parser.parse_args()
     if options.attack is not None:
@@ -355,7 +355,7 @@ def main() -> None:
 
 def measure_case(name: str, directory: Path, options: Any) -> dict[str, Any]:
     # 1. start the server, and define the other tenant's requests
-    case = CASES[name]
+    case = ATTACK_CASES[name]
     port = find_free_ports([0])[0]
     keys = directory / "keys.yaml"
     attacker, other = (
@@ -365,7 +365,7 @@ def measure_case(name: str, directory: Path, options: Any) -> dict[str, Any]:
     if case.is_replica:
         student = directory / "student"
         save_model(student)
-        command = ["-m", "swiftkv_platform.cli", "serve", str(student), "--port", str(port), *SERVE]
+        command = ["-m", "swiftkv_platform.cli", "serve", str(student), "--port", str(port), *REPLICA_OPTIONS]
         server = ServerProcess([*command, "--api-keys-file", str(keys)], port)
         body = {"prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True}
         calls = [("GET", "/health", None), ("POST", "/generate", body)]
@@ -379,8 +379,8 @@ def measure_case(name: str, directory: Path, options: Any) -> dict[str, Any]:
             SWIFTKV_API_KEYS_FILE=str(keys),
             SWIFTKV_RAY_DASHBOARD_URL="http://127.0.0.1:1",
         )
-        calls = [("GET", "/healthz", None), ("GET", "/jobs?limit=5", None), ("POST", "/jobs/validate", JOB)]
-        calls.append(("POST", "/jobs", JOB))
+        calls = [("GET", "/healthz", None), ("GET", "/jobs?limit=5", None), ("POST", "/jobs/validate", JOB_SPEC)]
+        calls.append(("POST", "/jobs", JOB_SPEC))
     command = [sys.executable, "-m", "benchmarks.hostile_callers", "--attack", name, server.url, attacker]
     phases: list[tuple[list[float | None], list[float | None]]] = []
     seen: Counter[str] = Counter()

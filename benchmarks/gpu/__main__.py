@@ -72,7 +72,7 @@ class Loads:
     rounds: int
 
 
-FULL = Loads(
+FULL_RUN = Loads(
     max_model_len=40960,
     kv_cache_mib=24 << 10,
     max_num_batched_tokens=8192,
@@ -87,11 +87,11 @@ FULL = Loads(
     rounds=2,
 )
 """For a GPU with 80 GiB and a model of 8 billion parameters."""
-SHORT = replace(
-    FULL, agreement_lengths=(300, 1999), total_tokens=64000, output_tokens=64, rates=(), group_sizes=(1,), rounds=1
+SHORT_RUN = replace(
+    FULL_RUN, agreement_lengths=(300, 1999), total_tokens=64000, output_tokens=64, rates=(), group_sizes=(1,), rounds=1
 )
 """Sizes for the same model in minutes: only figure 3, each point once."""
-TINY = Loads(
+TINY_RUN = Loads(
     max_model_len=512,
     kv_cache_mib=8,
     max_num_batched_tokens=128,
@@ -107,14 +107,14 @@ TINY = Loads(
 )
 """Sizes that run the same code in seconds; the figures are meaningless."""
 NUM_AGREEMENT_TOKENS = 64
-FIGURES = ("total_token_throughput", "median_ttft_ms", "median_tpot_ms")
+ROW_FIGURES = ("total_token_throughput", "median_ttft_ms", "median_tpot_ms")
 ROW_KEYS = {"lengths": ("num_input_tokens", "prompt tokens"), "rates": ("request_rate", "requests/s")}
 """Key and title of each report's first column."""
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
-    loads = TINY if args.tiny else SHORT if args.short else FULL
+    loads = TINY_RUN if args.tiny else SHORT_RUN if args.short else FULL_RUN
     dtype, began = getattr(torch, args.dtype), time.perf_counter()
     with ExitStack() as stack:
         directory = args.models or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu-")))
@@ -221,7 +221,7 @@ class GpuBenchmark:
         }
         for name, report in reports.items():
             write_part(name, report, directory)
-        return "\n\n".join(format_rows(report, *ROW_KEYS[name], FIGURES) for name, report in reports.items())
+        return "\n\n".join(format_rows(report, *ROW_KEYS[name], ROW_FIGURES) for name, report in reports.items())
 
     # Separate methods drop the last references to an engine before the next one allocates device memory.
 

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common import format_markdown_table
-from benchmarks.gpu.models import SMALL, prepare_models, release_memory
+from benchmarks.gpu.models import SMALL_SHAPES, prepare_models, release_memory
 from benchmarks.serving.loads import Request
 from benchmarks.serving.systems import make_random_prompts
 from swiftkv_platform.engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams
@@ -93,20 +93,20 @@ def compare_with_pytorch(
     directory: Path, outputs: Sequence[GreedyOutput], dtype: torch.dtype, device: str
 ) -> dict[str, Any]:
     """Compare outputs that were generated in `dtype` with PyTorch, see `compare_scores`."""
-    exact, own = (score_tokens(directory, outputs, each, device) for each in (torch.float32, dtype))
-    return compare_scores(outputs, exact, own)
+    exact, same_dtype = (score_tokens(directory, outputs, each, device) for each in (torch.float32, dtype))
+    return compare_scores(outputs, exact, same_dtype)
 
 
-def compare_scores(outputs: Sequence[GreedyOutput], exact: TokenScores, own: TokenScores) -> dict[str, Any]:
+def compare_scores(outputs: Sequence[GreedyOutput], exact: TokenScores, same_dtype: TokenScores) -> dict[str, Any]:
     """Return the errors in nats, and whether the engine agrees.
 
     Args:
-        exact: scores in float32.
-        own: PyTorch's scores in the engine's dtype.
+        exact: PyTorch's scores in float32.
+        same_dtype: PyTorch's scores in the engine's dtype.
     """
     served = torch.tensor([logprob for output in outputs for logprob in output.logprobs])
-    error, pytorch_error = _rms(served - exact.chosen), _rms(own.chosen - exact.chosen)
-    gap, pytorch_most = float((exact.best - exact.chosen).max()), float((own.chosen - exact.chosen).abs().max())
+    error, pytorch_error = _rms(served - exact.chosen), _rms(same_dtype.chosen - exact.chosen)
+    gap, pytorch_most = float((exact.best - exact.chosen).max()), float((same_dtype.chosen - exact.chosen).abs().max())
     return {
         "num_tokens": len(served),
         "error": error,
@@ -142,9 +142,10 @@ NUM_TOKENS = 32
 
 
 def check_small_models(directory: Path, dtype: torch.dtype, device: str) -> dict[str, dict[str, Any]]:
-    """Compare each model of `SMALL` and its students with PyTorch; results by name. Models are saved in `directory`."""
+    """Compare each model of `SMALL_SHAPES` and its students with PyTorch; results by name.
+    Models are saved in `directory`."""
     found = {}
-    for shape in SMALL:
+    for shape in SMALL_SHAPES:
         models = prepare_models(shape, directory / shape, dtype=dtype, device=device, group_sizes=[1])
         for name, model in models.items():
             outputs = _generate_outputs(model, dtype, device)

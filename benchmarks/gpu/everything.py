@@ -25,7 +25,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 TESTS = "tests/outside/gpu"
 VLLM_TESTS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / TESTS).glob("test_vllm*.py"))
-_PROBE = """
+_PROBE_SCRIPT = """
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 if find_spec("vllm") is None:
@@ -78,7 +78,7 @@ def list_parts(vllm_python: Path) -> list[Part]:
 def find_missing_vllm_requirement(python: Path) -> str:
     """Return an interpreter's missing requirement for vLLM with the plugin on a GPU; empty if it has all."""
     try:
-        found = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, check=False)
+        found = subprocess.run([python, "-c", _PROBE_SCRIPT], capture_output=True, text=True, check=False)
     except OSError as error:
         return f"{python}: {error.strerror}"
     lines = (found.stdout if found.returncode == 0 else found.stderr).strip().splitlines()

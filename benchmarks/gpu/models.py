@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from swiftkv_platform.model import convert_checkpoint
 
-SHAPES: dict[str, dict[str, Any]] = {
+MODEL_SHAPES: dict[str, dict[str, Any]] = {
     "8b": {
         "vocab_size": 128256,
         "hidden_size": 4096,
@@ -33,7 +33,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """Shapes of random Llamas: Llama 3.1 8B's, and one for tests."""
-_SMALL: dict[str, Any] = {
+_SMALL_SHAPE: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -44,10 +44,10 @@ _SMALL: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "initializer_range": 0.1,
 }
-SMALL: dict[str, dict[str, Any]] = {
-    "multi_head": _SMALL,
-    "grouped": _SMALL | {"num_key_value_heads": 2},
-    "windows": _SMALL | {"num_key_value_heads": 2, "model_type": "mistral", "sliding_window": 300},
+SMALL_SHAPES: dict[str, dict[str, Any]] = {
+    "multi_head": _SMALL_SHAPE,
+    "grouped": _SMALL_SHAPE | {"num_key_value_heads": 2},
+    "windows": _SMALL_SHAPE | {"num_key_value_heads": 2, "model_type": "mistral", "sliding_window": 300},
 }
 """Shapes of random models so small that attention splits keys (`agreement.check_small_models`)."""
 
@@ -60,7 +60,7 @@ def prepare_models(
     The students are converted, not distilled: a step costs the same whatever the weights are.
 
     Args:
-        model: a dense model's directory, or one of `SHAPES` and `SMALL`, which is made with random weights.
+        model: a dense model's directory, or one of `MODEL_SHAPES` and `SMALL_SHAPES`, made with random weights.
         device: device on which random weights are drawn.
 
     Returns:
@@ -71,7 +71,7 @@ def prepare_models(
         ModelError: the model's family is unknown.
     """
     dense = Path(model)
-    shapes = SHAPES | SMALL
+    shapes = MODEL_SHAPES | SMALL_SHAPES
     if isinstance(model, str) and model in shapes:
         dense = directory / "dense"
         _save_random(shapes[model], dense, dtype, device)

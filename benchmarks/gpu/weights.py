@@ -32,7 +32,7 @@ from benchmarks.serving.loads import Figures, Request, make_simultaneous_request
 from benchmarks.serving.systems import make_random_prompts, make_vllm_system, play_round
 from swiftkv_platform.model import export
 
-WEIGHTS = ("bfloat16", "fp8", "int8")
+WEIGHT_FORMATS = ("bfloat16", "fp8", "int8")
 DENSE, OWN = "dense", "swiftkv_g1_own"
 
 
@@ -56,7 +56,7 @@ class Sizes:
     """Loads of a run, and engine limits that fit the largest."""
 
     shape: str
-    """Name in `benchmarks.gpu.models.SHAPES`."""
+    """Name in `benchmarks.gpu.models.MODEL_SHAPES`."""
     loads: Mapping[str, Load]
     kv_cache_mib: int
     max_num_batched_tokens: int
@@ -70,7 +70,7 @@ class Sizes:
         return max(load.num_requests for load in self.loads.values())
 
 
-FULL = Sizes(
+FULL_SIZES = Sizes(
     shape="8b",
     loads={
         "prefill, 2,000 tokens": Load("duration", 16, 2000, 1),
@@ -83,7 +83,7 @@ FULL = Sizes(
     max_num_batched_tokens=8192,
 )
 """Took 98 GiB of an H200 in bfloat16 and FP8."""
-TINY = Sizes(
+TINY_SIZES = Sizes(
     shape="tiny",
     loads={
         "prefill, 128 tokens": Load("duration", 2, 128, 1),
@@ -107,7 +107,7 @@ class ServedModel:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
-    sizes = TINY if args.tiny else FULL
+    sizes = TINY_SIZES if args.tiny else FULL_SIZES
     with ExitStack() as stack:
         directory = args.models or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weights-")))
         served = prepare_weight_variants(directory, sizes.shape, args)
@@ -128,7 +128,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny random model, for a test of the code")
-    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=["bfloat16", "fp8"])
+    parser.add_argument("--weights", nargs="+", choices=WEIGHT_FORMATS, default=["bfloat16", "fp8"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", type=Path, help="empty directory in which to keep the generated models")
     return parser.parse_args(argv)

@@ -20,13 +20,13 @@ import torch
 
 from benchmarks.common import add_shape_arguments, describe_conditions, write_report
 from benchmarks.serving.loads import Figures, Request, compute_medians, make_simultaneous_requests, median_ratio
-from benchmarks.serving.output import PLOTS, TABLES
+from benchmarks.serving.output import PLOTTERS, TABLE_FORMATTERS
 from benchmarks.serving.systems import System, SystemFactory, make_engine_system, play_round
 from swiftkv_platform.engine import LLMEngine
 
 Report = dict[str, Any]
 Part = Callable[[SystemFactory, argparse.Namespace], Iterator[Report]]
-THROUGHPUT = "total_token_throughput"
+THROUGHPUT_FIGURE = "total_token_throughput"
 
 
 def measure_lengths(systems: SystemFactory, args: argparse.Namespace) -> Iterator[Report]:
@@ -116,7 +116,7 @@ def _play_round(
     prompts = systems.make_prompts(requests, seed=number)
     for name, found in play_round(engines, requests, prompts, number).items():
         runs.setdefault(name, []).append(found)
-        shown = (f"{figure} {found[figure]:.4g}" for figure in ("completed", "duration", THROUGHPUT))
+        shown = (f"{figure} {found[figure]:.4g}" for figure in ("completed", "duration", THROUGHPUT_FIGURE))
         print(f"{name:18}", *shown, flush=True)
 
 
@@ -134,7 +134,7 @@ def summarize_runs(runs: dict[str, list[Figures]]) -> Report:
         "against_dense": {
             name: {
                 figure: median_ratio(some, dense[: len(some)], figure)
-                for figure in (THROUGHPUT, "median_ttft_ms", "median_tpot_ms")
+                for figure in (THROUGHPUT_FIGURE, "median_ttft_ms", "median_tpot_ms")
                 # No ratio to 0, the time between tokens that arrive together.
                 if all(figure in one for one in some) and all(one.get(figure) for one in dense)
             }
@@ -144,7 +144,7 @@ def summarize_runs(runs: dict[str, list[Figures]]) -> Report:
     }
 
 
-SHORT: dict[str, Any] = {
+SHORT_DEFAULTS: dict[str, Any] = {
     "rounds": 1,
     "lengths": [512, 2048],
     "length_total_tokens": 2048,
@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
             report: Report = {}
             for report in PARTS[name](systems, args):
                 write_part(name, describe_conditions(args) | report, args.output_dir)
-            print(TABLES[name](report), flush=True)
+            print(TABLE_FORMATTERS[name](report), flush=True)
 
 
 def write_part(name: str, report: Report, directory: Path | None) -> None:
@@ -175,7 +175,7 @@ def write_part(name: str, report: Report, directory: Path | None) -> None:
         return
     directory.mkdir(parents=True, exist_ok=True)
     write_report(report, directory / f"{name}.json")
-    PLOTS[name](report, directory / f"{name}.svg")
+    PLOTTERS[name](report, directory / f"{name}.svg")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -202,7 +202,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     engine.add_argument("--max-num-batched-tokens", type=int, default=1024)
     add_shape_arguments(parser)
     if parser.parse_args(argv).short:
-        parser.set_defaults(**SHORT)
+        parser.set_defaults(**SHORT_DEFAULTS)
     args = parser.parse_args(argv)
     unknown = [part for part in args.parts if part not in PARTS]
     if unknown:

@@ -13,13 +13,13 @@ from benchmarks.common import format_markdown_table
 from benchmarks.serving.loads import Figures
 
 Report = dict[str, Any]
-LABELS = {"dense": "dense", "merge_all_layers": "Merge-all-Layers"}
+SYSTEM_LABELS = {"dense": "dense", "merge_all_layers": "Merge-all-Layers"}
 mpl.rcParams["svg.hashsalt"] = "serving"  # makes the same figure give the same file
 
 
 def format_label(system: str) -> str:
-    if system in LABELS:
-        return LABELS[system]
+    if system in SYSTEM_LABELS:
+        return SYSTEM_LABELS[system]
     group_size, *options = system.removeprefix("swiftkv_g").split("_")
     return ", ".join([f"SwiftKV, g = {group_size}", *({"fp8": "FP8", "own": "own K and V"}[one] for one in options)])
 
@@ -60,7 +60,7 @@ def plot_memory(report: Report, path: Path) -> None:
     _save_figure(figure, path)
 
 
-PLOTS: dict[str, Callable[[Report, Path], None]] = {"lengths": plot_lengths, "rates": plot_rates, "memory": plot_memory}
+PLOTTERS = {"lengths": plot_lengths, "rates": plot_rates, "memory": plot_memory}
 
 
 def _plot_lines(axes: Any, rows: list[dict[str, Any]], x: str, y: str) -> None:
@@ -98,7 +98,7 @@ def format_memory(report: Report) -> str:
     return text + "\n\n" + format_markdown_table(["", "MiB", "KV blocks", "preemptions per round"], caches)
 
 
-TABLES: dict[str, Callable[[Report], str]] = {"lengths": format_lengths, "memory": format_memory}
+TABLE_FORMATTERS: dict[str, Callable[[Report], str]] = {"lengths": format_lengths, "memory": format_memory}
 
 
 def format_rows(report: Report, key: str, title: str, figures: Sequence[str]) -> str:

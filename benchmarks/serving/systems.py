@@ -26,7 +26,7 @@ Prompts = Sequence[list[int]]
 System = Callable[[Sequence[Request], Prompts], list[RequestTimes]]
 """Plays requests in real time; returns the times of each."""
 CONTEXT_LENGTH = 16384
-"""Tokens; longer than any request."""
+"""Max tokens of a sequence; no request is longer."""
 
 
 class SystemFactory:

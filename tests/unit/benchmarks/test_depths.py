@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.depths import POINTS, SPEC, main, make_point_spec, make_result_name, summarize_seeds
+from benchmarks.depths import POINTS, SPEC_FILE, main, make_point_spec, make_result_name, summarize_seeds
 from swiftkv_platform.specs import load_spec
 from tests.support.tiny_models import save_teacher
 
@@ -27,7 +27,7 @@ def arguments(**changed: object) -> argparse.Namespace:
     ],
 )
 def test_a_point_takes_the_place_of_the_specs_own(point: str, expected: tuple[int, int, bool, str, str]) -> None:
-    spec = load_spec(SPEC)
+    spec = load_spec(SPEC_FILE)
     found = make_point_spec(spec, point, arguments(calibration_tokens=2048), seed=3)
     swiftkv = found.swiftkv
     assert expected == (

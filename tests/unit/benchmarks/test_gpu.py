@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from benchmarks.gpu import agreement, everything
-from benchmarks.gpu.__main__ import TINY, main
+from benchmarks.gpu.__main__ import TINY_RUN, main
 from benchmarks.gpu.agreement import GreedyOutput, TokenScores, compare_scores
-from benchmarks.gpu.models import SMALL
+from benchmarks.gpu.models import SMALL_SHAPES
 from swiftkv_platform.engine import memory
 from swiftkv_platform.engine.varlen import VarlenArguments, reference_varlen_attn
 
@@ -54,7 +54,7 @@ STUDENTS = ("swiftkv_g1", "swiftkv_g1_own")
 def test_the_agreement_of_small_and_tiny_models_on_a_cpu(tmp_path: Path) -> None:
     main(["--device", "cpu", "--tiny", "--agreement", "--output-dir", str(tmp_path)])
     rows = json.loads((tmp_path / "agreement.json").read_text())["own"]
-    small = {f"{shape}, {name}" for shape in SMALL for name in ("dense", *STUDENTS)}
+    small = {f"{shape}, {name}" for shape in SMALL_SHAPES for name in ("dense", *STUDENTS)}
     assert {name for name, row in rows.items() if row["agrees"]} == {"dense", "swiftkv_g2", *STUDENTS} | small
 
 
@@ -85,12 +85,12 @@ def upstream_fault() -> Iterator[set[Call]]:
         yield calls
 
 
-@pytest.mark.parametrize("shape", SMALL)
+@pytest.mark.parametrize("shape", SMALL_SHAPES)
 @pytest.mark.soak("six small models")
 def test_the_agreement_sees_runs_that_are_written_over_the_first(shape: str, tmp_path: Path) -> None:
     """With the engine's rule all rows agree and without it none does, in every kind of step that the fault affects."""
     few = patch.object(agreement, "NUM_TOKENS", 12)
-    with few, patch.dict(SMALL, {shape: SMALL[shape]}, clear=True), upstream_fault() as calls:
+    with few, patch.dict(SMALL_SHAPES, {shape: SMALL_SHAPES[shape]}, clear=True), upstream_fault() as calls:
         found = agreement.check_small_models(tmp_path / "ruled", torch.bfloat16, "cpu")
         assert all(row["agrees"] for row in found.values()), found
         heads = shape != "multi_head", shape == "windows"
@@ -111,7 +111,7 @@ def test_the_run_writes_what_it_measured(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "agreement.json").read_text())["own"]
     assert models <= {name for name, row in found.items() if row["agrees"]}
     reports = {name: json.loads((tmp_path / "own" / f"{name}.json").read_text()) for name in ("lengths", "rates")}
-    assert [row["num_input_tokens"] for row in reports["lengths"]["rows"]] == list(TINY.lengths)
+    assert [row["num_input_tokens"] for row in reports["lengths"]["rows"]] == list(TINY_RUN.lengths)
     for name, report in reports.items():
         assert (tmp_path / "own" / f"{name}.svg").stat().st_size > 0
         for row in report["rows"]:

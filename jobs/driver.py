@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -54,11 +54,17 @@ _CAPACITY_CHECKS = 5
 _MAX_GROUP_RESTARTS = 3
 
 
+class TrainedCheckpoint(NamedTuple):
+    key: str
+    """Key of the last checkpoint in the object store."""
+    inputs: ray.ObjectRef
+    """Reference to the attempt's `StoredInputs`."""
+
+
 def train(
     store: ObjectStore, request: AttemptRequest, reporter: Reporter, *, rows_store: ObjectStore | None = None
-) -> tuple[str, ray.ObjectRef]:
-    """Train from the newest checkpoint, if any. Returns the last checkpoint's key and a reference to `StoredInputs`.
-    `rows_store`: store of the prepared rows; None: `store`."""
+) -> TrainedCheckpoint:
+    """Train from the newest checkpoint, if any. `rows_store`: store of the prepared rows; None: `store`."""
     # 1. check the spec and prepare the rows
     rows_uri = (rows_store or store).uri
     report_waiting(reporter, request.spec, "prepare")
@@ -70,7 +76,7 @@ def train(
     for message, is_warning in plan.messages:
         reporter.send_message(message, level="warn" if is_warning else "info")
     optimizer = plan.spec.optimizer
-    searched = " (first rate of the search)" if optimizer.rate_search else ""
+    searched = " (first trial of the learning-rate search)" if optimizer.rate_search else ""
     reporter.send_message(
         f"{plan.total_steps} steps of {plan.spec.training.batch_size} rows of {plan.spec.data.max_length} tokens, "
         f"learning rate {optimizer.learning_rate:g}{searched}, {plan.num_trained_parameters} trained parameters",
@@ -86,7 +92,7 @@ def train(
         settled = request.model_copy(update={"spec": plan.spec})
         report_waiting(reporter, request.spec, "train", num_workers=request.spec.resources.min_workers)
         checkpoint = fit(WorkerConfig(settled, store.uri, plan.total_steps, prepared, plan.flops_per_token))
-    return checkpoint, prepared
+    return TrainedCheckpoint(checkpoint, prepared)
 
 
 def evaluate_on_workers(
@@ -127,7 +133,7 @@ def evaluate_on_workers(
 
 
 def publish_copy(store: ObjectStore, request: AttemptRequest, reporter: Reporter, key: str) -> None:
-    """Copy a model to the target in the spec, if it has one. Idempotent."""
+    """Copy a model to the target in the spec, if the spec has one. Idempotent."""
     target = request.spec.publish.publication
     if target is None:
         return
@@ -336,7 +342,7 @@ def evaluate(
 
 
 def publish(request: AttemptRequest, store_uri: str, key: str) -> str:
-    """Copy the model at `key` to the target in the spec; return its address there."""
+    """Copy the model at `key` to the target in the spec. Returns the address of the copy."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="publish")
     store = open_store(store_uri)
     report_placed(store, request, "publish")

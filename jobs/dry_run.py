@@ -227,11 +227,11 @@ class FakeWeights:
         self._fakes = fakes
 
     def attach(self, _module: nn.Module) -> None:
-        """Do nothing: all weights are alike."""
+        """Do nothing: fake weights do not differ by model."""
 
-    def fill(self, module: nn.Module, *, own: bool = True, read: bool = True) -> None:
+    def fill(self, module: nn.Module, *, with_added: bool = True, read: bool = True) -> None:
         """Give storage to the parameters of `module` that are on the meta device."""
-        del own, read
+        del with_added, read
         self._fakes.fill(module)
 
     def fill_shards(self, _root: nn.Module) -> None:
@@ -271,9 +271,9 @@ class Memory(FrozenModel):
     optimizer: int = 0
     """Optimizer state."""
     remembered: int = 0
-    """Copy of the untrained weights while a worker without a GPU tries learning rates."""
+    """Copy of the initial weights during the learning-rate search of a worker without a GPU."""
     passing: int
-    """The rest of the peak: activations, gathered weights, buffers, gradients on their way."""
+    """Remainder of the peak: activations, weights gathered from shards, buffers, gradients in transit."""
 
 
 class Collective(FrozenModel):
@@ -297,9 +297,10 @@ class DryRun(FrozenModel):
     """Memory of a step, with the optimizer's state in place."""
     collectives: tuple[Collective, ...]
     calibrate: Memory | None
-    """One row through the teacher layer by layer, and the sums of it; None for a copied start."""
+    """Memory of calibration: one row runs through the teacher layer by layer, and sums over it are collected; None for
+    a copied start."""
     evaluate: Memory
-    """Rows through teacher and student, sharded over the workers."""
+    """Memory of evaluation: rows run through teacher and student, which are sharded over the workers."""
 
 
 def dry_run(spec: JobSpec, config: Mapping[str, Any]) -> DryRun:

@@ -29,7 +29,7 @@ class RunPlan:
     flops_per_token: float | None = None
     """FLOPs of training per counted position, see `compute_flops_per_token`."""
     messages: tuple[tuple[str, bool], ...] = ()
-    """Statistics as (sentence, is_warning)."""
+    """Messages about data and spec as (message, is_warning)."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class TrainingResult:
     error: TrainingError | None = None
     """Error that a restart would repeat. It is returned, because Ray Train restarts workers that raise."""
     stopped: StopReason | None = None
-    """Reason why the run ended before its last step; a checkpoint has its progress."""
+    """Reason why the run ended before its last step. The newest checkpoint has the run's progress."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ STOP_REASONS: dict[StopRequest, StopReason] = {
 
 
 class StoppedError(Exception):
-    """The attempt ended early on request; a checkpoint has its progress."""
+    """The attempt ended early on request. The newest checkpoint has the progress."""
 
     def __init__(self, reason: StopReason) -> None:
         super().__init__(reason)

@@ -19,7 +19,7 @@ STUDENT_SUFFIX = "_swiftkv"
 
 @dataclass(frozen=True)
 class ConfigFlag:
-    """A boolean key of `config.json`."""
+    """A boolean key of a teacher's `config.json`, and the value if the key is missing."""
 
     key: str
     default: bool = False
@@ -31,7 +31,7 @@ class ConfigFlag:
 
 @dataclass(frozen=True)
 class FixedFlag:
-    """A constant in place of a `ConfigFlag`."""
+    """A constant instead of a `ConfigFlag`, for families without the key."""
 
     value: bool
 
@@ -64,12 +64,12 @@ class Family:
 
     model_type: str
     """Teacher's `model_type`; the student's is `{model_type}_swiftkv`."""
-    prefix: str
-    """Prefix of transformers' class names."""
+    class_prefix: str
+    """Prefix of transformers' class names, e.g. `Llama` for `LlamaForCausalLM`."""
     module: str = ""
     """Name of the module in transformers, if it is not `model_type`."""
-    decoder_prefix: str = ""
-    """Prefix of the decoder's and the configuration's class names, if it is not `prefix`."""
+    decoder_class_prefix: str = ""
+    """Prefix of the decoder's and the configuration's class names, if it is not `class_prefix`."""
     attention: Literal["head", "latent"] = "head"
     """Kind of attention: keys and values by head with `q_proj`, `k_proj`, `v_proj`, `o_proj` and Llama's RoPE (rotated
     halves), or DeepSeek-V2's latents."""
@@ -146,8 +146,8 @@ class Family:
 
     def get_teacher_class_name(self, kind: str) -> str:
         """Return the name of transformers' class of a kind, such as `DecoderLayer`."""
-        of_decoder = kind in ("Model", "Config") and self.decoder_prefix
-        return f"{self.decoder_prefix if of_decoder else self.prefix}{kind}"
+        of_decoder = kind in ("Model", "Config") and self.decoder_class_prefix
+        return f"{self.decoder_class_prefix if of_decoder else self.class_prefix}{kind}"
 
     def get_teacher_module_path(self, kind: Literal["modeling", "configuration"]) -> str:
         """Return the import path of transformers' module of a kind."""
@@ -157,10 +157,10 @@ class Family:
     @property
     def student_class_name(self) -> str:
         """Name in a student's `architectures`."""
-        return f"{self.prefix}SwiftKVForCausalLM"
+        return f"{self.class_prefix}SwiftKVForCausalLM"
 
 
-_BIASED: dict[str, Any] = {"input_bias": ATTENTION_BIAS, "output_bias": ATTENTION_BIAS}
+_BIASES: dict[str, Any] = {"input_bias": ATTENTION_BIAS, "output_bias": ATTENTION_BIAS}
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -168,7 +168,7 @@ FAMILIES: Mapping[str, Family] = {
         Family(
             "llama",
             "Llama",
-            **_BIASED,
+            **_BIASES,
             mlp_bias=MLP_BIAS,
             max_position_embeddings=2048,
             gguf_architecture="llama",  # Mistral's models too
@@ -187,13 +187,13 @@ FAMILIES: Mapping[str, Family] = {
         Family(
             "qwen3",
             "Qwen3",
-            **_BIASED,
+            **_BIASES,
             query_key_norms="head",
             head_dim=128,
             windows=SlidingWindows(4096, is_switchable=True, has_layer_types=True),
             gguf_architecture="qwen3",
         ),
-        Family("granite", "Granite", **_BIASED, mlp_bias=MLP_BIAS, multipliers="keys", max_position_embeddings=2048),
+        Family("granite", "Granite", **_BIASES, mlp_bias=MLP_BIAS, multipliers="keys", max_position_embeddings=2048),
         Family(
             "seed_oss",
             "SeedOss",
@@ -206,18 +206,18 @@ FAMILIES: Mapping[str, Family] = {
         Family(
             "smollm3",
             "SmolLM3",
-            **_BIASED,
+            **_BIASES,
             has_layers_without_rope=True,
             mlp_bias=MLP_BIAS,
             windows=SlidingWindows(None, is_switchable=True, has_layer_types=True),
             tie_word_embeddings=True,
             vllm_obstacle="the plugin rotates every group's keys; this project's own engine serves SmolLM3 students",
         ),
-        Family("olmo2", "Olmo2", **_BIASED, norms="behind", query_key_norms="all heads", max_position_embeddings=2048),
+        Family("olmo2", "Olmo2", **_BIASES, norms="behind", query_key_norms="all heads", max_position_embeddings=2048),
         Family(
             "olmo3",
             "Olmo3",
-            **_BIASED,
+            **_BIASES,
             norms="behind",
             query_key_norms="all heads",
             has_rope_per_layer_type=True,
@@ -229,8 +229,8 @@ FAMILIES: Mapping[str, Family] = {
             "gemma3_text",
             "Gemma3",
             module="gemma3",
-            decoder_prefix="Gemma3Text",
-            **_BIASED,
+            decoder_class_prefix="Gemma3Text",
+            **_BIASES,
             norms="both",
             norm_offset=1,
             query_key_norms="head",
@@ -249,7 +249,7 @@ FAMILIES: Mapping[str, Family] = {
         Family(
             "qwen3_moe",
             "Qwen3Moe",
-            **_BIASED,
+            **_BIASES,
             query_key_norms="head",
             feed_forward="qwen3_moe",
             windows=SlidingWindows(4096, is_switchable=True),
@@ -258,7 +258,7 @@ FAMILIES: Mapping[str, Family] = {
             "deepseek_v2",
             "DeepseekV2",
             attention="latent",
-            **_BIASED,
+            **_BIASES,
             feed_forward="deepseek_v2",
             mlp_bias=MLP_BIAS,
             max_position_embeddings=2048,
@@ -267,14 +267,14 @@ FAMILIES: Mapping[str, Family] = {
         ),
     )
 }
-"""Rows by the teacher's `model_type`."""
-FLAGS = frozenset(
+"""Supported families by the teacher's `model_type`."""
+FLAG_KEYS = frozenset(
     flag.key
     for family in FAMILIES.values()
     for flag in (family.input_bias, family.output_bias, family.mlp_bias)
     if isinstance(flag, ConfigFlag)
 )
-"""Keys of `config.json` that the rows read as flags."""
+"""Keys of `config.json` that `FAMILIES` reads as flags."""
 
 
 def get_teacher_type(model_type: object) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 DISTRIBUTION = "swiftkv-platform"
 PLACEHOLDER_SOURCE = "git+URL_OF_ITS_REPOSITORY"
 """Placeholder for the repository's URL; pip refuses it until the reader fills in the URL."""
-_CHECKOUT = Path(__file__).parents[1]
+_REPOSITORY_ROOT = Path(__file__).parents[1]
 
 
 def make_install_command(*extras: str) -> str:
@@ -17,8 +17,8 @@ def make_install_command(*extras: str) -> str:
 
     `make_install_command("train", "serve")` -> `pip install -e '/src/swiftkv_platform[train,serve]'`
     """
-    if (_CHECKOUT / "pyproject.toml").is_file():
-        return f"pip install -e {shlex.quote(f'{_CHECKOUT}[' + ','.join(extras) + ']')}"
+    if (_REPOSITORY_ROOT / "pyproject.toml").is_file():
+        return f"pip install -e {shlex.quote(f'{_REPOSITORY_ROOT}[' + ','.join(extras) + ']')}"
     return make_source_install_command(*extras)
 
 

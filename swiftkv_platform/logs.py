@@ -11,7 +11,7 @@ import structlog
 
 from swiftkv_platform.redaction import redact
 
-_JSON = structlog.processors.JSONRenderer()
+_JSON_RENDERER = structlog.processors.JSONRenderer()
 
 
 def configure_logging(*, level: int = logging.INFO, **bound: Any) -> None:
@@ -33,7 +33,7 @@ def configure_logging(*, level: int = logging.INFO, **bound: Any) -> None:
 
 def _render_without_credentials(logger: Any, method: str, event: MutableMapping[str, Any]) -> str:
     """Render an event as a JSON line, with this process's credentials redacted."""
-    line = _JSON(logger, method, event)
+    line = _JSON_RENDERER(logger, method, event)
     return redact(line if isinstance(line, str) else line.decode())
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_OTHERS_WRITE = 0o022
+_WRITABLE_BY_OTHERS = 0o022
 
 
 def ensure_private_directory(path: Path) -> Path:
@@ -51,7 +51,7 @@ def is_private(path: Path) -> bool:
 
 
 def _is_trusted(status: os.stat_result) -> bool:
-    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & _OTHERS_WRITE
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & _WRITABLE_BY_OTHERS
 
 
 def _make_ownership_error(path: Path, owner: int) -> PermissionError:
@@ -60,13 +60,13 @@ def _make_ownership_error(path: Path, owner: int) -> PermissionError:
     )
 
 
-_PREFIX = "swiftkv-work-"
+_DIRECTORY_PREFIX = "swiftkv-work-"
 
 
 @contextmanager
 def open_workspace() -> Iterator[Path]:
     """Yield a new temporary directory, and remove it at the end."""
-    new = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))
+    new = Path(tempfile.mkdtemp(prefix=f".{_DIRECTORY_PREFIX}"))
     directory = new.with_name(new.name.removeprefix("."))
     descriptor = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -81,7 +81,7 @@ def open_workspace() -> Iterator[Path]:
 
 def remove_abandoned_workspaces() -> None:
     """Remove this user's workspaces of processes that have died."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for path in Path(tempfile.gettempdir()).glob(f"{_DIRECTORY_PREFIX}*"):
         with suppress(OSError):  # of another user, locked by a live process, or removed meanwhile
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

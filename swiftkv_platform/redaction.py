@@ -13,19 +13,19 @@ from typing import Any
 from urllib.parse import unquote
 
 REDACTED = "[redacted]"
-_CREDENTIAL_NAME = re.compile(
+_CREDENTIAL_NAME_PATTERN = re.compile(
     r"KEY|SECRET|TOKEN|PASSWORD|PASSPHRASE|CREDENTIAL|CONN(?:ECTION)?_?STR|COOKIE|PRIVATE"
     r"|(?:^|_)(?:SAS|SIG|SIGNATURE|DSN|PASS|PASSWD|PWD|PAT|JWT|BEARER|AUTH|AUTHORIZATION|AUTH_CONFIG)$"
     r"|(?:^|_)(?:SAS|DSN)_",
     re.IGNORECASE,
 )
 """Matches names of variables, URL parameters and JSON members whose values are credentials."""
-_NOT_CREDENTIAL_NAME = re.compile(r"(?:_FILE|_PATH|_DIR|_URI|_URL|_SOCK)$|^(?-i:(?:OLD)?PWD)$", re.IGNORECASE)
-_USER_AND_PASSWORD = re.compile(r"(\w+)://([^\s/?#@:]*)(?::([^\s@]*))?@")
-_PARAMETER = re.compile(r"(?<![\w-])([\w-]+)=([^;&\s\"']+)")
+_NOT_CREDENTIAL_NAME_PATTERN = re.compile(r"(?:_FILE|_PATH|_DIR|_URI|_URL|_SOCK)$|^(?-i:(?:OLD)?PWD)$", re.IGNORECASE)
+_USER_AND_PASSWORD_PATTERN = re.compile(r"(\w+)://([^\s/?#@:]*)(?::([^\s@]*))?@")
+_PARAMETER_PATTERN = re.compile(r"(?<![\w-])([\w-]+)=([^;&\s\"']+)")
 """Matches `name=value` in URLs and connection strings."""
-_PRIVATE_KEY = "PRIVATE KEY-----"
-_MIN_LENGTH = 8
+_PRIVATE_KEY_MARKER = "PRIVATE KEY-----"
+_MIN_CREDENTIAL_LENGTH = 8
 """Min characters of a credential; shorter values would match ordinary words."""
 
 
@@ -37,19 +37,19 @@ def find_secrets(environment: Mapping[str, str]) -> set[str]:
     """
     found = set()
     for name, value in environment.items():
-        if _names_credential(name) or _PRIVATE_KEY in value:
+        if _names_credential(name) or _PRIVATE_KEY_MARKER in value:
             found.update([value, *value.splitlines()])
-        for scheme, user, password in _USER_AND_PASSWORD.findall(value):
+        for scheme, user, password in _USER_AND_PASSWORD_PATTERN.findall(value):
             # in `https://TOKEN@host`, the user is a token
             found.add(password or (user if scheme.lower() in ("http", "https") else ""))
-        found.update(part for member, part in _PARAMETER.findall(value) if _names_credential(member))
+        found.update(part for member, part in _PARAMETER_PATTERN.findall(value) if _names_credential(member))
         found.update(_find_json_secrets(value))
     found |= {unquote(value) for value in found}
-    return {value for value in found if len(value) >= _MIN_LENGTH}
+    return {value for value in found if len(value) >= _MIN_CREDENTIAL_LENGTH}
 
 
 def _names_credential(name: str) -> bool:
-    return _CREDENTIAL_NAME.search(name) is not None and _NOT_CREDENTIAL_NAME.search(name) is None
+    return _CREDENTIAL_NAME_PATTERN.search(name) is not None and _NOT_CREDENTIAL_NAME_PATTERN.search(name) is None
 
 
 def _find_json_secrets(value: str) -> set[str]:
@@ -60,7 +60,7 @@ def _find_json_secrets(value: str) -> set[str]:
 
     def read(pairs: list[tuple[str, Any]]) -> None:
         for name, member in pairs:
-            if isinstance(member, str) and (_names_credential(name) or _PRIVATE_KEY in member):
+            if isinstance(member, str) and (_names_credential(name) or _PRIVATE_KEY_MARKER in member):
                 found.update([member, *member.splitlines()])
 
     try:

@@ -28,9 +28,9 @@ paper's form), `own` from the token's hidden state in the first layer of each gr
 
 MAX_LIST_LENGTH = 2000
 """Max characters of a list of layers such as `0-2,4,6-16`."""
-_RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
-_MAX_DIGITS = 5
-_IN_GROUP = re.compile(r"self_attn\.([kv]_proj_swiftkv|k_norm)\.")
+_RANGES_PATTERN = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+_MAX_INDEX_DIGITS = 5
+_GROUP_TENSOR_PATTERN = re.compile(r"self_attn\.([kv]_proj_swiftkv|k_norm)\.")
 
 
 class StudentShape(FrozenModel):
@@ -217,7 +217,7 @@ class LayerMap:
         if found is None:
             return name.startswith(("model.embed_tokens.", "model.norm_swiftkv."))
         layer = int(found[1])
-        in_group = layer in self.leaders and _IN_GROUP.match(found[2]) is not None
+        in_group = layer in self.leaders and _GROUP_TENSOR_PATTERN.match(found[2]) is not None
         return layer < self.num_key_value_layers or in_group
 
     def get_group(self, leader: int) -> range:
@@ -336,8 +336,8 @@ def parse_layers(text: str) -> list[int]:
     """Parse ascending layers, e.g. "0-2,4" -> [0, 1, 2, 4]. Raises `InvalidInputError` for another form."""
     written = text.replace(" ", "")
     layers: list[int] = []
-    readable = len(text) <= MAX_LIST_LENGTH and _RANGES.fullmatch(written) is not None
-    readable = readable and all(len(number) <= _MAX_DIGITS for number in re.findall(r"\d+", written))
+    readable = len(text) <= MAX_LIST_LENGTH and _RANGES_PATTERN.fullmatch(written) is not None
+    readable = readable and all(len(number) <= _MAX_INDEX_DIGITS for number in re.findall(r"\d+", written))
     for first, _, last in (part.partition("-") for part in (written.split(",") if readable else ())):
         more = range(int(first), int(last or first) + 1)
         if not more or (layers and more[0] <= layers[-1]):  # not ascending; unchecked repeats could grow without bound

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-_TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_TRACEPARENT_PATTERN = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _FLUSH_MS = 5000
 
 
 def open_provider(service: str) -> TracerProvider | None:
     """Return a provider that sends spans in the background; None if no endpoint is set. `OTEL_SERVICE_NAME` overrides
     `service`."""
-    if not any(os.environ.get(name) for name in _ENDPOINTS):
+    if not any(os.environ.get(name) for name in _ENDPOINT_VARIABLES):
         return None
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -37,7 +37,7 @@ def open_provider(service: str) -> TracerProvider | None:
 
 def parse_traceparent(header: str | None) -> str | None:
     """Return the header if it is a W3C `traceparent` of version 00, else None."""
-    return header if header is not None and _TRACEPARENT.fullmatch(header) else None
+    return header if header is not None and _TRACEPARENT_PATTERN.fullmatch(header) else None
 
 
 class Spans:

@@ -50,7 +50,7 @@ PROGRESS_INTERVAL_S = 30.0
 STOP_POLL_INTERVAL_S = 1.0
 _EVENT_POLL_INTERVAL_S = 0.5
 _FINAL_READ_ATTEMPTS = 3
-_MAX_FAULT_LENGTH = 500
+_MAX_TRACKING_FAULT_LENGTH = 500
 sigterm_received = threading.Event()
 """Set when this worker process receives SIGTERM."""
 
@@ -87,7 +87,7 @@ class Reporter:
     def send_tracking(self, info: TrackingInfo) -> None:
         message = f"tracking with {info.provider}, {info.mode}"
         if info.fault is not None:
-            message = f"{message}; data waits for a later upload: {info.fault[:_MAX_FAULT_LENGTH]}"
+            message = f"{message}; data waits for a later upload: {info.fault[:_MAX_TRACKING_FAULT_LENGTH]}"
         data = {"provider": info.provider, "run_id": info.run_id, "mode": info.mode, "url": info.url}
         self._write(TrackingEvent, message, data, "info" if info.fault is None else "warn")
 

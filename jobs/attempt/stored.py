@@ -41,9 +41,9 @@ OnCommit = Callable[[str, Manifest, Progress], None]
 """Callback for a complete checkpoint: (key, manifest, progress)."""
 OnFailure = Callable[[str, Progress, StorageError], None]
 """Callback for a checkpoint that could not be stored: (key, progress, error)."""
-CHOSEN_STEP = "chosen_step"
+CHOSEN_STEP_KEY = "chosen_step"
 """Lineage key of a checkpoint: step whose state becomes the model if training ends here; null: the checkpoint's own."""
-ENDED = "ended"
+ENDED_KEY = "ended"
 """Lineage key of a checkpoint: whether training has ended, maybe before the last step."""
 
 
@@ -164,7 +164,7 @@ class AttemptCheckpoints:
         if progress.held_out_kl is not None and math.isfinite(progress.held_out_kl):
             lineage[HELD_OUT_KL] = progress.held_out_kl
         if steering.is_measured:
-            lineage |= {CHOSEN_STEP: choose_model_step(steering, self._training), ENDED: bool(steering.ended)}
+            lineage |= {CHOSEN_STEP_KEY: choose_model_step(steering, self._training), ENDED_KEY: bool(steering.ended)}
             lineage |= {"best_step": steering.best_step, "best_kl": steering.best_kl, "start_kl": steering.start_kl}
         manifest = write_manifest(self._store, key, files, kind="checkpoint", lineage=lineage, metrics={})
         self._on_commit(key, manifest, progress)
@@ -227,7 +227,7 @@ def find_model_checkpoint(store: ObjectStore, attempt: AttemptId, last: str) -> 
     """Return the key of the checkpoint that becomes the model: that of the step named in the manifest of `last`, or
     `last` itself if the former could not be stored."""
     lineage = read_manifest(store, last).lineage
-    chosen = lineage.get(CHOSEN_STEP)
+    chosen = lineage.get(CHOSEN_STEP_KEY)
     if chosen is None or chosen == lineage["step"]:
         return last
     key = next(iter_checkpoints_of_step(store, attempt, chosen), None)
@@ -245,7 +245,7 @@ def find_finished_checkpoint(store: ObjectStore, request: AttemptRequest, total_
     if request.resume_from is None:
         return None
     lineage = read_manifest(store, request.resume_from).lineage
-    if int(lineage["step"]) < total_steps and not lineage.get(ENDED):
+    if int(lineage["step"]) < total_steps and not lineage.get(ENDED_KEY):
         return None
     return find_model_checkpoint(store, request.attempt_id, request.resume_from)
 

@@ -23,7 +23,7 @@ from swiftkv_platform.storage.object_store import ObjectStore, join_key
 from swiftkv_platform.tracking.tracker import BackgroundTracker, Table, TrackingInfo, WandbTracker
 
 Point = Mapping[str, float]
-_MAX_POINTS = 2048
+_MAX_LOSS_CURVE_POINTS = 2048
 
 
 class TrackedRun:
@@ -68,7 +68,8 @@ class TrackedRun:
         try:
             for path in sorted(files.rglob("*")):
                 if path.is_file():
-                    self._store.upload_file(path, join_key(self._get_prefix(files), path.relative_to(files).as_posix()))
+                    name = path.relative_to(files).as_posix()
+                    self._store.upload_file(path, join_key(self._make_upload_prefix(files), name))
         except (StorageError, OSError) as error:
             get_logger().warning("tracking_files_delayed", error=str(error))
 
@@ -82,12 +83,12 @@ class TrackedRun:
             self.save()
             return
         try:
-            self._store.delete_prefix(self._get_prefix(files))
+            self._store.delete_prefix(self._make_upload_prefix(files))
         except StorageError as error:  # they are deleted with the job's other tracking files
             get_logger().warning("tracking_files_left", error=str(error))
 
-    def _get_prefix(self, files: Path) -> str:
-        return join_key(self._request.attempt_id.tracking_prefix, files.name)
+    def _make_upload_prefix(self, directory: Path) -> str:
+        return join_key(self._request.attempt_id.tracking_prefix, directory.name)
 
 
 def _try_on_info(on_info: Callable[[TrackingInfo], None], info: TrackingInfo) -> bool:
@@ -157,7 +158,7 @@ class LossCurve:
             get_logger().warning("curve_delayed", num_points=len(points), error=error.message)
 
     def _thin(self) -> None:
-        while len(self._points) > _MAX_POINTS:
+        while len(self._points) > _MAX_LOSS_CURVE_POINTS:
             self._every *= 2
             self._points = [point for point in self._points if point["step"] % self._every == 0]
 

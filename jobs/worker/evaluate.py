@@ -21,7 +21,7 @@ from swiftkv_platform.evaluation.parts import ResultStore
 from swiftkv_platform.evaluation.quality import HeldOutTotals
 from swiftkv_platform.evaluation.report import Report, TrainingOutcome
 from swiftkv_platform.jobs.attempt.events import make_progress_callback
-from swiftkv_platform.jobs.attempt.stored import CHOSEN_STEP, PreparedInputs, StoredResults
+from swiftkv_platform.jobs.attempt.stored import CHOSEN_STEP_KEY, PreparedInputs, StoredResults
 from swiftkv_platform.jobs.attempt.tracking import TrackedRun, read_loss_curve
 from swiftkv_platform.jobs.worker.measure import Evaluation
 from swiftkv_platform.jobs.worker.setup import (
@@ -237,7 +237,7 @@ class _TrainedStudent:
         return report
 
     def _is_sharded(self) -> bool:
-        """Whether some worker lacks the memory for the whole model. Collective."""
+        """Whether any worker lacks the memory for the whole model. Collective."""
         if self.workers.size == 1 or not self.spec.sharding.shards_parameters:
             return False
         needed = count_parameter_bytes(self.lazy.model)
@@ -285,7 +285,7 @@ def _read_training_outcome(lineage: Mapping[str, Any]) -> TrainingOutcome:
     is_best = lineage.get("best_step") == step
     return TrainingOutcome(
         step=step,
-        reason="lowest_held_out_kl" if lineage.get(CHOSEN_STEP) == step else "last_step",
+        reason="lowest_held_out_kl" if lineage.get(CHOSEN_STEP_KEY) == step else "last_step",
         held_out_kl=lineage["best_kl"] if is_best else None,
         start_kl=lineage.get("start_kl"),
     )

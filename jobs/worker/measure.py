@@ -46,7 +46,7 @@ _PROMPT_LENGTH = 2048
 """Tokens of the prompt for timing prefill, if the context allows."""
 _PREFILL_ROUNDS = 5
 _MAX_ROW_LENGTH = 2048
-"""Tokens of a row of text other than the job's, if the context allows."""
+"""Max tokens of a row of text named by `--data`; fewer if the context is shorter."""
 
 
 class Evaluation:
@@ -156,9 +156,9 @@ def evaluate_directory(
     """Measure the student in `path` against its teacher.
 
     Args:
-        data: text to measure on, all of it, as in `data.sources`; empty: the job's held-out text.
-        teacher: the model that it was made of, as in `model.name_or_path`; None: its own teacher mode or, for an
-            artifact without one, the job's teacher.
+        data: text to measure on, used completely, as in `data.sources`; empty: the job's held-out text.
+        teacher: the model that the student was made of, as in `model.name_or_path`; None: the student's teacher mode
+            or, for a student without its teacher's projections, the teacher named by the job.
         evaluation: fields of `EvaluationSpec` that override the job's or the defaults.
 
     Returns:
@@ -196,6 +196,7 @@ def _read_lineage(path: Path) -> dict[str, Any]:
 
 
 def _load_student(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Load a student and its tokenizer. Raises `ModelError`."""
     config: Any = read_config(path, field="path")
     vocab_size = config.vocab_size
     if not isinstance(config, SwiftKVConfigMixin):

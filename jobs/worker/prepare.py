@@ -161,7 +161,7 @@ def compute_flops_per_token(spec: JobSpec, config: Any, rows: PackedRows) -> flo
 
 
 def _warn_slow_bfloat16(spec: JobSpec) -> Iterator[tuple[str, bool]]:
-    """Warn about bfloat16 if this machine's CPU has no fast bfloat16 products."""
+    """Yield a (message, is_warning) if the spec trains in bfloat16 on a CPU without fast bfloat16 products."""
     if spec.model.dtype == "bfloat16" and not spec.resources.gpus_per_worker and not has_fast_bfloat16():
         yield (
             "model.dtype bfloat16 is many times slower than float32 on this CPU, which lacks AVX-512; use float32",

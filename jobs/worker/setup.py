@@ -44,6 +44,7 @@ from swiftkv_platform.model.weights.bases import resolve_model_directory
 from swiftkv_platform.model.weights.lazy_student import LazyStudent
 from swiftkv_platform.model.weights.writing import ShardWriter
 from swiftkv_platform.model.workers import Workers
+from swiftkv_platform.planning.config import MODEL_FIELD
 from swiftkv_platform.sources import UNRESTRICTED, Access, S3Source
 from swiftkv_platform.specs import JobSpec, ModelSpec, ResourcesSpec
 from swiftkv_platform.storage.addresses import open_store
@@ -55,8 +56,7 @@ _MIN_MAPPED_BYTES = 8 << 20
 of that size is freed; gathered layers then stay in its heap, and a worker holds twice the memory it uses."""
 _GROUP_TIMEOUT = timedelta(hours=24)
 """Maximum time that a worker waits for another one, e.g. for a download. A lost worker is detected at once."""
-_MODEL = "model.name_or_path"
-_DATA = "data.sources"
+_DATA_FIELD = "data.sources"
 
 
 def set_up_process(spec: JobSpec) -> None:
@@ -161,9 +161,11 @@ def resolve_teacher(model: ModelSpec, workspace: Path, *, access: Access = UNRES
 
     def download(uri: str) -> Path:
         target = workspace / "teacher"
-        return download_model(uri, target, access=access, field=_MODEL) if fetch else target
+        return download_model(uri, target, access=access, field=MODEL_FIELD) if fetch else target
 
-    return resolve_model_directory(model.name_or_path, model.revision, access=access, download=download, field=_MODEL)
+    return resolve_model_directory(
+        model.name_or_path, model.revision, access=access, download=download, field=MODEL_FIELD
+    )
 
 
 class StoreFiles:
@@ -174,10 +176,11 @@ class StoreFiles:
 
     def list(self, source: S3Source) -> builtins.list[RemoteFile]:
         """List the objects at or below `source`. Raises `DataError` if there are none."""
-        with open_source_bucket(source, DataError, field=_DATA) as store:
+        with open_source_bucket(source, DataError, field=_DATA_FIELD) as store:
             if source.key and store.head(source.key) is not None:
                 return [RemoteFile(source.store, source.key)]
-            return [RemoteFile(source.store, each.key) for each in list_prefix(store, source, DataError, field=_DATA)]
+            objects = list_prefix(store, source, DataError, field=_DATA_FIELD)
+            return [RemoteFile(source.store, each.key) for each in objects]
 
     def fetch(self, file: RemoteFile) -> Path:
         """Download an object, unless it exists already."""

@@ -111,7 +111,7 @@ def _define_config_class(family: Family) -> type[Any]:
     """Define `{prefix}SwiftKVConfig`, importable from this module."""
     module = importlib.import_module(family.get_teacher_module_path("configuration"))
     teacher: type[Any] = getattr(module, family.get_teacher_class_name("Config"))
-    name = f"{family.prefix}SwiftKVConfig"
+    name = f"{family.class_prefix}SwiftKVConfig"
     fields = StudentShape.get_config_fields()
     body = {
         "__module__": __name__,

@@ -33,7 +33,7 @@ class BaseTensor(FrozenModel):
     """PyTorch's name, such as `bfloat16`."""
     shape: tuple[int, ...]
     sha256: str
-    """Hex digest of its bytes, row by row, little-endian."""
+    """Hex digest of the tensor's bytes, row by row, little-endian."""
 
     @classmethod
     def describe(cls, tensor: torch.Tensor) -> BaseTensor:
@@ -50,7 +50,7 @@ class BaseModelReference(FrozenModel):
     digest: str
     """SHA-256 of one line `name dtype [2, 3] sha256` for each tensor, sorted by name, each ended by a newline."""
     tensors: dict[str, BaseTensor]
-    """Every tensor of its weight files, by name."""
+    """Tensors in the base model's weight files, by name."""
 
 
 class AdapterConfig(FrozenModel):

@@ -16,7 +16,7 @@ from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.model.tokenizers import load_tokenizer
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
 
-_MAX_LENGTH = 1024
+_MAX_ROW_LENGTH = 1024
 """Tokens of a row, or the model's context length if that is shorter."""
 
 
@@ -32,7 +32,7 @@ def read_calibration_text(
     config = read_config(model, field="model")
     tokenizer = load_tokenizer(model, config.vocab_size, field="model")
     sources = tuple(DataSourceSpec(name_or_path=each) for each in text)
-    max_length = min(_MAX_LENGTH, getattr(config, "max_position_embeddings", _MAX_LENGTH))
+    max_length = min(_MAX_ROW_LENGTH, getattr(config, "max_position_embeddings", _MAX_ROW_LENGTH))
     spec = DataSpec(sources=sources, max_length=max_length, validation_fraction=0.0, train_on=train_on)
     with tempfile.TemporaryDirectory(prefix="rows-") as directory:
         rows = prepare_data(spec, tokenizer, Path(directory), seed=0).train
@@ -49,7 +49,7 @@ def iter_calibration_batches(
 
 
 def _select_rows(rows: PackedRows, num_tokens: int, seed: int) -> list[tuple[int, int]]:
-    """Return index and number of tokens of each row."""
+    """Return (index, number of tokens) of the first rows of an epoch that together have `num_tokens` tokens."""
     lengths, selected = rows.samples.lengths, []
     for index in select_batch_rows(len(rows), batch_size=len(rows), seed=seed, step=0):
         length = int(lengths[rows.members[rows.row_starts[index] : rows.row_starts[index + 1]]].sum())

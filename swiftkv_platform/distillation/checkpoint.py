@@ -46,7 +46,7 @@ class CheckpointFiles(Protocol):
         """Download file `name` into the directory `destination`."""
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Return the bytes `start` to `stop` of the file `name`, never fewer."""
+        """Return all bytes of the file `name` from `start` to `stop` (exclusive), never only a part of them."""
 
 
 class CheckpointStore(Protocol):
@@ -54,7 +54,7 @@ class CheckpointStore(Protocol):
     thread."""
 
     def upload(self, directory: Path, name: str) -> dict[str, ManifestFile]:
-        """Add one worker's files to checkpoint `name`. After a failure, another call uploads the rest."""
+        """Add one worker's files to checkpoint `name`. After a failure, another call uploads the remaining files."""
 
     def commit(self, name: str, files: Mapping[str, ManifestFile], progress: Progress, world_size: int) -> None:
         """Mark checkpoint `name` as complete; all `files` are stored. Delete older checkpoints except the newest few

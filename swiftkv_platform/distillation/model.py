@@ -32,9 +32,9 @@ from torch.autograd.function import once_differentiable
 
 from swiftkv_platform.distillation.sequence_parallel import ATTENTION_IMPLEMENTATION, SequenceGroup
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.model.context import PACKED, DecoderContext, TokenSelection
+from swiftkv_platform.model.context import PACKED_ATTENTION, DecoderContext, TokenSelection
 from swiftkv_platform.model.packed_attention import (
-    SAMPLES,
+    SAMPLES_KEY,
     TOKENS_MULTIPLE,
     AttentionImplementation,
     DeepSpanWriter,
@@ -70,7 +70,7 @@ def logits_loss(
     head_dtype, loss_dtype = teacher_head.dtype, _get_loss_dtype(teacher_head)
     # Dividing the hidden states instead of the logits saves two passes. In a 16-bit dtype only powers of two are exact.
     divides_hidden_states = head_dtype == loss_dtype or math.frexp(temperature)[0] == 0.5
-    rows_per_pass = max(1, LOGITS_PER_PASS[_get_device_kind(teacher_head)] // len(teacher_head))
+    rows_per_pass = max(1, _count_rows_per_buffer(LOGITS_PER_PASS, teacher_head))
 
     def apply_head(hidden: Tensor, head: Tensor) -> Tensor:
         return F.linear(hidden / temperature if divides_hidden_states else hidden, head)
@@ -139,12 +139,13 @@ def hidden_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def _get_loss_dtype(head: Tensor) -> torch.dtype:
-    """Return the dtype of losses and of logits in the softmax: at least float32."""
+    """Return the dtype to compute losses and softmax in: at least float32."""
     return torch.promote_types(head.dtype, torch.float32)
 
 
-def _get_device_kind(head: Tensor) -> str:
-    return "cpu" if head.device.type == "cpu" else "cuda"
+def _count_rows_per_buffer(max_logits: Mapping[str, int], head: Tensor) -> int:
+    """Return how many rows of logits fit into a buffer of `max_logits` elements, given by type of device."""
+    return max_logits["cpu" if head.device.type == "cpu" else "cuda"] // len(head)
 
 
 def _head_loss(
@@ -154,7 +155,7 @@ def _head_loss(
 
     The chunks' losses have logits divided by `scale`, so their sum is multiplied by scale^2 and its gradient by scale.
     """
-    chunk_size = chunk_size or max(MIN_CHUNK_ROWS, LOGITS_PER_CHUNK[_get_device_kind(head)] // len(head))
+    chunk_size = chunk_size or max(MIN_CHUNK_ROWS, _count_rows_per_buffer(LOGITS_PER_CHUNK, head))
     with torch.autocast(hidden.device.type, enabled=False):
         loss: Tensor = _FusedHeadLoss.apply(hidden.to(head.dtype), head, chunk_loss, chunk_size, scale)  # type: ignore[no-untyped-call]
     return loss
@@ -227,7 +228,7 @@ class DistillationModel(nn.Module):
         if sequence is not None:
             student.config._attn_implementation = ATTENTION_IMPLEMENTATION
         elif student.config._attn_implementation == "sdpa" or student.config.layer_map.deep_leaders:
-            student.config._attn_implementation = PACKED
+            student.config._attn_implementation = PACKED_ATTENTION
         self._spec = spec
         self._num_lower_layers = student.config.num_key_value_layers
         self._hidden_index = find_hidden_loss_index(student.config, spec) if spec.hidden_loss_weight else None
@@ -385,7 +386,7 @@ class DistillationModel(nn.Module):
     def _begin_pass(self, input_ids: Tensor, position_ids: Tensor, lengths: Sequence[int] | None) -> DecoderContext:
         """Embed the tokens; packed attention takes all rows concatenated."""
         decoder = self.student.model
-        if self.sequence is None and self.student.config._attn_implementation != PACKED:
+        if self.sequence is None and self.student.config._attn_implementation != PACKED_ATTENTION:
             return cast("DecoderContext", decoder.make_context(input_ids, position_ids=position_ids))
         attention, dtype = self._attention, self._dtype
         return make_packed_context(decoder, input_ids, position_ids, lengths, attention=attention, dtype=dtype)
@@ -393,7 +394,7 @@ class DistillationModel(nn.Module):
     def _select_tokens(self, context: DecoderContext, loss_mask: Tensor, counted: Tensor) -> TokenSelection | None:
         """Select the tokens that enter the student's layers >= l: the counted ones, padded by others to a multiple of
         `TOKENS_MULTIPLE`. None: all tokens."""
-        if self.uses_static_shapes or SAMPLES not in context.layer_arguments or len(counted) == context.num_tokens:
+        if self.uses_static_shapes or SAMPLES_KEY not in context.layer_arguments or len(counted) == context.num_tokens:
             return None
         # Layers run even if nothing counts: other workers wait for this one's gradients.
         num_selected = -(-max(len(counted), 1) // TOKENS_MULTIPLE) * TOKENS_MULTIPLE
@@ -471,9 +472,9 @@ def select_trained_parameters(student: Any, spec: DistillationSpec) -> dict[str,
     first = find_first_trained_layer(student.config, spec)
     for i, layer in enumerate(student.model.layers[first:], start=first):
         upper = i >= student.config.num_key_value_layers
-        idle = tuple(f"self_attn.{name}." for name in layer.self_attn.list_idle_modules()) if upper else ()
+        unused = tuple(f"self_attn.{name}." for name in layer.self_attn.list_teacher_only_modules()) if upper else ()
         for name, parameter in layer.named_parameters():
-            if not name.startswith(idle):
+            if not name.startswith(unused):
                 trained[f"model.layers.{i}.{name}"] = parameter
     return trained
 

@@ -330,7 +330,7 @@ def _read_file_range(directory: Path, name: str, start: int, stop: int) -> bytes
         return file.read(stop - start)
 
 
-_HEADER_BYTES = 1 << 16
+_FIRST_READ_BYTES = 1 << 16
 """Bytes of the first request; most headers fit."""
 
 
@@ -357,7 +357,7 @@ class RangedSafetensors(LazyTensors):
 
     def _read_header(self, file: str, size: int) -> tuple[int, dict[str, Any]]:
         """Return the offset of the values in a file, and its header, whose offsets are relative to the values."""
-        data = self._read_range(file, 0, min(size, _HEADER_BYTES))
+        data = self._read_range(file, 0, min(size, _FIRST_READ_BYTES))
         begin = 8 + int.from_bytes(data[:8], "little")
         if not 8 < begin <= size:
             raise _make_corrupt_error(file)

@@ -74,7 +74,7 @@ class SteeringState:
 
     @classmethod
     def from_floats(cls, values: dict[str, float]) -> SteeringState:
-        """Restore a state from stored values; missing fields get their defaults."""
+        """Restore a state from the field values in a checkpoint; missing fields get their defaults."""
         integers = {item.name for item in fields(cls) if item.type == "int"}
         typed: dict[str, Any] = {name: int(value) if name in integers else value for name, value in values.items()}
         return cls(**typed)
@@ -88,7 +88,7 @@ class SteeringState:
         return replace(self, best_kl=kl, best_step=step, lowest_kl=min(kl, self.lowest_known_kl))
 
     def ties_or_beats_best(self, kl: float) -> bool:
-        """Whether a state with held-out KL `kl` becomes the best. A KL above the initial one never does."""
+        """Whether a state with held-out KL `kl` becomes the best state; never if `kl` is above the initial KL."""
         return kl <= min(self.lowest_known_kl * (1.0 + TIE_TOLERANCE), self.start_kl)
 
     @property
@@ -292,10 +292,10 @@ def _format_kl(kl: float | None) -> str:
     return "(not finite)" if kl is None else f"{kl:.4g}"
 
 
-_UNSTEERED = SteeringState()
+_INITIAL_STATE = SteeringState()
 
 
-def learning_rate(spec: OptimizerSpec, step: int, total_steps: int, state: SteeringState = _UNSTEERED) -> float:
+def learning_rate(spec: OptimizerSpec, step: int, total_steps: int, state: SteeringState = _INITIAL_STATE) -> float:
     """Return the rate of optimizer step `step` (0-based): a linear rise over the warm-up, then the schedule down to
     zero.
 
@@ -315,7 +315,8 @@ def learning_rate(spec: OptimizerSpec, step: int, total_steps: int, state: Steer
 
 
 def default_warmup_steps(spec: OptimizerSpec, total_steps: int) -> int:
-    """Return the spec's share of the run, or else 5% but at least 20 steps, in short runs a fifth."""
+    """Return the number of warm-up steps: the spec's share of the run; by default 5%, but at least 20 steps or, in
+    short runs, a fifth of the steps."""
     if spec.warmup_ratio is not None:
         return math.ceil(spec.warmup_ratio * total_steps)
     return max(math.ceil(DEFAULT_WARMUP_RATIO * total_steps), min(MIN_WARMUP_STEPS, math.ceil(total_steps / 5)))

@@ -46,7 +46,7 @@ STUDENT_PREFIX = "student."
 """Prefix of the student's parameters in a `DistillationModel`."""
 StateReader = Callable[[TrainingState], None]
 """Overwrites the tensors of a state, or of a part of it, with the saved values."""
-_TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
+_TRAINED_STATE_OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 class WeightSource(Protocol):
@@ -203,17 +203,17 @@ class _TorchStrategy(Strategy):
 
     def get_state(self) -> TrainingState:
         self._create_moments()
-        optimizer = get_optimizer_state_dict(self.module, self._optimizers, options=_TRAINED_ONLY)
+        optimizer = get_optimizer_state_dict(self.module, self._optimizers, options=_TRAINED_STATE_OPTIONS)
         return {"model": self._collect_trained(), "optimizer": optimizer["state"]}
 
     def load_state(self, read: StateReader) -> None:
         self._create_moments()
-        groups = get_optimizer_state_dict(self.module, self._optimizers, options=_TRAINED_ONLY)["param_groups"]
+        groups = get_optimizer_state_dict(self.module, self._optimizers, options=_TRAINED_STATE_OPTIONS)["param_groups"]
         state = self.get_state()
         read(state)
-        set_model_state_dict(self.module, state["model"], options=_TRAINED_ONLY)
+        set_model_state_dict(self.module, state["model"], options=_TRAINED_STATE_OPTIONS)
         optimizer = {"state": state["optimizer"], "param_groups": groups}
-        set_optimizer_state_dict(self.module, self._optimizers, optimizer, options=_TRAINED_ONLY)
+        set_optimizer_state_dict(self.module, self._optimizers, optimizer, options=_TRAINED_STATE_OPTIONS)
 
     def _create_moments(self) -> None:
         """Create the optimizers' state before the first step. Torch does so by a step that changes no weights; its step
@@ -221,7 +221,7 @@ class _TorchStrategy(Strategy):
         fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
         if not fresh:
             return
-        get_optimizer_state_dict(self.module, self._optimizers, options=_TRAINED_ONLY)
+        get_optimizer_state_dict(self.module, self._optimizers, options=_TRAINED_STATE_OPTIONS)
         for optimizer in fresh:
             for state in optimizer.state.values():
                 if "step" in state:
@@ -247,7 +247,7 @@ class _TorchStrategy(Strategy):
         teacher copy's names of parameters shared with the student."""
         named = self.module.named_parameters(remove_duplicate=False)
         frozen = {name.removeprefix("module.") for name, parameter in named if not parameter.requires_grad}
-        state = get_model_state_dict(self.module, options=_TRAINED_ONLY)
+        state = get_model_state_dict(self.module, options=_TRAINED_STATE_OPTIONS)
         return {name: state[name] for name in state if name not in frozen and not name.startswith("teacher_copy.")}
 
 

@@ -239,7 +239,7 @@ class Trainer:
         return self._apply_decision(decision, kl, progress)
 
     def _apply_decision(self, decision: SteeringDecision, kl: float, progress: Progress) -> Progress:
-        """All workers have the same numbers and so do the same."""
+        """Act on a decision. Collective: all workers make the same decision from the same numbers."""
         state = decision.state
         if decision.rollback is not None:
             self._checkpointer.roll_back(state.best_step)

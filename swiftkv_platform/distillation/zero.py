@@ -59,7 +59,7 @@ def remove_stale_build_locks() -> None:
             get_logger().warning("stale_build_lock_removed", path=str(lock))
 
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_ADAM_MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 
 
 class DeepSpeedStrategy(Strategy):
@@ -117,7 +117,7 @@ class DeepSpeedStrategy(Strategy):
             for name, parameter in self._trained.items():
                 whole = saved[name].view(_get_full_shape(parameter))
                 self._set_parameter(parameter, whole)
-                self._set_moments(parameter, [torch.zeros_like(whole) for _ in _MOMENTS])
+                self._set_moments(parameter, [torch.zeros_like(whole) for _ in _ADAM_MOMENT_NAMES])
             self._set_step_count(torch.zeros(()))
 
         return restore_weights
@@ -134,11 +134,11 @@ class DeepSpeedStrategy(Strategy):
         step = self._list_moments()[0]["step"]
         for name, parameter in self._trained.items():
             tensors = [safe_get_full_fp32_param(parameter)]
-            tensors += [safe_get_full_optimizer_state(parameter, key) for key in _MOMENTS]
+            tensors += [safe_get_full_optimizer_state(parameter, key) for key in _ADAM_MOMENT_NAMES]
             if self.rank == 0:
                 whole, *moments = (tensor.detach().cpu().clone().view(_get_full_shape(parameter)) for tensor in tensors)
                 model[name] = whole
-                optimizer[name] = {**dict(zip(_MOMENTS, moments, strict=True)), "step": step.clone()}
+                optimizer[name] = {**dict(zip(_ADAM_MOMENT_NAMES, moments, strict=True)), "step": step.clone()}
         return {"model": model, "optimizer": optimizer}
 
     def load_state(self, read: StateReader) -> None:
@@ -149,7 +149,7 @@ class DeepSpeedStrategy(Strategy):
             read(
                 {
                     "model": {name: whole},
-                    "optimizer": {name: {**dict(zip(_MOMENTS, moments, strict=True)), "step": step}},
+                    "optimizer": {name: {**dict(zip(_ADAM_MOMENT_NAMES, moments, strict=True)), "step": step}},
                 }
             )
             self._set_parameter(parameter, whole)
@@ -184,7 +184,7 @@ class DeepSpeedStrategy(Strategy):
         sharded = getattr(self._optimizer, "fp32_partitioned_groups_flat", None)  # stage 3
         flats = sharded or [flat for group in adam.param_groups for flat in group["params"]]
         for flat in flats:
-            adam.state[flat] = {"step": torch.zeros(()), **{key: torch.zeros_like(flat) for key in _MOMENTS}}
+            adam.state[flat] = {"step": torch.zeros(()), **{key: torch.zeros_like(flat) for key in _ADAM_MOMENT_NAMES}}
         if sharded is None:
             self._optimizer._lazy_init_hp_params_optimizer_state()
 
@@ -198,7 +198,7 @@ class DeepSpeedStrategy(Strategy):
         safe_set_local_fp32_param(parameter, self._cut_own_shard(parameter, whole))
 
     def _set_moments(self, parameter: nn.Parameter, moments: list[Tensor]) -> None:
-        for key, tensor in zip(_MOMENTS, moments, strict=True):
+        for key, tensor in zip(_ADAM_MOMENT_NAMES, moments, strict=True):
             if self._stage < 3:
                 safe_set_full_optimizer_state(parameter, tensor.to(self.device), key)
             else:

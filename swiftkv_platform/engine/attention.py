@@ -26,7 +26,7 @@ MIN_AVERAGE_RUN_TOKENS = 64
 MIN_MATMUL_QUERIES, MIN_MATMUL_TOKENS = 128, 256
 """Min queries and context tokens of a bfloat16 chunk that uses matrix products. Smaller chunks use torch's fused
 operator."""
-MATMUL_ROWS = 256
+ROWS_PER_MATMUL = 256
 """Rows of a matrix product per key head: queries * query heads per key head."""
 MAX_MATMUL_SCORES = 1 << 21
 """Approximate max number of scores computed at a time, so that they fit into the processor's caches."""
@@ -154,6 +154,7 @@ def _pad_values(values: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _read_contiguous(context: _ContextKeyValues, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read keys and values of positions `first` to `end` - 1, each as one tensor."""
     parts = context.read_parts(first, end)
     if len(parts) == 1:
         return parts[0]
@@ -239,11 +240,11 @@ def _attend_by_matmul(
     num_queries, num_kv_heads = query.shape[2], keys.shape[1]
     queries = query[0].unflatten(0, (num_kv_heads, -1))  # [kv heads, heads per kv head, queries, head_dim]
     output = torch.empty_like(queries)
-    size = max(MATMUL_ROWS // queries.shape[1], 1)
+    size = max(ROWS_PER_MATMUL // queries.shape[1], 1)
     future = queries.new_full((size, size), float("-inf")).triu(1)
     for start in range(0, num_queries, size):
         end = min(start + size, num_queries)
-        heads = max(MAX_MATMUL_SCORES // (MATMUL_ROWS * (first + end)), 1)
+        heads = max(MAX_MATMUL_SCORES // (ROWS_PER_MATMUL * (first + end)), 1)
         for block, result, block_keys, block_values in zip(
             queries[:, :, start:end].split(heads),
             output[:, :, start:end].split(heads),

@@ -70,7 +70,7 @@ class Batch:
     """By index into the schedule: rows whose logits give prompt log-probabilities."""
     first_rows: tuple[int, ...]
     """First row of each sequence, and the number of all rows."""
-    written_rows: tuple[int, ...]
+    deep_rows: tuple[int, ...]
     """Rows of deep tokens (a prompt's last token and later ones), which run through all layers < l."""
     recomputed_rows: dict[int, list[int]]
     """By index into the schedule: rows that run through layers >= l again to recompute their own K and V, without
@@ -109,7 +109,7 @@ def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache, *, has_ow
     next_token_rows: dict[int, range] = {}
     prompt_rows: dict[int, range] = {}
     recomputed_rows: dict[int, list[int]] = {}
-    written_rows: list[int] = []
+    deep_rows: list[int] = []
     first_rows = [0]
     for index, item in enumerate(scheduled):
         # 1. append the sequence's tokens to the flat batch
@@ -123,7 +123,7 @@ def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache, *, has_ow
         if item.reaches_last_token:
             next_token_rows[index] = range(row + item.num_scheduled_tokens - 1, first_rows[-1])
         if sequence.can_generate:
-            written_rows += range(row + max(sequence.num_prompt_tokens - 1 - first, 0), first_rows[-1])
+            deep_rows += range(row + max(sequence.num_prompt_tokens - 1 - first, 0), first_rows[-1])
         if has_own_deep_kv and sequence.can_generate:
             stop = first_rows[-1] if index not in next_token_rows else next_token_rows[index].start
             deep = range(max(sequence.num_prompt_tokens - 1, first), first + stop - row)
@@ -135,7 +135,7 @@ def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache, *, has_ow
             prompt_rows[index] = range(row + begin - first, row + stop - first)
     rows = _collect_rows(next_token_rows) | _collect_rows(recomputed_rows)
     inputs = make_inputs(spans, cache, sorted(rows.union(*prompt_rows.values())))
-    return Batch(inputs, next_token_rows, prompt_rows, tuple(first_rows), tuple(written_rows), recomputed_rows)
+    return Batch(inputs, next_token_rows, prompt_rows, tuple(first_rows), tuple(deep_rows), recomputed_rows)
 
 
 def make_inputs(spans: Sequence[SequenceSpan], cache: KVCache, selected: Sequence[int] = ()) -> ModelInputs:
@@ -187,7 +187,7 @@ def move_inputs_to_device(
 
 
 def _convert_to_slot_runs(blocks: Sequence[tuple[int, int]], block_size: int, num_tokens: int) -> tuple[SlotRun, ...]:
-    """Convert runs of blocks to runs of slots, for the first `num_tokens` tokens."""
+    """Convert runs of adjacent blocks to runs of adjacent slots, for the first `num_tokens` tokens."""
     runs: list[SlotRun] = []
     for first, end in blocks:
         size = min((end - first) * block_size, num_tokens)
@@ -201,16 +201,17 @@ def _convert_to_slot_runs(blocks: Sequence[tuple[int, int]], block_size: int, nu
 
 @dataclass(frozen=True)
 class SequenceQueries:
-    """Attention metadata of one sequence in a flat batch: positions of its queries, and slots of its context."""
+    """Attention metadata of one sequence in a flat batch: the positions of the step's tokens (queries) in the sequence,
+    and the KV-cache slots of all its tokens (context)."""
 
     positions: Sequence[int]
-    """Ascending positions of its queries, whose rows are consecutive in the batch."""
+    """Positions of the queries in the sequence, ascending. The queries' rows in the batch are consecutive."""
     runs: tuple[SlotRun, ...]
-    """Slots of its context in the order of its tokens, including the queries' slots."""
+    """KV-cache slots of the context in token order, including the queries' slots."""
     context_start: int
-    """Start of its context in the concatenation of all contexts."""
+    """Offset of the sequence's context in the concatenation of all contexts."""
     blocks: Sequence[int] = ()
-    """Blocks of its context, if attention reads block tables."""
+    """KV-cache blocks of the context, if attention reads block tables."""
 
     @property
     def is_consecutive(self) -> bool:
@@ -345,7 +346,8 @@ class PagedAttentionMetadata:
 def add_block_tables(
     metadata: Sequence[PagedAttentionMetadata], settings: VarlenSettings, others: Sequence[np.ndarray] = ()
 ) -> tuple[list[PagedAttentionMetadata], list[torch.Tensor]]:
-    """Return the metadata with block tables on the device, and `others` as tensors on the device, with one copy."""
+    """Return the metadata with block tables on the device, and the arrays `others` as tensors on the device. All are
+    copied at once."""
     parts = [one.make_varlen_arrays(settings) for one in metadata]
     arrays = [array for one, _, _ in parts for array in one]
     tensors = iter(copy_to_device([*others, *arrays], settings.device))
@@ -409,21 +411,21 @@ def write_shared_key_values(decoder: Any, x: torch.Tensor, context: DecoderConte
             else selected_rows.select(rotation)
         )
     writer = getattr(decoder, "shared_writer", None)  # only with native kernels
-    if writer is not None and writer.write(x, rotation, cache):
+    if writer is not None and writer.try_write(x, rotation, cache):
         return
     for group, key_value in enumerate(decoder.project_key_values(x, rotation)):
         cache.write(*key_value, first + group)
 
 
-def update_shared_key_values(decoder: Any, x: torch.Tensor, context: DecoderContext) -> list[Any]:
-    """Write K and V of layers >= l from x of all rows, and return the cache's contents by group. Replaces the model's
-    `compute_shared_key_values`."""
+def write_and_read_shared_key_values(decoder: Any, x: torch.Tensor, context: DecoderContext) -> list[Any]:
+    """Compute K and V of all layers >= l from x of all rows, write them to the cache, and return each group's cache
+    contents, as the model's `compute_shared_key_values` returns them."""
     write_shared_key_values(decoder, x, context, range(x.shape[1]))
     return read_shared_key_values(decoder, context)
 
 
 def read_shared_key_values(decoder: Any, context: DecoderContext) -> list[Any]:
-    """Return the cache's contents for each group of layers >= l."""
+    """Return the cache contents (keys and values) of each group of layers >= l."""
     cache: Any = context.past_key_values
     layer_map = decoder.layer_map
     return [cache.read(layer_map.num_key_value_layers + group) for group in range(len(layer_map.leaders))]
@@ -467,7 +469,7 @@ class _RowSubset:
 
     @classmethod
     def select(cls, context: DecoderContext, rows: Sequence[int]) -> _RowSubset | None:
-        """Return the rows and their own context; None without rows."""
+        """Return a subset with these rows, and a decoder context for them alone; None if `rows` is empty."""
         if not rows:
             return None
         cache: Any = context.past_key_values
@@ -491,7 +493,7 @@ class DeepRowsWriter:
     def for_pass(
         cls, decoder: Any, context: DecoderContext, rows: Sequence[int], deep: AbstractSet[int]
     ) -> DeepRowsWriter:
-        """Make the writer of a pass that runs `rows`, of which the `deep` ones write."""
+        """Make the writer of a pass that runs `rows`. Rows that are also in `deep` write K and V."""
         cache: Any = context.past_key_values
         writing = [row for row in rows if row in deep]
         indices = None if len(writing) == len(rows) else [index for index, row in enumerate(rows) if row in deep]
@@ -500,15 +502,15 @@ class DeepRowsWriter:
         return cls(cache, decoder.layer_map.num_key_value_layers, indices, tuple(writing))
 
     def get_write_target(self, group: int) -> tuple[Any, torch.Tensor]:
-        """Return a group's contents of the cache, and the slots that its deep rows write to."""
+        """Return the keys and values that the cache holds for a group, and the slots that deep rows write to."""
         return self.cache.read(self.first_cache_layer + group), self.cache.slots
 
-    def write(self, group: int, own: KeyValue) -> Any:
+    def write(self, group: int, key_value: KeyValue) -> Any:
         layer = self.first_cache_layer + group
         if self.deep_indices is None:
-            return self.cache.update(*own, layer)
+            return self.cache.update(*key_value, layer)
         if self.deep_indices:
-            keys, values = (select_entries(part, self.deep_indices, dim=2) for part in own)
+            keys, values = (select_entries(part, self.deep_indices, dim=2) for part in key_value)
             self.cache.write(keys, values, layer)
         return self.cache.read(layer)
 

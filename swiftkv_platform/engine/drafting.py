@@ -157,7 +157,7 @@ class DraftHistory:
         self.lookup_acceptance = RunningRate(0.7)
         self.exit_calibration = ConfidenceCalibration(0.4, 0.99)
         self.exit_gain = RunningRate(0.2)
-        """Passes saved per evaluation of the exit head, without its own cost."""
+        """Decode passes that an evaluation of the exit head saves, not counting its cost."""
         self.exit_confidences: list[float] = []
         """Confidences of the current step's drafts."""
 

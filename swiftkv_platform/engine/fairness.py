@@ -36,19 +36,21 @@ class FairShare:
     limit: int
 
 
-def find_exceeded_share(sender: Sender, amount: int, held: Mapping[Sender, int], max_amount: int) -> FairShare | None:
+def find_exceeded_share(
+    sender: Sender, amount: int, held_amounts: Mapping[Sender, int], max_amount: int
+) -> FairShare | None:
     """Return the share that a sender would exceed with `amount` more, or None. A sender that holds nothing always gets
     one.
 
     Args:
-        held: amount that each sender holds.
+        held_amounts: amount that each sender holds.
         max_amount: limit of a sender that is alone.
     """
-    own = held.get(sender, 0)
+    own = held_amounts.get(sender, 0)
     if own + amount <= 1:
         return None
-    of_tenant = sum(each for other, each in held.items() if other.tenant == sender.tenant)
-    of_all = sum(held.values())
+    of_tenant = sum(each for other, each in held_amounts.items() if other.tenant == sender.tenant)
+    of_all = sum(held_amounts.values())
     shares = (
         FairShare(
             f"caller {sender.key!r}" if sender.key else "this caller", own, _compute_limit(max_amount, of_tenant - own)
@@ -117,7 +119,7 @@ class FairOrder:
         self._keys: dict[str, _ServedAmounts] = {}
 
     def get_rank(self, sender: Sender) -> tuple[float, float]:
-        """Return the sender's rank; the lowest is next."""
+        """Return the sort key of a sender: service of its tenant, then its own service; the lowest is next."""
         keys = self._keys.get(sender.tenant)
         return self._tenants[sender.tenant], 0.0 if keys is None else keys[sender.key]
 

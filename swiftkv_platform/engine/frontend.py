@@ -320,9 +320,9 @@ class EngineFrontend(ABC):
             )
 
 
-_MAX_COMPLETIONS = 32
+_MAX_REMEMBERED_COMPLETIONS = 32
 """Max number of remembered completions. More would smooth better, but follow changes of the load later."""
-_MIN_COMPLETIONS = 4
+_MIN_REMEMBERED_COMPLETIONS = 4
 """Min number of completions for an estimate."""
 
 
@@ -331,7 +331,7 @@ class QueueWaitEstimator:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._times: deque[float] = deque(maxlen=_MAX_COMPLETIONS)
+        self._times: deque[float] = deque(maxlen=_MAX_REMEMBERED_COMPLETIONS)
 
     def record_completions(self, count: int, *, full: bool) -> None:
         """Record that `count` requests have ended. `full`: whether another request would have had to wait."""
@@ -342,7 +342,7 @@ class QueueWaitEstimator:
 
     def estimate_wait_s(self, num_queued: int) -> float:
         """Estimate the seconds until the last of `num_queued` requests starts; 0 while nothing is known."""
-        if num_queued <= 0 or len(self._times) < _MIN_COMPLETIONS:
+        if num_queued <= 0 or len(self._times) < _MIN_REMEMBERED_COMPLETIONS:
             return 0.0
         # Include the time since the last completion: a stalled engine is slow.
         return num_queued * (self._clock() - self._times[0]) / len(self._times)

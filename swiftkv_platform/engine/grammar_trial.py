@@ -33,7 +33,7 @@ _MAX_MEMORY_BYTES = 2 << 30
 _START_TIMEOUT_S = 60.0
 _REGEX_SPECIAL_CHARACTERS = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 
-_stack_lock = threading.Lock()
+_stack_size_lock = threading.Lock()
 
 
 def make_matcher(vocabulary: Any, kind: str, text: str, whitespace: str | None) -> tuple[Any, bytes]:
@@ -81,7 +81,7 @@ def start_thread(work: Callable[[], None]) -> threading.Thread:
     """Start a daemon thread with a stack of `THREAD_STACK_BYTES`. The size is a process-wide setting, hence the
     lock."""
     thread = threading.Thread(target=work, name="grammar", daemon=True)
-    with _stack_lock:
+    with _stack_size_lock:
         before = threading.stack_size(THREAD_STACK_BYTES)
         try:
             thread.start()

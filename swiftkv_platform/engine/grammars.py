@@ -94,15 +94,15 @@ class GrammarCpuTime:
         self.spent_s = 0.0
         self.num_tokens = 0
         self.last_step_s = SLOW_CALLER_S
-        """CPU seconds in its last step; before the first step, a high estimate."""
+        """CPU seconds of the grammar in the sequence's last step; before the first step, a high estimate."""
         self.budget: GrammarBudget | None = None
-        """Budget of its caller; None if there is only one caller."""
+        """Budget of the grammar's caller; None if there is only one caller."""
         self._charged_s = 0.0
         self._is_exhausted = False
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether it may take no more time. It stays True even if the caller's budget regains time."""
+        """Whether the grammar may take no more time. Stays True even if the caller's budget regains time."""
         if not self._is_exhausted:
             too_much = self.spent_s > BASE_S_PER_REQUEST + MAX_S_PER_TOKEN * self.num_tokens
             budget = self.budget
@@ -112,7 +112,7 @@ class GrammarCpuTime:
 
     @property
     def is_slow(self) -> bool:
-        """Whether it takes more time than ordinary grammars, and all grammars of its caller more than
+        """Whether the grammar takes more time than ordinary ones, and all grammars of its caller take more than
         `SLOW_CALLER_S`."""
         return self._charged_s > 0.0 and (self.budget is None or self.budget.spent_s > SLOW_CALLER_S)
 
@@ -139,7 +139,7 @@ class Constraint:
         self._matcher = matcher
         self.name = name
         self._first = first
-        """Mask of the tokens allowed first, as of `compute_allowed_mask`."""
+        """Mask of the tokens allowed at the beginning, in the format of `compute_allowed_mask`."""
         self.cpu_time = GrammarCpuTime() if cpu_time is None else cpu_time
         """CPU time of the grammar, shared by all samples of the request."""
         self._consumed: list[int] = []
@@ -216,7 +216,7 @@ GrammarKey = tuple[str, str, bool]
 
 MAX_CONCURRENT_COMPILATIONS = 2
 _compile_slots = threading.Semaphore(MAX_CONCURRENT_COMPILATIONS)
-_idle_trials = [TrialCompiler() for _ in range(MAX_CONCURRENT_COMPILATIONS)]
+_idle_trial_compilers = [TrialCompiler() for _ in range(MAX_CONCURRENT_COMPILATIONS)]
 """Idle trial compilers, one per slot. Their processes start on demand and end with this process."""
 MAX_CACHED_GRAMMARS = 64
 """Max number of compiled grammars that are cached for later requests."""
@@ -296,7 +296,7 @@ class GrammarCompiler:
 
     def _compile_trial(self, structured_outputs: StructuredOutputs) -> None:
         """Raise `InvalidInputError` if the grammar cannot be compiled, or takes too long."""
-        trial = _idle_trials.pop()
+        trial = _idle_trial_compilers.pop()
         try:
             trial.check_grammar(
                 structured_outputs.kind,
@@ -309,7 +309,7 @@ class GrammarCompiler:
         except TrialCompilerError as error:
             raise structured_outputs.make_error(f"cannot be compiled: {error}") from error
         finally:
-            _idle_trials.append(trial)
+            _idle_trial_compilers.append(trial)
 
     def _make_timeout_error(self, structured_outputs: StructuredOutputs) -> InvalidInputError:
         return structured_outputs.make_error(

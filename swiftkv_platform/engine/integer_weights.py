@@ -82,6 +82,7 @@ def drop_integers(model: nn.Module) -> None:
 
 
 def _iterate_projections(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name and module of each linear projection that can be quantized."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and is_projection(f"{name.removesuffix('.part')}.weight"):
             yield name, module

@@ -36,7 +36,7 @@ class StorageFormat:
 
     compute_dtype: torch.dtype
     storage_dtype: torch.dtype
-    """Dtype of the cache's tensors; uint8 if it is quantized."""
+    """Dtype of the cache's tensors; uint8 for a quantized cache."""
     quantized_dtype: torch.dtype | None = None
     """Dtype of quantized numbers: float8_e4m3fn or int8."""
 
@@ -77,7 +77,7 @@ class PagedTensor:
         """Contents [num_heads, num_slots, dim], or [num_heads, num_slots, bytes of numbers and scale]."""
         self._format = format_
         self.uses_kernels = uses_kernels
-        """Whether the native kernels write and read it: on a CPU, for a bfloat16 model."""
+        """Whether the native kernels write and read the tensor: on a CPU, for a bfloat16 model."""
 
     @property
     def quantized_dtype(self) -> torch.dtype | None:
@@ -161,13 +161,13 @@ class StepCache:
         return self.read(layer)
 
     def write(self, first: torch.Tensor, second: torch.Tensor, layer: int) -> None:
-        """Write as `update` does, without reading."""
+        """Write the step's tokens, like `update`."""
         stored_first, stored_second = self.cache.layers[layer]
         stored_first.write(self.slots, first[0])
         stored_second.write(self.slots, second[0])
 
     def read(self, layer: int) -> tuple[PagedTensor, PagedTensor] | tuple[torch.Tensor, torch.Tensor]:
-        """Return what `update` returns, without writing."""
+        """Return the layer's contents, like `update`, without writing."""
         stored_first, stored_second = self.cache.layers[layer]
         if self.cache.expands_contexts:
             return self._read_context(stored_first)[None], self._read_context(stored_second)[None]

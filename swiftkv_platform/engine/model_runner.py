@@ -27,7 +27,7 @@ from swiftkv_platform.engine.batch import (
     make_pass_context,
     read_shared_key_values,
     select_entries,
-    update_shared_key_values,
+    write_and_read_shared_key_values,
     write_shared_key_values,
 )
 from swiftkv_platform.engine.kv_cache import KVCache
@@ -43,9 +43,9 @@ from swiftkv_platform.engine.speculative import (
     accept_drafts,
     compute_exit_logits,
     draft_from_exit_head,
+    drop_non_finite_tokens,
     drop_tokens_of_failed_grammar,
     make_sampling_row,
-    truncate_at_error,
 )
 from swiftkv_platform.model.context import DecoderContext
 
@@ -87,7 +87,7 @@ class ModelRunner:
         # 1. run layers < l over all tokens
         batch = make_batch(scheduled, self._cache, has_own_deep_kv=self._has_own_deep_kv)
         context = self._make_context(batch.inputs)
-        bypass = BypassRows.for_step(self._decoder, batch.written_rows, context.num_tokens)
+        bypass = BypassRows.for_step(self._decoder, batch.deep_rows, context.num_tokens)
         x = self._decoder.run_lower(context, bypass)  # [1, num_tokens, hidden_size]
         # 2. find sequences that exit early, and the rows that run through layers >= l
         exits = compute_exit_logits(self._model, x, scheduled, batch)
@@ -119,7 +119,7 @@ class ModelRunner:
             context = self._make_context(inputs)
             drafted: torch.Tensor = self._decoder.run_lower(context)  # all drafts are deep tokens
             if not self._has_own_deep_kv:
-                update_shared_key_values(self._decoder, drafted, context)
+                write_and_read_shared_key_values(self._decoder, drafted, context)
             return drafted
 
         return draft_from_exit_head(self._model, x, scheduled, batch, self._drafting.costs, lower, self._cache)
@@ -128,7 +128,7 @@ class ModelRunner:
         """Write K and V of all layers >= l from x to the cache, except for `deep` rows with their own K and V. Returns
         the cache's contents by group; empty if deep tokens have their own."""
         if not self._has_own_deep_kv:
-            return update_shared_key_values(self._decoder, x, context)
+            return write_and_read_shared_key_values(self._decoder, x, context)
         others = [row for row in range(x.shape[1]) if row not in deep]
         if others and isinstance(self._decoder, LeadingDecoder):
             self._decoder.write_shared_key_values(x, context, others)
@@ -226,7 +226,7 @@ class ModelRunner:
                 item.sequence, drafted, [tokens[i] for i in indices], from_text=bool(item.draft.token_ids)
             )
             result.is_exited = index in exits.index_by_row
-            truncate_at_error(result, [finite[i] for i in indices])
+            drop_non_finite_tokens(result, [finite[i] for i in indices])
             drop_tokens_of_failed_grammar(item.sequence, result)
         self._add_logprobs(scheduled, values, {index: indices for index, (indices, _) in owners.items()}, results)
 

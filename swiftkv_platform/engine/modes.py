@@ -72,11 +72,12 @@ class _TeacherDecoder:
     @property
     def decoders(self) -> list[Any]:
         """The student's decoder, and the decoders with the original layers if the student's layers are trained."""
-        kept = (self._decoder.run_teacher_lower, self._decoder.run_teacher_upper)
-        owners = [getattr(layers, "__self__", None) for layers in kept]
+        functions = (self._decoder.run_teacher_lower, self._decoder.run_teacher_upper)
+        owners = [getattr(function, "__self__", None) for function in functions]
         return [self._decoder, *(owner for owner in owners if owner is not None)]
 
     def run_lower(self, context: DecoderContext, _bypass: Bypass | None = None) -> torch.Tensor:
+        """Run all layers. `_bypass` is ignored, since a teacher's tokens bypass no layers."""
         x = (self._decoder.run_teacher_lower or self._decoder.run_lower)(context)
         hidden: torch.Tensor = self._decoder.run_teacher_upper(x, context)
         return hidden

@@ -204,8 +204,9 @@ class SharedKeyValueWriter:
             return None
         return cls(decoder, leaders, linear) if isinstance(linear, NativeLinear) else None
 
-    def write(self, x: torch.Tensor, rotation: Rotation, cache: Any) -> bool:
-        """Write K and V from x [1, num_tokens, hidden_size] to a `StepCache` at its slots. False: not supported."""
+    def try_write(self, x: torch.Tensor, rotation: Rotation, cache: Any) -> bool:
+        """Compute K and V from x [1, num_tokens, hidden_size] and write them to the slots of a `StepCache`. Returns
+        False, without writing, if the operator does not support the cache or the rotation."""
         rotations = [self._rotations.select(i, rotation) for i in self._leaders] if self._rotates else []
         layers = [cache.read(self._first + group) for group in range(len(self._leaders))]
         keys = layers[0][0]
@@ -236,7 +237,7 @@ class _HeadProjection:
     linear: NativeLinear
     query_offset: int
     key_offset: int = -1
-    """Offset of the keys, which the values follow; -1: the layer reads another layer's."""
+    """Offset of the keys in the output, followed by the values; -1: the layer reads another layer's K and V."""
 
     @classmethod
     def from_attention(cls, attention: Any) -> Self | None:

@@ -34,13 +34,13 @@ class RequestMetrics:
     """Durations in seconds since the request arrived. None: the event has not happened yet."""
 
     queue_time: float | None
-    """Seconds until it was first scheduled."""
+    """Seconds until the request was first scheduled."""
     ttft: float | None
     """Seconds until the first token."""
     tpot: float | None
     """Mean seconds between tokens, from the first one on."""
     total: float
-    """Seconds until it finished, or until now."""
+    """Seconds until the request finished, or until now."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from swiftkv_platform.engine.batch import (
     make_pass_context,
     move_inputs_to_device,
     read_shared_key_values,
-    update_shared_key_values,
+    write_and_read_shared_key_values,
     write_shared_key_values,
 )
 from swiftkv_platform.errors import ModelError
@@ -91,7 +91,7 @@ class PassMessage:
     selected_rows: tuple[int, ...] | None = None
     """Rows that run through layers >= l; None: all."""
     deep_rows: tuple[int, ...] = ()
-    """In layers >= l: rows that write their own K and V. Below l: rows that bypass no layer."""
+    """Pass of layers >= l: rows that write their own K and V. Pass of layers < l: rows that bypass no layer."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def run_announced_passes(connection: Connection, model: Any, make_cache: Any, ra
         else:
             x = decoder.run_lower(context, BypassRows.for_step(decoder, message.deep_rows, context.num_tokens))
             if not has_own_deep_kv:
-                update_shared_key_values(decoder, x, context)
+                write_and_read_shared_key_values(decoder, x, context)
 
 
 def get_rank_device(config: EngineConfig, rank: int) -> torch.device:

@@ -29,7 +29,7 @@ class SamplingRow:
     params: SamplingParams
     seed: int
     token_ids: Sequence[int]
-    """All tokens before it: prompt and output so far."""
+    """All previous tokens of the sequence: prompt and output so far."""
     num_prompt_tokens: int
     constraint: Constraint | None = None
     excluded_token_ids: Collection[int] = ()

@@ -137,7 +137,7 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         for sequence in self._list_running():
             if not sequence.is_decoding and num_preemptions == self.num_preemptions:
-                self._start_waiting(scheduled, before=sequence)
+                self._start_waiting(scheduled, running=sequence)
                 num_preemptions = self.num_preemptions
             budget = self._max_num_batched_tokens - sum(scheduled.values())
             if budget == 0 or len(scheduled) == self._max_num_seqs:
@@ -179,7 +179,7 @@ class Scheduler:
         yield from prompts
 
     def _get_prompt_rank(self, sequence: Sequence) -> tuple[float, ...]:
-        """Return the rank in the order in which prompts start and run; the lowest is first."""
+        """Sort key of prompts that start or run: priority, fair order of senders, arrival; the lowest is first."""
         return sequence.priority, *self._order.get_rank(sequence.sender), sequence.arrival
 
     def _grow_or_preempt(self, sequence: Sequence, scheduled: dict[Sequence, int]) -> bool:
@@ -237,12 +237,12 @@ class Scheduler:
         self.add(sequence)
         self.num_preemptions += 1
 
-    def _start_waiting(self, scheduled: dict[Sequence, int], *, before: Sequence | None = None) -> None:
-        """Start waiting sequences in fair order, while the step has tokens and the cache has blocks for them. `before`:
-        start only sequences whose senders are served before the sender of this running sequence."""
+    def _start_waiting(self, scheduled: dict[Sequence, int], *, running: Sequence | None = None) -> None:
+        """Start waiting sequences in fair order, while the step has tokens and the cache has blocks for them.
+        `running`: start only sequences whose senders are served before the sender of this running sequence."""
         while self._waiting:
             sequence = self._get_next_waiting()
-            if before is not None and not self._is_served_before(sequence, before):
+            if running is not None and not self._is_served_before(sequence, running):
                 return
             while not self._try_to_start(sequence, scheduled):
                 victim = self._choose_victim_for(sequence)
@@ -351,4 +351,5 @@ class SlowGrammarThrottle:
 
 
 def _get_queue_rank(sequence: Sequence) -> tuple[int, int]:
+    """Sort key of waiting sequences: priority, then arrival; the lowest is first."""
     return sequence.priority, sequence.arrival

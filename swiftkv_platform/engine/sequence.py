@@ -18,14 +18,14 @@ _ANONYMOUS_SENDER = Sender()
 
 
 class SequenceStatus(enum.Enum):
-    """Status of a sequence. `_TRANSITIONS` has the valid transitions."""
+    """Status of a sequence. `_STATUS_TRANSITIONS` has the valid transitions."""
 
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
 
 
-_TRANSITIONS = {
+_STATUS_TRANSITIONS = {
     SequenceStatus.WAITING: {SequenceStatus.RUNNING, SequenceStatus.FINISHED},
     SequenceStatus.RUNNING: {SequenceStatus.WAITING, SequenceStatus.FINISHED},
     SequenceStatus.FINISHED: set(),
@@ -228,7 +228,7 @@ class Sequence:
         )
 
     def _set_status(self, status: SequenceStatus) -> None:
-        assert status in _TRANSITIONS[self.status], f"{self.request_id}: {self.status} -> {status}"
+        assert status in _STATUS_TRANSITIONS[self.status], f"{self.request_id}: {self.status} -> {status}"
         self.status = status
 
     def _make_metrics(self) -> RequestMetrics:

@@ -170,6 +170,7 @@ class _ShardedRMSNorm(nn.Module):
 
 
 def _iterate_children(root: nn.Module) -> Iterator[tuple[Any, str, Any]]:
+    """Yield (parent, name, child) for each module below `root`."""
     for parent in root.modules():
         for name, child in parent.named_children():
             yield parent, name, child

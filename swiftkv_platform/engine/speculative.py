@@ -195,10 +195,11 @@ def accept_drafts(
     )
 
 
-def truncate_at_error(result: StepResult, finite: Sequence[bool]) -> None:
-    """Drop the result's tokens from the first one on whose logits are not finite, and set the error."""
+def drop_non_finite_tokens(result: StepResult, has_finite_logits: Sequence[bool]) -> None:
+    """Drop the result's tokens from the first one whose logits are not finite, and set the error.
+    `has_finite_logits`: by token."""
     for at in range(len(result.token_ids)):
-        if not finite[at]:
+        if not has_finite_logits[at]:
             del result.token_ids[at:]
             result.num_accepted_tokens = at
             result.error = NOT_FINITE_MESSAGE

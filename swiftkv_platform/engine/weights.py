@@ -45,7 +45,7 @@ FUSED_PROJECTIONS = (
 )
 """Names of linear modules of one parent that read the same input, in the order of their calls."""
 SILU_CLASSES = (nn.SiLU, SiLUActivation)
-ARENA_MARGIN = 1 << 14
+PACKING_OVERHEAD = 1 << 14
 """Max bytes by which a packed weight exceeds its parameter: padding to a whole block, scales, alignment."""
 ONEDNN_BATCH_HINT = 16
 """Approximate number of tokens of a decode step, for which oneDNN chooses a layout."""
@@ -57,7 +57,7 @@ def fuse_weights(model: Any, *, native: bool = False) -> None:
     # 1. drop unused weights, and pack MLPs and heads for the kernels
     decoder = model.model
     _drop_teacher_projections(decoder)
-    arena = Arena(sum(parameter.nbytes + ARENA_MARGIN for parameter in model.parameters())) if native else None
+    arena = Arena(sum(parameter.nbytes + PACKING_OVERHEAD for parameter in model.parameters())) if native else None
     make_linear = _choose_linear_class(model, arena)
     if arena is not None:
         _replace_modules(model, _is_gated_mlp, lambda mlp: NativeMLP(mlp, arena))

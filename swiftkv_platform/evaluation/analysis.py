@@ -23,7 +23,7 @@ from swiftkv_platform.data.formats import Conversation
 from swiftkv_platform.data.packing import PackedRows, pack
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, InvalidInputError
-from swiftkv_platform.evaluation.harness.builtin import ANSWER_TOKENS, MIN_TEACHER_SHARE_FOUND, make_needle_prompt
+from swiftkv_platform.evaluation.harness.builtin import MAX_ANSWER_TOKENS, MIN_TEACHER_SHARE_FOUND, make_needle_prompt
 from swiftkv_platform.evaluation.quality import Quality, evaluate, select_evaluation_rows
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.calibration import TokenBatch
@@ -37,7 +37,7 @@ from swiftkv_platform.student_shape import ShapeRequest, format_layers
 
 MIN_SIMSCORE = 0.5
 """SimScore that all of the paper's models exceed at around half of their depth (section 3.2)."""
-_MASKS = ("loss_mask", "attention_mask")
+_MASK_NAMES = ("loss_mask", "attention_mask")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def collect_similarity(model: Any, batches: Iterable[TokenBatch]) -> Similarity:
     for batch in batches:
         inputs = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-        counted = next((inputs[name] for name in _MASKS if name in inputs), torch.ones_like(inputs["input_ids"]))
+        counted = next((inputs[name] for name in _MASK_NAMES if name in inputs), torch.ones_like(inputs["input_ids"]))
         inputs.pop("loss_mask", None)
         outputs = model.base_model(**inputs, use_cache=False, output_hidden_states=True)
         # The last entry is the output of the last layer, which is no layer's input.
@@ -220,7 +220,7 @@ class Needles:
 
     @property
     def max_total_length(self) -> int:
-        return max(map(len, self.prompts)) + ANSWER_TOKENS
+        return max(map(len, self.prompts)) + MAX_ANSWER_TOKENS
 
     @torch.no_grad()
     def measure_share_found(self, model: Any) -> float:
@@ -234,7 +234,7 @@ class Needles:
                 ids[row, longest - len(prompt) :] = torch.tensor(prompt)
                 mask[row, longest - len(prompt) :] = 1
             written = model.generate(
-                ids, attention_mask=mask, max_new_tokens=ANSWER_TOKENS, do_sample=False, pad_token_id=padding
+                ids, attention_mask=mask, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False, pad_token_id=padding
             )
             texts = self.tokenizer.batch_decode(written[:, longest:])
             found += sum(map(operator.contains, texts, self.answers[begin : begin + _NEEDLE_BATCH_SIZE]))
@@ -269,7 +269,7 @@ class Analysis(FrozenModel):
     model: str
     num_hidden_layers: int
     num_tokens: int
-    """Tokens behind the similarity."""
+    """Number of tokens that the similarity was measured on."""
     sim_scores: tuple[float, ...]
     """SimScore of the inputs of layers 0 .. L - 2 (paper, equation 1)."""
     depths: tuple[DepthReport, ...]
@@ -283,7 +283,7 @@ class Analysis(FrozenModel):
     recommended_num_key_value_layers: int | None
     """Recommended l; None: no measured depth has at most `max_kl`."""
     rule: str
-    """Rule behind the recommendation."""
+    """Text of the rule that chose the recommended l."""
     bypass_kl: tuple[float, ...] = ()
     """KL of the teacher if prompts bypass one layer, by layer from 0; empty if not measured."""
     lists: tuple[UntrainedReport, ...] = ()
@@ -403,8 +403,8 @@ def analyze(
 def _recommend(
     scores: list[float], starts: Mapping[int, UntrainedReport], teacher_share: float | None, max_kl: float
 ) -> tuple[int | None, str]:
-    """Return the recommended l, and its rule. `teacher_share`: share of the needles that the teacher finds; None: too
-    few to test depths."""
+    """Return the recommended l (None: no depth qualifies), and the text of the rule that chose it. `teacher_share`:
+    share of the needles that the teacher finds; None: it finds too few, so the rule ignores needles."""
     if not starts:
         return recommend_depth(
             scores
@@ -457,7 +457,7 @@ def _choose_depths(options: AnalysisOptions, num_layers: int) -> list[int]:
     return sorted({*options.depths}) or list(range(wanted + 1, min(wanted + _NUM_DEPTHS, num_layers - 1) + 1))
 
 
-def _make_needles(tokenizer: Any, options: AnalysisOptions, context: int | None) -> Needles | None:
+def _make_needles(tokenizer: Any, options: AnalysisOptions, context_length: int | None) -> Needles | None:
     length = options.needle_length
     if length is None:
         return None
@@ -469,10 +469,10 @@ def _make_needles(tokenizer: Any, options: AnalysisOptions, context: int | None)
         )
     needles = Needles.create(tokenizer, length, options.needle_samples)
     longest = needles.max_total_length
-    if context is not None and longest > context:
+    if context_length is not None and longest > context_length:
         raise InvalidInputError(
-            f"needle_length {length} needs {longest} tokens with template and answer, but the context has {context}; "
-            f"use {context - longest + length}",
+            f"needle_length {length} needs {longest} tokens with template and answer, but the context has "
+            f"{context_length}; use {context_length - longest + length}",
             field="needle_length",
             value=length,
         )
@@ -488,6 +488,7 @@ def _check_depths(depths: Sequence[int], num_layers: int) -> None:
 
 
 def _load_model(path: str, dtype: str) -> tuple[Any, Any]:
+    """Load a teacher, or a student in teacher mode, and the tokenizer."""
     transformers_logging.disable_progress_bar()
     config = read_config(path, field="model")
     tokenizer = load_tokenizer(path, config.vocab_size, field="model")
@@ -502,7 +503,8 @@ def _load_model(path: str, dtype: str) -> tuple[Any, Any]:
 def _read_text(
     text: Sequence[str], tokenizer: Any, max_length: int, options: AnalysisOptions
 ) -> tuple[PackedRows, PackedRows]:
-    """Return rows for the similarity and held-out rows: other documents or, of a single document, other parts."""
+    """Return the rows for measuring similarity, and the held-out rows, which are other documents or other parts of a
+    single document."""
     spec = DataSpec(
         sources=tuple(DataSourceSpec(name_or_path=each) for each in text),
         max_length=max_length,

@@ -20,7 +20,7 @@ from swiftkv_platform.model.workers import Workers
 
 _MAX_PROMPT_LENGTH = 64
 """Max tokens per prompt; all prompts have one length, so batches need no padding."""
-_PADDING = 0
+_PADDING_ID = 0
 """Token that `generate()` writes after an end token; not compared."""
 _NUM_EXAMPLES = 4
 
@@ -139,7 +139,7 @@ def _generate_greedy(model: Any, prompts: torch.Tensor, num_tokens: int, *, in_s
     model's other generation settings (penalties, beams) are ignored."""
     shipped = model.generation_config
     settings = GenerationConfig(
-        max_new_tokens=num_tokens, do_sample=False, eos_token_id=shipped.eos_token_id, pad_token_id=_PADDING
+        max_new_tokens=num_tokens, do_sample=False, eos_token_id=shipped.eos_token_id, pad_token_id=_PADDING_ID
     )
     mask = torch.ones_like(prompts)
     model.generation_config = settings  # generate() takes missing settings from the model
@@ -150,7 +150,7 @@ def _generate_greedy(model: Any, prompts: torch.Tensor, num_tokens: int, *, in_s
     finally:
         model.generation_config = shipped
     tokens = tokens[:, prompts.shape[1] :]
-    return torch.nn.functional.pad(tokens, (0, num_tokens - tokens.shape[1]), value=_PADDING)
+    return torch.nn.functional.pad(tokens, (0, num_tokens - tokens.shape[1]), value=_PADDING_ID)
 
 
 def _mask_until_end(tokens: torch.Tensor, end_tokens: list[int]) -> torch.Tensor:

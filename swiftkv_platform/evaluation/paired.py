@@ -17,9 +17,9 @@ from swiftkv_platform.frozen import FrozenModel
 Interval = tuple[float, float]
 MIN_SAMPLES = 30
 """Minimum samples for the interval of an unbounded score, by normal theory."""
-_Z = 1.959963984540054
+_Z_975 = 1.959963984540054
 """97.5% quantile of the normal distribution, for two-sided 95% intervals."""
-_RESAMPLINGS = 500
+_NUM_RESAMPLINGS = 500
 MIN_TEXTS = 10
 """Minimum number of texts to resample whole texts. With fewer, their parts of at most a row count as independent."""
 _MAX_LOG_MARGIN = 50.0
@@ -37,7 +37,7 @@ def share_interval(losses: Sequence[float]) -> Interval:
     num_samples = len(values) + 2
     mean = values.sum() / num_samples
     variance = (np.square(values).sum() + 1.0) / num_samples - mean**2
-    margin = _Z * math.sqrt(variance / num_samples)
+    margin = _Z_975 * math.sqrt(variance / num_samples)
     return max(float(mean - margin), -1.0), min(float(mean + margin), 1.0)
 
 
@@ -53,10 +53,10 @@ def bootstrap_interval(
         return None
     rng = np.random.default_rng(0)
     draws = []
-    for _ in range(_RESAMPLINGS):
+    for _ in range(_NUM_RESAMPLINGS):
         drawn = rng.integers(len(teacher), size=len(teacher))
         draws.append(aggregate([teacher[i] for i in drawn]) - aggregate([student[i] for i in drawn]))
-    margin = _Z * float(np.std(draws, ddof=1))
+    margin = _Z_975 * float(np.std(draws, ddof=1))
     loss = aggregate(teacher) - aggregate(student)
     return (loss - margin, loss + margin) if math.isfinite(margin) and math.isfinite(loss) else None
 
@@ -76,20 +76,21 @@ def bootstrap_margin(
     num_parts = len(parts)
     if num_parts < 2:
         return None
-    drawn = np.random.default_rng(0).multinomial(num_parts, np.full(num_parts, 1.0 / num_parts), size=_RESAMPLINGS)
+    drawn = np.random.default_rng(0).multinomial(num_parts, np.full(num_parts, 1.0 / num_parts), size=_NUM_RESAMPLINGS)
     spread = float(np.std(statistic(drawn @ parts), ddof=1)) * math.sqrt(num_parts / (num_parts - 1))
     margin = _student_quantile(num_parts - 1) * spread
     return margin if math.isfinite(margin) else None
 
 
-_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+_STUDENT_T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def _student_quantile(freedom: int) -> float:
     """Return the 97.5% quantile of Student's distribution, from a table or by the first terms of its expansion."""
-    if freedom <= len(_QUANTILES):
-        return _QUANTILES[freedom - 1]
-    return _Z + (_Z**3 + _Z) / (4 * freedom) + (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * freedom**2)
+    if freedom <= len(_STUDENT_T_QUANTILES):
+        return _STUDENT_T_QUANTILES[freedom - 1]
+    z = _Z_975
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 def unpaired_interval(loss: float, *errors: float | None) -> Interval | None:
@@ -98,7 +99,7 @@ def unpaired_interval(loss: float, *errors: float | None) -> Interval | None:
     known = [error for error in errors if error is not None]
     if len(known) < len(errors):
         return None
-    margin = _Z * math.sqrt(sum(error**2 for error in known))
+    margin = _Z_975 * math.sqrt(sum(error**2 for error in known))
     return (loss - margin, loss + margin) if math.isfinite(margin) and math.isfinite(loss) else None
 
 
@@ -119,7 +120,7 @@ def estimate_samples_to_decide(
     if not distance or not math.isfinite(distance):
         return None
     # margin^2 = spread / n + added / n^2
-    added = (_Z * share) ** 2 if share is not None else 0.0
+    added = (_Z_975 * share) ** 2 if share is not None else 0.0
     counted = num_samples + (2 if added else 0)
     spread = max(((interval[1] - interval[0]) / 2) ** 2 * counted - added / counted, 0.0)
     needed = (spread + math.sqrt(spread**2 + 4 * added * distance**2)) / (2 * distance**2)
@@ -130,7 +131,7 @@ class HeldOutIntervals(FrozenModel):
     """95% intervals of a student's figures on held-out text, by resampling."""
 
     unit: Literal["text", "row"]
-    """Resampled unit: `text`, a conversation or document, or if there are few, `row`, a part of at most a row."""
+    """Unit of resampling: `text` (conversation or document) or, with few texts, `row` (part of at most a row)."""
     num_units: int
     kl: Interval
     top1_agreement: Interval

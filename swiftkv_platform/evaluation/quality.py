@@ -14,7 +14,7 @@ import torch
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.model.context import PACKED
+from swiftkv_platform.model.context import PACKED_ATTENTION
 from swiftkv_platform.model.packed_attention import (
     DeepSpanWriter,
     add_conversation_spans,
@@ -60,9 +60,10 @@ class _AddableSums:
 
 @dataclass(frozen=True)
 class ExitCounts(_AddableSums):
-    """Positions by the exit head's maximum probability, in `NUM_EXIT_BINS` bins."""
+    """Counts by the exit head's maximum probability, in `NUM_EXIT_BINS` bins."""
 
     positions: tuple[int, ...] = (0,) * NUM_EXIT_BINS
+    """Number of held-out positions per bin."""
     agreements: tuple[int, ...] = (0,) * NUM_EXIT_BINS
     """Positions where exit head and student have the same most likely token."""
 
@@ -76,6 +77,7 @@ class BinnedSums(_AddableSums):
     """Sums over positions in the bins of `BIN_BOUNDS`."""
 
     positions: tuple[int, ...] = (0,) * len(BIN_BOUNDS)
+    """Number of held-out positions per bin."""
     teacher_nll: tuple[float, ...] = (0.0,) * len(BIN_BOUNDS)
     student_nll: tuple[float, ...] = (0.0,) * len(BIN_BOUNDS)
     kl: tuple[float, ...] = (0.0,) * len(BIN_BOUNDS)
@@ -201,14 +203,14 @@ class _SampleLayout:
         return layout
 
 
-def _measure_batch(model: Any, batch: dict[str, torch.Tensor], layout: _SampleLayout) -> HeldOutTotals:
+def _measure_batch(model: Any, batch: dict[str, torch.Tensor], sample_layout: _SampleLayout) -> HeldOutTotals:
     """Measure one forward pass over tensors [rows, max_length]; the layers below l run once if both modes share them.
-    Positions that count are deep tokens, each run of them a turn. `layout`: samples of the rows."""
+    Positions that count are deep tokens, each run of them a turn."""
     decoder, counted = model.model, batch["loss_mask"]
     targets = batch["input_ids"].roll(-1, dims=1)[counted]  # [num_positions]
     if decoder.layer_map.deep_leaders:
         context = make_packed_context(
-            decoder, batch["input_ids"], batch["position_ids"], layout.lengths, dtype=model.dtype
+            decoder, batch["input_ids"], batch["position_ids"], sample_layout.lengths, dtype=model.dtype
         )
     else:
         context = decoder.make_context(batch["input_ids"], position_ids=batch["position_ids"])
@@ -242,7 +244,7 @@ def _measure_batch(model: Any, batch: dict[str, torch.Tensor], layout: _SampleLa
         agreements=int(agreements),
         by_position=_sum_by_bin(positions, figures),
         by_prompt_length=_sum_by_bin(prompts, figures),
-        samples=_sum_by_sample(figures, counted, layout),
+        samples=_sum_by_sample(figures, counted, sample_layout),
     )
 
 
@@ -331,7 +333,7 @@ def evaluation_mode(model: Any) -> Iterator[None]:
     model.eval()
     try:
         for one, _ in changed:
-            one.set_attn_implementation(PACKED)  # falls back to SDPA without samples
+            one.set_attn_implementation(PACKED_ATTENTION)  # falls back to SDPA without samples
         yield
     finally:
         for one, attention in changed:

@@ -141,7 +141,7 @@ class Report(FrozenModel):
     """1 - distilled.kl / rewired.kl; 0 if rewired.kl is 0. Not a gate, because it depends on the quality of the
     start."""
     num_positions: int
-    """Number of compared held-out positions."""
+    """Number of held-out positions that were compared."""
     intervals: HeldOutIntervals | None = None
     """Intervals of `distilled` and `perplexity_ratio`; None for a single part of a text, and in older reports."""
     prefill_flops_ratio: float

@@ -152,7 +152,7 @@ class SwiftKVAttentionMixin(nn.Module):
         """Return a leader's norms on its group's keys, which teacher and student share."""
         return []
 
-    def list_idle_modules(self) -> tuple[str, ...]:
+    def list_teacher_only_modules(self) -> tuple[str, ...]:
         """Return the names of the modules that the student does not run."""
         return self.list_teacher_modules(self.config)
 
@@ -299,9 +299,9 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
     def list_shared_norms(self) -> list[nn.Module]:
         return [self.k_norm] if self.has_head_norms else []
 
-    def list_idle_modules(self) -> tuple[str, ...]:
+    def list_teacher_only_modules(self) -> tuple[str, ...]:
         follows = self.has_head_norms and not hasattr(self, "k_proj_swiftkv")
-        return (*super().list_idle_modules(), *(["k_norm"] if follows else []))
+        return (*super().list_teacher_only_modules(), *(["k_norm"] if follows else []))
 
     def project_query(self, hidden_states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         projected = self.q_proj_swiftkv(hidden_states)

@@ -23,10 +23,10 @@ from swiftkv_platform import configs
 from swiftkv_platform.errors import ModelError, SwiftKVError
 from swiftkv_platform.families import FAMILIES, get_teacher_type
 from swiftkv_platform.planning import check_generation_values, has_quantized_weights, read_architecture
+from swiftkv_platform.planning.config import MODEL_FIELD
 from swiftkv_platform.sources.loader_rules import CONFIG, clean_config, clean_generation
 from swiftkv_platform.sources.untrusted_files import read_object
 
-FIELD = "model.name_or_path"
 _MAX_ERROR_LENGTH = 300
 """Maximum characters of a transformers error in a message."""
 
@@ -35,7 +35,7 @@ configs.register()
 
 
 def read_config(
-    source: str | Path, *, field: str = FIELD, any_family: bool = False, config_class: Any = None, **hub: Any
+    source: str | Path, *, field: str = MODEL_FIELD, any_family: bool = False, config_class: Any = None, **hub: Any
 ) -> Any:
     """Read a model's configuration, of which transformers gets the known keys.
 
@@ -86,7 +86,9 @@ def refuse_prefill_only(config: Any, source: str | Path) -> None:
         )
 
 
-def read_generation_config(file: Path | None, source: str | Path, *, field: str = FIELD) -> GenerationConfig | None:
+def read_generation_config(
+    file: Path | None, source: str | Path, *, field: str = MODEL_FIELD
+) -> GenerationConfig | None:
     """Read the generation defaults in `file`; None without a file. Raises `ModelError`: they have impossible values."""
     if file is None:
         return None
@@ -120,7 +122,7 @@ def build_without_weights(source: str | Path) -> Iterator[None]:
 
 @contextmanager
 def convert_errors(
-    source: str | Path, what: str, field: str = FIELD, errors: tuple[type[Exception], ...] = (Exception,)
+    source: str | Path, what: str, field: str = MODEL_FIELD, errors: tuple[type[Exception], ...] = (Exception,)
 ) -> Iterator[None]:
     """Turn `errors` of transformers in the block into a `ModelError` that says `what`."""
     try:

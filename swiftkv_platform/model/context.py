@@ -85,9 +85,9 @@ class SelectsTokens(Protocol):
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-PACKED = "swiftkv_packed"
+PACKED_ATTENTION = "swiftkv_packed"
 """Name of the attention implementation in `packed_attention.py`, which runs SDPA without packed samples."""
-_SDPA = ("sdpa", PACKED)
+_SDPA_IMPLEMENTATIONS = ("sdpa", PACKED_ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def make_masks(
         masks.append(made[key])
         sizes = (num_tokens, 0) if past_key_values is None else past_key_values.get_mask_sizes(num_tokens, cache_layer)
         context_lens.append(sizes[0])
-    return Masks(tuple(masks), config._attn_implementation in _SDPA, tuple(context_lens))
+    return Masks(tuple(masks), config._attn_implementation in _SDPA_IMPLEMENTATIONS, tuple(context_lens))
 
 
 def _check_packing(config: Any, position_ids: torch.Tensor) -> None:
@@ -173,7 +173,7 @@ def supports_selection(config: Any, selection: TokenSelection) -> bool:
     implementation = str(config._attn_implementation)
     if "flash" in implementation:
         return not isinstance(selection.tokens, torch.Tensor)
-    return implementation in ("eager", *_SDPA)
+    return implementation in ("eager", *_SDPA_IMPLEMENTATIONS)
 
 
 def select_masks(masks: Masks, selection: TokenSelection, num_tokens: int, device: torch.device) -> Masks:

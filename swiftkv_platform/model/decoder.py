@@ -202,8 +202,9 @@ class SwiftKVDecoderMixin(nn.Module):
         """Run consecutive layers over `hidden` [batch, num_tokens, hidden_size].
 
         Args:
-            shared: `shared_key_value` of each layer, made on iteration; None: the teacher's layers.
-            record: list that receives the output of each layer.
+            shared: K and V for each layer's `shared_key_value` argument, computed when the layer runs if `shared` is a
+                generator; None: the layers compute their own, as in the teacher.
+            record: list to which the output of each layer is appended.
         """
         if self.fused_layers is not None and record is None:
             shared = None if shared is None else list(shared)

@@ -64,22 +64,25 @@ def export(
     base_model: str | Path | None = None,
     progress: Progress = lambda _done, _total: None,
 ) -> Path:
-    """Write `student` to the directory `target`, completely or not at all.
+    """Write a student to the directory `target`. If writing fails, `target` stays empty.
 
-    Without its teacher a student loads, generates and serves as before, but `swiftkv(False)` is an error. The other
-    files of a directory, such as its tokenizer, are copied. Raises `ModelError`: not a SwiftKV model, `teacher` for one
-    exported without it, `calibration` without `quantize`, `quantize` for one already quantized to integers, or an
-    adapter's base is missing or another model; `InvalidInputError`: `calibration` without tokens; `ConflictError`:
-    `target` exists and is not empty.
+    A student without its teacher's projections loads, generates and serves as before, but `swiftkv(False)` is an error.
+    Other files of a student's directory, such as the tokenizer, are copied.
+
+    Raises:
+        ModelError: the student is not a SwiftKV model or already quantized to integers (`quantize`), lacks its teacher
+            (`teacher`), or is an adapter whose base is missing or another model; or `calibration` without `quantize`.
+        InvalidInputError: `calibration` has no tokens.
+        ConflictError: `target` exists and is not empty.
 
     Args:
-        student: a SwiftKV model in memory, which is not changed, or the directory or hub id of one, which is written
-            file by file: files that keep all tensors are linked or copied, see `files`, the others are rewritten one at
-            a time. An adapter is applied to its base, and the target is a whole model.
+        student: a SwiftKV model in memory, which is not changed; or the directory or hub id of a SwiftKV model or
+            adapter. Its files are written one at a time: files whose tensors are all kept are linked or copied (see
+            `files`), the others are rewritten. An adapter is merged with its base.
         target: a new or empty directory.
         teacher: keep the teacher's projections of layers >= l.
-        prefill_only: write only the modules that skipped prompt tokens run through: a model that fills KV caches in
-            vLLM for other servers.
+        prefill_only: write only the modules that process skipped prompt tokens. In vLLM, such a model fills the KV
+            caches of other servers.
         quantize: store the projections of the layers in integers, in the formats of compressed-tensors: `int8` with a
             scale per row (W8A8); `int4` with a scale per group of 128 inputs, or fewer (W4A16); or `mixed`, with the
             projections of queries, keys and values and the last eighth of the MLPs in int8 and the others in int4 by
@@ -87,7 +90,7 @@ def export(
         calibration: rows of tokens for the rounding of `quantize`, see `round_calibrated`; the directory is read layer
             by layer. None: each weight is rounded to nearest.
         base_model: directory or hub id of an adapter's base; None: as named in the adapter.
-        progress: called with the number of files written and of all files; for a directory.
+        progress: called with the number of files written and the total; only if `student` is a directory or hub id.
     """
     target = Path(target)
     check_target_is_empty(target)

@@ -20,8 +20,8 @@ from swiftkv_platform.model.decoder import SwiftKVDecoderLayerMixin, SwiftKVDeco
 from swiftkv_platform.planning.config import check_no_student_keys
 from swiftkv_platform.student_shape import ShapeRequest, StudentShape
 
-_ATTENTION = {"head": HeadAttentionMixin, "latent": LatentAttentionMixin}
-_TEACHER_KEYS = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype")
+_ATTENTION_MIXINS = {"head": HeadAttentionMixin, "latent": LatentAttentionMixin}
+_TEACHER_ONLY_KEYS = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype")
 """Keys of a teacher's configuration that a student's does not inherit."""
 
 
@@ -39,7 +39,7 @@ class StudentClasses:
         teacher's configuration has a student's keys."""
         of_teacher = teacher.to_dict()
         check_no_student_keys(of_teacher)
-        values = {key: value for key, value in of_teacher.items() if key not in _TEACHER_KEYS}
+        values = {key: value for key, value in of_teacher.items() if key not in _TEACHER_ONLY_KEYS}
         config = self.config(**values, **({} if shape is None else shape.to_config()))
         config.dtype = teacher.dtype
         return config
@@ -55,7 +55,7 @@ def _import_teacher_class(family: Family, suffix: str) -> type[Any]:
 def _derive_class(family: Family, suffix: str, mixin: type, **members: Any) -> type[Any]:
     """Define `{prefix}SwiftKV{suffix}`, importable from this module: `mixin` before the family's own class."""
     teacher = _import_teacher_class(family, suffix)
-    name = f"{family.prefix}SwiftKV{suffix}"
+    name = f"{family.class_prefix}SwiftKV{suffix}"
     body = {"__module__": __name__, "__qualname__": name, **members}
     student = types.new_class(name, (mixin, teacher), exec_body=lambda namespace: namespace.update(body))
     globals()[name] = student
@@ -69,7 +69,7 @@ def _build_classes(family: Family) -> StudentClasses:
     student gets its teacher's entry.
     """
     config = configs.CONFIG_CLASSES[family.model_type]
-    attention = _derive_class(family, "Attention", _ATTENTION[family.attention])
+    attention = _derive_class(family, "Attention", _ATTENTION_MIXINS[family.attention])
     layer = _derive_class(family, "DecoderLayer", SwiftKVDecoderLayerMixin, attention_class=attention)
     # transformers detects grouped experts in the source of a class's module, so a derived class takes its answer.
     shared = {
@@ -87,13 +87,13 @@ def _build_classes(family: Family) -> StudentClasses:
 
 
 configs.register()
-STUDENTS = {model_type: _build_classes(family) for model_type, family in FAMILIES.items()}
+STUDENT_CLASSES = {model_type: _build_classes(family) for model_type, family in FAMILIES.items()}
 
 
 def student_classes(model_type: str) -> StudentClasses:
     """Return the classes of a family, given the `model_type` of a teacher or a student. Raises `ModelError`: it is
     unknown; the message lists the families."""
-    return STUDENTS[find_family({"model_type": model_type}).model_type]
+    return STUDENT_CLASSES[find_family({"model_type": model_type}).model_type]
 
 
 def make_student_config(teacher: Any, request: ShapeRequest) -> Any:

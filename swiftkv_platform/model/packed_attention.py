@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.model.attention import KeyValue
-from swiftkv_platform.model.context import PACKED, DecoderContext, Masks, TokenSelection, get_layer_windows
+from swiftkv_platform.model.context import PACKED_ATTENTION, DecoderContext, Masks, TokenSelection, get_layer_windows
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_CAPABILITY = (8, 0)
@@ -51,7 +51,7 @@ def find_flash_head_obstacle(dtype: torch.dtype, head_dim: int) -> str | None:
     return None
 
 
-SAMPLES = "packed_samples"
+SAMPLES_KEY = "packed_samples"
 """Keyword argument that passes the samples to every attention layer."""
 
 TOKENS_MULTIPLE = 64
@@ -339,7 +339,7 @@ def _attend_to_samples(
     **arguments: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention function in transformers' interface. Without samples it runs SDPA."""
-    samples: PackedSamples | None = arguments.pop(SAMPLES, None)
+    samples: PackedSamples | None = arguments.pop(SAMPLES_KEY, None)
     if samples is None:
         output: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **arguments
@@ -349,8 +349,8 @@ def _attend_to_samples(
     return samples.attend(query, key, value, scaling=scaling, layer=module.layer_idx), None  # type: ignore[arg-type]
 
 
-ALL_ATTENTION_FUNCTIONS.register(PACKED, _attend_to_samples)
-ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, sdpa_mask)
+ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, _attend_to_samples)
+ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, sdpa_mask)
 
 
 def to_tensors(batch: Mapping[str, npt.NDArray[Any]]) -> dict[str, Tensor]:
@@ -419,15 +419,17 @@ def make_packed_context(
     samples = PackedSamples.create(config, lengths, device=device, dtype=dtype, operator=operator)
     masks = Masks((None,) * config.num_hidden_layers)
     flat, positions = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
-    return cast("DecoderContext", decoder.make_context(flat, position_ids=positions, masks=masks, **{SAMPLES: samples}))
+    return cast(
+        "DecoderContext", decoder.make_context(flat, position_ids=positions, masks=masks, **{SAMPLES_KEY: samples})
+    )
 
 
 def add_conversation_spans(context: DecoderContext, deep_mask: Tensor) -> DecoderContext:
     """Return the context for layers >= l of a student whose deep tokens, marked by `deep_mask` [num_tokens], have their
     own K and V. Deep tokens predict a generated token; consecutive ones form a span. A span attends to everything
     before it, including earlier answers, as a prompt, as in serving."""
-    samples: PackedSamples = context.layer_arguments[SAMPLES]
-    with_spans = {SAMPLES: samples.add_conversation_spans(deep_mask)}
+    samples: PackedSamples = context.layer_arguments[SAMPLES_KEY]
+    with_spans = {SAMPLES_KEY: samples.add_conversation_spans(deep_mask)}
     return replace(context, layer_arguments={**context.layer_arguments, **with_spans})
 
 

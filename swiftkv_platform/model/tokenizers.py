@@ -13,14 +13,16 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.configuration import FIELD
+from swiftkv_platform.planning.config import MODEL_FIELD
 from swiftkv_platform.sources.loader_rules import TOKENIZER
 from swiftkv_platform.sources.model_directories import fetch_tokenizer_directory, open_tokenizer_view
 
-_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
 
 
-def load_tokenizer(source: str | Path, vocab_size: int, *, field: str = FIELD, revision: str | None = None) -> Any:
+def load_tokenizer(
+    source: str | Path, vocab_size: int, *, field: str = MODEL_FIELD, revision: str | None = None
+) -> Any:
     """Load a model's tokenizer and check that the model has an embedding for each id.
 
     Without a `tokenizer.json`, the class in `tokenizer_config.json` reads its own files.
@@ -72,7 +74,7 @@ def _read_tokenizer(view: Path, directory: Path) -> Any:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    return any((directory / name).is_file() for name in _FILES)
+    return any((directory / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def max_bytes_per_token(tokenizer: Any) -> int | None:
@@ -86,8 +88,8 @@ def max_bytes_per_token(tokenizer: Any) -> int | None:
     backend = tokenizer.backend_tokenizer
     vocabulary, added = backend.get_vocab(with_added_tokens=False), backend.get_added_tokens_decoder().values()
     normalizers, pre_tokenizers = list_steps(backend.normalizer), list_steps(backend.pre_tokenizer)
-    shrinks = [_SHRINK_FACTORS.get(step["type"]) if not _deletes_text(step) else None for step in normalizers]
-    kept = all(step["type"] in _TEXT_PRESERVING and not _deletes_text(step) for step in pre_tokenizers)
+    shrinks = [_NORMALIZER_SHRINK.get(step["type"]) if not _deletes_text(step) else None for step in normalizers]
+    kept = all(step["type"] in _LOSSLESS_PRE_TOKENIZERS and not _deletes_text(step) for step in pre_tokenizers)
     if None in shrinks or not kept or any(token.lstrip or token.rstrip for token in added):
         return None
     if any(step["type"] == "ByteLevel" for step in [*normalizers, *pre_tokenizers]):
@@ -117,9 +119,10 @@ def get_end_ids(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
     return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or ())
 
 
-_SHRINK_FACTORS = {"NFC": 3, "NFD": 3, "Prepend": 1, "Replace": 1, "ByteLevel": 1}
-"""Normalizers that keep all text, and their max shrink factor in bytes: three Hangul letters of 9 bytes become 3."""
-_TEXT_PRESERVING = {"ByteLevel", "Split", "Digits", "Metaspace", "Punctuation"}
+_NORMALIZER_SHRINK = {"NFC": 3, "NFD": 3, "Prepend": 1, "Replace": 1, "ByteLevel": 1}
+"""Max factor by which a normalizer that keeps all text shrinks it, in bytes: NFC composes three Hangul letters of 9
+bytes to one of 3."""
+_LOSSLESS_PRE_TOKENIZERS = {"ByteLevel", "Split", "Digits", "Metaspace", "Punctuation"}
 """Pre-tokenizers that keep all text by default."""
 
 

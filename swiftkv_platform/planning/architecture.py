@@ -321,11 +321,11 @@ def _read_student_shape(fields: ConfigFields, num_layers: int) -> StudentShape |
         raise ModelError(error.message, field=error.field, value=error.value) from error
 
 
-_ATTENTION: Mapping[str, Callable[[Family, ConfigFields, int | None], AttentionShape]] = {
+_ATTENTION_READERS: Mapping[str, Callable[[Family, ConfigFields, int | None], AttentionShape]] = {
     "head": _read_head_attention,
     "latent": _read_latent_attention,
 }
-_FEED_FORWARD: Mapping[str, Callable[[Family, ConfigFields, int], tuple[Linear, ...]]] = {
+_FEED_FORWARD_READERS: Mapping[str, Callable[[Family, ConfigFields, int], tuple[Linear, ...]]] = {
     "gated": _read_gated_mlp,
     "gated_gelu": _read_gated_mlp,
     "mixtral": _read_mixtral_mlp,
@@ -345,7 +345,7 @@ def read_architecture(source: ConfigSource, shape: StudentShape | None = None) -
     windows = _read_windows(family, fields, num_layers)
     if family.has_layers_without_rope:
         _read_rotated_layers(fields, num_layers)  # refused here, before transformers reaches the end of the list
-    attention, feed_forward = _ATTENTION[family.attention], _FEED_FORWARD[family.feed_forward]
+    attention, feed_forward = _ATTENTION_READERS[family.attention], _FEED_FORWARD_READERS[family.feed_forward]
     own = attention(family, fields, None)
     student = _read_student_shape(fields, num_layers) if shape is None else shape
     shared_heads = None if student is None else student.num_key_value_heads_swiftkv

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.families import FLAGS, STUDENT_SUFFIX, ConfigFlag, FixedFlag
+from swiftkv_platform.families import FLAG_KEYS, STUDENT_SUFFIX, ConfigFlag, FixedFlag
 from swiftkv_platform.student_shape import STUDENT_KEYS
 
-FIELD = "model.name_or_path"
+MODEL_FIELD = "model.name_or_path"
 _MAX_VALUE = 1 << 40
 """Largest count that is accepted in a configuration."""
 
@@ -37,12 +37,12 @@ def read_config(source: ConfigSource) -> dict[str, Any]:
     except OSError as error:
         accepted = "a config.json or a Hugging Face model directory is accepted"
         raise ModelError(
-            f"{path} cannot be read ({error.strerror}); {accepted}", field=FIELD, value=str(source)
+            f"{path} cannot be read ({error.strerror}); {accepted}", field=MODEL_FIELD, value=str(source)
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not valid JSON ({error})", field=FIELD, value=str(source)) from error
+        raise ModelError(f"{path} is not valid JSON ({error})", field=MODEL_FIELD, value=str(source)) from error
     if not isinstance(config, dict):
-        raise ModelError(f"{path} holds a {type(config).__name__}, not an object", field=FIELD, value=str(source))
+        raise ModelError(f"{path} holds a {type(config).__name__}, not an object", field=MODEL_FIELD, value=str(source))
     return config
 
 
@@ -106,24 +106,24 @@ class ConfigFields:
 MAX_LAYERS = 1024
 """Most layers of a model; each becomes an object when a configuration is read."""
 _MAX_COUNT = (1 << 31) - 1
-_DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _FP8_METHODS = ("fbgemm_fp8", "fp8")
-_ORDER_PRESERVING = ("weight", "static")
+_ORDER_PRESERVING_ACTORDERS = ("weight", "static")
 """Orders of rounding (`actorder`) that keep columns and their groups in place."""
 
-_COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
-_OPTIONAL_COUNTS = (
+_COUNT_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
+_OPTIONAL_COUNT_KEYS = (
     *("num_key_value_heads", "head_dim", "sliding_window", "sliding_window_pattern"),
     *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
     *("moe_intermediate_size", "decoder_sparse_step", "n_group", "topk_group"),
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
-_FRACTIONS = ("initializer_range", "attention_dropout")
-_FLAGS = ("tie_word_embeddings", *sorted(FLAGS), "use_cache", "use_sliding_window")
-_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_ROPE_COUNTS = ("original_max_position_embeddings",)
-_ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+_FRACTION_KEYS = ("initializer_range", "attention_dropout")
+_BOOLEAN_KEYS = ("tie_word_embeddings", *sorted(FLAG_KEYS), "use_cache", "use_sliding_window")
+_CAP_KEYS = ("attn_logit_softcapping", "final_logit_softcapping")
+_TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_ROPE_COUNT_KEYS = ("original_max_position_embeddings",)
+_ROPE_NUMBER_KEYS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
 _ROPE_REQUIRED_KEYS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -134,8 +134,8 @@ _ROPE_REQUIRED_KEYS: Mapping[str, tuple[str, ...]] = {
     "proportional": (),
 }
 """Keys that each kind of RoPE requires, since transformers has no defaults for them."""
-_PROBABILITIES = ("top_p", "min_p", "typical_p")
-_POSITIVE = ("temperature", "repetition_penalty")
+_PROBABILITY_KEYS = ("top_p", "min_p", "typical_p")
+_POSITIVE_KEYS = ("temperature", "repetition_penalty")
 
 
 def has_quantized_weights(config: Mapping[str, Any]) -> bool:
@@ -153,7 +153,7 @@ def has_quantized_weights(config: Mapping[str, Any]) -> bool:
         f"config.json has quantization_config.quant_method {method!r}{form}, which is not supported; use unquantized "
         "safetensors, FP8 as fbgemm_fp8, fp8 or compressed-tensors with 8-bit float weights, or compressed-tensors "
         "with symmetric int8 or int4 weights",
-        field=FIELD,
+        field=MODEL_FIELD,
         value=method,
     )
 
@@ -170,7 +170,7 @@ def _is_supported_compressed_tensors(fields: Mapping[str, Any]) -> bool:
 def _is_supported_scheme(weights: Mapping[str, Any]) -> bool:
     if weights.get("type") == "float":
         return weights.get("num_bits") == 8
-    plain = weights.get("symmetric", True) and weights.get("actorder") in (None, False, *_ORDER_PRESERVING)
+    plain = weights.get("symmetric", True) and weights.get("actorder") in (None, False, *_ORDER_PRESERVING_ACTORDERS)
     return bool(plain) and weights.get("type", "int") == "int" and weights.get("num_bits") in (4, 8)
 
 
@@ -179,16 +179,16 @@ def check_config_values(config: Mapping[str, Any]) -> None:
     names the key, its value and what is accepted."""
     values = _CheckedValues("config.json", config)
     values.check_keys(("num_hidden_layers",), _is_count(MAX_LAYERS), f"1..{MAX_LAYERS} is accepted")
-    values.check_keys(_COUNTS, _is_count(), "a positive integer is accepted")
-    values.check_keys(_OPTIONAL_COUNTS, _or_null(_is_count()), "a positive integer or null is accepted")
+    values.check_keys(_COUNT_KEYS, _is_count(), "a positive integer is accepted")
+    values.check_keys(_OPTIONAL_COUNT_KEYS, _or_null(_is_count()), "a positive integer or null is accepted")
     values.check_keys(("rms_norm_eps",), _is_number(0, math.inf), "a number that is not negative is accepted")
-    values.check_keys(_FRACTIONS, _or_null(_is_number(0, 1)), "a number from 0 to 1 is accepted")
-    values.check_keys(_FLAGS, lambda value: isinstance(value, bool), "true or false is accepted")
+    values.check_keys(_FRACTION_KEYS, _or_null(_is_number(0, 1)), "a number from 0 to 1 is accepted")
+    values.check_keys(_BOOLEAN_KEYS, lambda value: isinstance(value, bool), "true or false is accepted")
     values.check_keys(("hidden_act", "hidden_activation"), lambda value: isinstance(value, str), "a name is accepted")
-    values.check_keys(_CAPS, lambda value: value is None, "null is accepted: logits and scores are not capped here")
+    values.check_keys(_CAP_KEYS, lambda value: value is None, "null is accepted: logits and scores are not capped here")
     values.check_keys(("use_bidirectional_attention",), lambda value: not value, "false is accepted")
     values.check_keys(
-        ("dtype", "torch_dtype"), _or_null(_is_one_of(_DTYPES)), f"one of {', '.join(_DTYPES)} is accepted"
+        ("dtype", "torch_dtype"), _or_null(_is_one_of(_DTYPE_NAMES)), f"one of {', '.join(_DTYPE_NAMES)} is accepted"
     )
     positive = ("rope_theta", "query_pre_attn_scalar")
     values.check_keys(positive, _or_null(_is_number(0, math.inf, above=True)), "a positive number is accepted")
@@ -213,8 +213,8 @@ def check_generation_values(config: Mapping[str, Any]) -> None:
     """Check a `generation_config.json`. Raises as `check_config_values`."""
     values = _CheckedValues("generation_config.json", config)
     _check_token_ids(values)
-    values.check_keys(_PROBABILITIES, _or_null(_is_number(0, 1)), "a number from 0 to 1 is accepted")
-    values.check_keys(_POSITIVE, _or_null(_is_number(0, math.inf)), "a number that is not negative is accepted")
+    values.check_keys(_PROBABILITY_KEYS, _or_null(_is_number(0, 1)), "a number from 0 to 1 is accepted")
+    values.check_keys(_POSITIVE_KEYS, _or_null(_is_number(0, math.inf)), "a number that is not negative is accepted")
     values.check_keys(
         ("do_sample", "use_cache"), _or_null(lambda value: isinstance(value, bool)), "true or false is accepted"
     )
@@ -243,7 +243,7 @@ class _CheckedValues:
 
 def _check_token_ids(values: _CheckedValues) -> None:
     values.check_keys(
-        _TOKENS,
+        _TOKEN_ID_KEYS,
         lambda value: _or_null(_is_integer)(value) or (isinstance(value, list) and all(map(_is_integer, value))),
         "a token id, a list of them or null is accepted",
     )
@@ -271,9 +271,9 @@ def _check_heads(config: Mapping[str, Any]) -> None:
 
 
 def _check_rope(values: _CheckedValues, required: Mapping[str, Sequence[str]]) -> None:
-    values.check_keys(_ROPE_NUMBERS, _or_null(_is_number(0, math.inf, above=True)), "a positive number is accepted")
+    values.check_keys(_ROPE_NUMBER_KEYS, _or_null(_is_number(0, math.inf, above=True)), "a positive number is accepted")
     values.check_keys(("partial_rotary_factor",), _is_share, "a number above 0 and up to 1 is accepted")
-    values.check_keys(_ROPE_COUNTS, _or_null(_is_count()), "a positive integer is accepted")
+    values.check_keys(_ROPE_COUNT_KEYS, _or_null(_is_count()), "a positive integer is accepted")
     values.check_keys(("rope_type", "type"), _is_one_of(required), f"one of {', '.join(required)} is accepted")
     values.check_required_keys(("rope_type", "type"), required)
 

@@ -30,10 +30,10 @@ DEFAULT_NEEDLE_DROP_RANGE = 5.0, 20.0
 NEEDLE_LENGTHS = (1024, 4096)
 """Default lengths of needle prompts for instruction-tuned models, up to the context length."""
 
-_PAPER = tuple(task.name for task in PAPER_TASKS)
-_NEEDLE_GATES = 16
-_Z = NormalDist().inv_cdf(0.975)
-_NUM_SAMPLES = {
+_PAPER_TASK_NAMES = tuple(task.name for task in PAPER_TASKS)
+_MAX_NEEDLE_GATES = 16
+_Z_975 = NormalDist().inv_cdf(0.975)
+_SAMPLES_PER_TASK = {
     "arc_challenge": 1172,
     "arc_challenge_llama": 1172,
     "arc_easy": 2376,
@@ -52,7 +52,7 @@ _NUM_SAMPLES = {
     "winogrande": 1267,
 }
 _NUM_SUBJECTS, _ALL_SUBJECTS = 57, 14_042
-_BY_SUBJECT = frozenset({"builtin:mmlu", "mmlu", "mmlu_llama", "mmlu_cot_llama"})
+_MMLU_GROUPS = frozenset({"builtin:mmlu", "mmlu", "mmlu_llama", "mmlu_cot_llama"})
 """MMLU groups. `task_limit` applies to each of their subjects."""
 
 
@@ -84,7 +84,7 @@ def smallest_excluded_loss(num_samples: int, *, num_gates: int = 1) -> float:
     share = PASS_PROBABILITY ** (1.0 / num_gates)
     counted = num_samples + 2
     discordant = num_samples * DISCORDANT_SHARE
-    margin = _Z * math.sqrt(discordant + 1.0)  # half-width of the interval
+    margin = _Z_975 * math.sqrt(discordant + 1.0)  # half-width of the interval
     spread = NormalDist().inv_cdf(share) * math.sqrt(discordant)  # of the measured loss
     return min(100.0 * (margin + spread) / counted, 100.0)
 
@@ -92,7 +92,7 @@ def smallest_excluded_loss(num_samples: int, *, num_gates: int = 1) -> float:
 def compute_pass_probability(loss: float, *, num_samples: int, limit: float) -> float:
     """Return the probability that a gate with `limit` passes a student with a true loss of `loss` points."""
     discordant = num_samples * max(DISCORDANT_SHARE, loss / 100.0)
-    margin = _Z * math.sqrt(discordant + 1.0)
+    margin = _Z_975 * math.sqrt(discordant + 1.0)
     spread = math.sqrt(discordant - num_samples * (loss / 100.0) ** 2) or 1.0
     return NormalDist().cdf(((limit - loss) / 100.0 * num_samples - margin) / spread)
 
@@ -117,15 +117,16 @@ def compute_default_limit(num_samples: int, *, num_gates: int) -> float:
 def compute_default_needle_limit(num_samples: int) -> float:
     """Return the default limit for one length of needle prompts, in points. Needles do not count as gates on tasks,
     since only a tokenizer decides whether they exist. They have few samples, so the limit is wide."""
-    return _clamp_limit(DEFAULT_NEEDLE_DROP_RANGE, smallest_excluded_loss(num_samples, num_gates=_NEEDLE_GATES))
+    return _clamp_limit(DEFAULT_NEEDLE_DROP_RANGE, smallest_excluded_loss(num_samples, num_gates=_MAX_NEEDLE_GATES))
 
 
 def _clamp_limit(bounds: tuple[float, float], loss: float) -> float:
     return min(max(bounds[0], round(loss, 2)), bounds[1])
 
 
-def find_samples_to_exclude(loss: float, *, num_gates: int = 1) -> int | None:
-    """Return the min number of samples that excludes a true loss of `loss` points; None if no number does."""
+def find_min_samples_to_exclude(loss: float, *, num_gates: int = 1) -> int | None:
+    """Return the min number of samples from which a passed gate rules out a true loss of `loss` points; None if no
+    number does."""
     if loss <= 0.0:
         return None
     low, high = 0, 1
@@ -169,7 +170,7 @@ def _forecast_needles(length: int, spec: EvaluationSpec) -> TaskForecast:
     samples = spec.needle_samples if spec.task_limit is None else min(spec.needle_samples, spec.task_limit)
     asked = spec.max_needle_drop
     limit = asked if isinstance(asked, float) else compute_default_needle_limit(samples)
-    return _make_forecast(f"needle_{length}", "max_needle_drop", samples, limit, _NEEDLE_GATES)
+    return _make_forecast(f"needle_{length}", "max_needle_drop", samples, limit, _MAX_NEEDLE_GATES)
 
 
 def _make_forecast(name: str, field: str, samples: int | None, limit: float | None, num_gates: int) -> TaskForecast:
@@ -177,7 +178,7 @@ def _make_forecast(name: str, field: str, samples: int | None, limit: float | No
     if samples is not None:
         excluded = round(smallest_excluded_loss(samples, num_gates=num_gates), 2)
         if limit is not None and excluded > limit:
-            needed = find_samples_to_exclude(limit, num_gates=num_gates)
+            needed = find_min_samples_to_exclude(limit, num_gates=num_gates)
         if limit is not None:
             worse = round(compute_pass_probability(WORSE_STUDENT_LOSS, num_samples=samples, limit=limit), 3)
     return TaskForecast(
@@ -194,12 +195,12 @@ def _make_forecast(name: str, field: str, samples: int | None, limit: float | No
 def _list_task_names(spec: EvaluationSpec) -> list[str]:
     """Return the names of the tasks of a spec, with `paper` expanded."""
     named = (get_task_name_and_data_dir(task)[0] for task in spec.tasks)
-    return [one for name in named for one in (_PAPER if name == "paper" else (name,))]
+    return [one for name in named for one in (_PAPER_TASK_NAMES if name == "paper" else (name,))]
 
 
 def _count_samples(name: str, limit: int | None) -> int | None:
     """Return the published number of samples of a task, up to `limit`; None if unknown."""
-    if name in _BY_SUBJECT:
+    if name in _MMLU_GROUPS:
         return _ALL_SUBJECTS if limit is None else min(_NUM_SUBJECTS * limit, _ALL_SUBJECTS)
-    known = _NUM_SAMPLES.get(name)
+    known = _SAMPLES_PER_TASK.get(name)
     return known if known is None or limit is None else min(known, limit)

@@ -28,26 +28,26 @@ def assume_speed(spec: JobSpec) -> tuple[float, str] | None:
     return _ASSUMED_UTILISATION * peak, f"assumed: {_ASSUMED_UTILISATION:.0%} of a peak of {peak / 1e12:g} TFLOPs"
 
 
-_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
-_CPU_INFO = Path("/proc/cpuinfo")
+_AVX512_FLAGS = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+_CPU_INFO_FILE = Path("/proc/cpuinfo")
 
 
-def has_fast_bfloat16(cpu_info: Path = _CPU_INFO) -> bool:
+def has_fast_bfloat16(cpu_info: Path = _CPU_INFO_FILE) -> bool:
     """Whether PyTorch multiplies bfloat16 matrices on this machine's CPU with vector instructions.
 
     An x86 processor needs AVX-512 for it; without, a product in bfloat16 takes tens of times as long as in float32.
     True on other processors and systems, where this cannot be read.
     """
     flags = _read_cpu_info(cpu_info).get("flags")
-    return flags is None or set(flags.split()) >= _AVX512
+    return flags is None or set(flags.split()) >= _AVX512_FLAGS
 
 
-def describe_processor(cpu_info: Path = _CPU_INFO) -> tuple[str, str | None]:
+def describe_processor(cpu_info: Path = _CPU_INFO_FILE) -> tuple[str, str | None]:
     """Return the name of this machine's processor, and its widest vector or matrix instructions for PyTorch: "AMX",
     "AVX-512" or "AVX2"; None if it has none of these or they cannot be read."""
     info = _read_cpu_info(cpu_info)
     flags = set(info.get("flags", "").split())
-    classes = {"AMX": {"amx_tile", "amx_bf16"}, "AVX-512": _AVX512, "AVX2": {"avx2"}}
+    classes = {"AMX": {"amx_tile", "amx_bf16"}, "AVX-512": _AVX512_FLAGS, "AVX2": {"avx2"}}
     simd = next((name for name, needed in classes.items() if flags >= needed), None)
     return info.get("model name") or platform.processor() or platform.machine(), simd
 

@@ -29,7 +29,7 @@ KVCacheDtype = Literal["float32", "bfloat16", "float16", "fp8", "int8"]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 SCALE_BYTES = 2
 """Bytes of a scale. A quantized cache has one per token and head for keys, and one for values."""
-QUANTIZED = frozenset({"fp8", "int8"})
+QUANTIZED_CACHE_DTYPES = frozenset({"fp8", "int8"})
 
 
 def check_kv_cache_dtype(name: str, *, field: str = "kv_cache_dtype") -> None:
@@ -49,7 +49,7 @@ def kv_bytes(model: Architecture, layer_map: LayerMap, sequence_length: int, kv_
         num_tokens = sequence_length if window is None else min(sequence_length, window - 1)
         for entry in attention.entries:
             payload += num_tokens * entry.heads * entry.size * DTYPE_BYTES[kv_cache_dtype]
-            scales += num_tokens * entry.heads * SCALE_BYTES * (kv_cache_dtype in QUANTIZED)
+            scales += num_tokens * entry.heads * SCALE_BYTES * (kv_cache_dtype in QUANTIZED_CACHE_DTYPES)
     return payload, scales
 
 
@@ -323,7 +323,7 @@ def resolve_layer_map(model: Architecture, shape: StudentShape | None = None) ->
 def _compare_kv_bytes(
     model: Architecture, layer_map: LayerMap, sequence_length: int, kv_cache_dtype: str
 ) -> dict[str, Any]:
-    plain = "bfloat16" if kv_cache_dtype in QUANTIZED else kv_cache_dtype
+    plain = "bfloat16" if kv_cache_dtype in QUANTIZED_CACHE_DTYPES else kv_cache_dtype
     dense = kv_bytes(model, LayerMap.dense(len(model.layers)), sequence_length, plain)
     swiftkv = kv_bytes(model, layer_map, sequence_length, kv_cache_dtype)
     return {

@@ -13,7 +13,7 @@ from swiftkv_platform.planning.config import ConfigSource
 from swiftkv_platform.planning.parameters import count_served_parameters
 from swiftkv_platform.planning.prefill import (
     DTYPE_BYTES,
-    QUANTIZED,
+    QUANTIZED_CACHE_DTYPES,
     SCALE_BYTES,
     check_kv_cache_dtype,
     list_cache_layers,
@@ -118,5 +118,5 @@ def _compute_token_bytes(attention: AttentionShape, dtype: str, num_ranks: int) 
     total = 0
     for entry in attention.entries:
         heads = -(-entry.heads // num_ranks)
-        total += heads * (entry.size * DTYPE_BYTES[dtype] + SCALE_BYTES * (dtype in QUANTIZED))
+        total += heads * (entry.size * DTYPE_BYTES[dtype] + SCALE_BYTES * (dtype in QUANTIZED_CACHE_DTYPES))
     return total

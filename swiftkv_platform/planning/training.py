@@ -267,13 +267,13 @@ class WorkerMemory(FrozenModel):
     optimizer: int
     """AdamW's two moments."""
     gathered: int
-    """Weights gathered from all workers' shards, or cast for the forward pass, while in use."""
+    """Temporary copies of weights: gathered from all workers' shards, or cast to bfloat16 for the forward pass."""
     activations: int
     """Tensors kept for the backward pass by the student's layers."""
     loss: int
     """Chunks of logits and hidden states around them."""
     remembered: int
-    """Copy of the untrained weights in host memory while rates are tried."""
+    """Host-memory copy of the initial weights, which every trial of the learning-rate search restores."""
     peak: int
     """Largest sum at any time."""
     host: int
@@ -364,9 +364,8 @@ def gathered_weights(parameters: Parameters, dtype_bytes: int, *, units: int) ->
 
 
 def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> tuple[int, int]:
-    """Return the bytes that the student's layers keep of one micro batch for the backward pass and, under gradient
-    checkpointing, those of one layer while it is recomputed.
-    """
+    """Return two sizes in bytes per micro batch: all activations that the student's layers keep for the backward pass;
+    and, under gradient checkpointing, the activations of the one layer that is recomputed at a time, else 0."""
     dtype_bytes = 2 if setup.dtype == "bfloat16" else FLOAT32_BYTES
     own, hidden = model.shared_attention, model.hidden_size
     first = layer_map.num_key_value_layers

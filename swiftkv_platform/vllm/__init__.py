@@ -40,26 +40,26 @@ def register() -> None:
         MODELS_CONFIG_MAP[name] = SwiftKVChecks
 
 
-FRONTEND_PID = "SWIFTKV_VLLM_FRONTEND_PID"
+FRONTEND_PID_VARIABLE = "SWIFTKV_VLLM_FRONTEND_PID"
 """Environment variable with the process id of vLLM's frontend; if it is unset, vLLM's processes do not watch it."""
-_WATCHER_THREAD = "swiftkv-frontend"
+_THREAD_NAME = "swiftkv-frontend"
 
 
 def export_frontend_pid() -> None:
     """Make vLLM's child processes exit with this process, even if it is killed."""
-    os.environ[FRONTEND_PID] = str(os.getpid())
+    os.environ[FRONTEND_PID_VARIABLE] = str(os.getpid())
 
 
 def exit_with_frontend() -> None:
     """Exit this process when the frontend exits. Idempotent. Does nothing in the frontend itself."""
-    frontend = os.environ.get(FRONTEND_PID)
-    if frontend in (None, str(os.getpid())) or any(thread.name == _WATCHER_THREAD for thread in threading.enumerate()):
+    frontend = os.environ.get(FRONTEND_PID_VARIABLE)
+    if frontend in (None, str(os.getpid())) or any(thread.name == _THREAD_NAME for thread in threading.enumerate()):
         return
     try:
         handle = os.pidfd_open(int(frontend or 0))
     except ProcessLookupError:
         os._exit(1)
-    threading.Thread(target=_exit_after, args=(handle,), name=_WATCHER_THREAD, daemon=True).start()
+    threading.Thread(target=_exit_after, args=(handle,), name=_THREAD_NAME, daemon=True).start()
 
 
 def _exit_after(handle: int) -> None:

@@ -29,8 +29,8 @@ from swiftkv_platform.student_shape import LayerMap
 from swiftkv_platform.vllm.model import SwiftKVDecoder
 from swiftkv_platform.vllm.quantized import GATE_UP, OPTIONAL_PARAMETERS, QKV
 
-_MAX_SHOWN = 3
-_KEY_VALUE_PROJECTION = re.compile(r"\.[kv]_proj_swiftkv\.")
+_MAX_SHOWN_NAMES = 3
+_KEY_VALUE_PROJECTION_PATTERN = re.compile(r"\.[kv]_proj_swiftkv\.")
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ class StudentTensorNames:
                 seen.add(name)
                 if self.expected and name not in self.expected:
                     continue  # reported below
-            if repeat_heads is not None and _KEY_VALUE_PROJECTION.search(name):
+            if repeat_heads is not None and _KEY_VALUE_PROJECTION_PATTERN.search(name):
                 tensor = repeat_heads(kind, tensor)  # noqa: PLW2901
             yield name, tensor
         for verb, names in (("lacks", self.expected - seen), ("does not have", seen - self.expected)):
             if self.expected and names:
-                shown = ", ".join(sorted(names)[:_MAX_SHOWN]) + (", ..." if len(names) > _MAX_SHOWN else "")
+                shown = ", ".join(sorted(names)[:_MAX_SHOWN_NAMES]) + (", ..." if len(names) > _MAX_SHOWN_NAMES else "")
                 subject = "the checkpoint" if verb == "lacks" else "its config.json"
                 l, g = self.layer_map.num_key_value_layers, self.layer_map.key_value_group_size  # noqa: E741
                 raise ModelError(

@@ -19,10 +19,10 @@ from swiftkv_platform.vllm.versions import check_version
 
 _V1_CHECKS, _V2_CHECKS = "swiftkv_platform.vllm.requests", "swiftkv_platform.vllm.second_runner"
 _REQUEST_CHECK, _PREFILL_CHECK = "PromptLogprobsCheck", "OneTokenCheck"
-_FIRST_DEEP_TOKENS = "swiftkv_platform.vllm.deep_tokens:FirstDeepTokens"
-_V2_LOGITS_PROCESSORS = "vllm.v1.worker.gpu.sample.logits_processor"
-_SCHEDULER = "swiftkv_platform.vllm.scheduler.make_scheduler"
-_CONNECTORS = ("ExampleConnector", "NixlConnector")
+_FIRST_DEEP_TOKENS_PATH = "swiftkv_platform.vllm.deep_tokens:FirstDeepTokens"
+_V2_LOGITS_PROCESSOR_MODULE = "vllm.v1.worker.gpu.sample.logits_processor"
+_SCHEDULER_PATH = "swiftkv_platform.vllm.scheduler.make_scheduler"
+_SUPPORTED_CONNECTORS = ("ExampleConnector", "NixlConnector")
 _NATIVE_ENGINE = "this project's own engine"
 
 
@@ -130,11 +130,11 @@ def _configure_own_deep_kv(vllm_config: VllmConfig) -> None:
             "enable_prompt_embeds",
             True,
         )
-    scheduler.scheduler_cls = _SCHEDULER
+    scheduler.scheduler_cls = _SCHEDULER_PATH
     if _uses_v2_logits_processors(vllm_config):  # `OwnKVModelState` passes the prompt lengths to the model
         _add_request_check(vllm_config, _REQUEST_CHECK)
         return
-    _add_logits_processor(vllm_config, _FIRST_DEEP_TOKENS)
+    _add_logits_processor(vllm_config, _FIRST_DEEP_TOKENS_PATH)
     if vllm_config.use_v2_model_runner:
         raise _make_error(
             f"swiftkv_decode_key_value is 'own', and model runner V2 of vLLM {vllm.__version__} does not report where "
@@ -159,7 +159,7 @@ def refuse_full_graphs_with_own_kv(compilation: CompilationConfig) -> None:
 
 def has_v2_logits_processors() -> bool:
     """Whether this vLLM has logits processors for model runner V2 (0.32 and later)."""
-    return find_spec(_V2_LOGITS_PROCESSORS) is not None
+    return find_spec(_V2_LOGITS_PROCESSOR_MODULE) is not None
 
 
 def _uses_v2_logits_processors(vllm_config: VllmConfig) -> bool:
@@ -224,10 +224,10 @@ def _check_features(vllm_config: VllmConfig) -> None:
             True,
         )
     transfer = vllm_config.kv_transfer_config
-    if transfer is not None and transfer.kv_connector not in _CONNECTORS:
+    if transfer is not None and transfer.kv_connector not in _SUPPORTED_CONNECTORS:
         raise _make_error(
             f"the KV connector {transfer.kv_connector} is untested with KV caches that layers share; "
-            f"{', '.join(_CONNECTORS)} is accepted",
+            f"{', '.join(_SUPPORTED_CONNECTORS)} is accepted",
             "kv_transfer_config.kv_connector",
             transfer.kv_connector,
         )
@@ -241,17 +241,17 @@ def _check_features(vllm_config: VllmConfig) -> None:
         )
 
 
-_DRAFTS = ("ngram", "suffix")
+_DRAFTERS = ("ngram", "suffix")
 """Methods of speculative decoding without a second model."""
 
 
 def _check_drafts(vllm_config: VllmConfig) -> None:
     speculative: Any = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in _DRAFTS:
+    if speculative is not None and speculative.method not in _DRAFTERS:
         raise _make_error(
             f"the {speculative.method} method drafts from hidden states, which skipped tokens do not have, or with a "
-            f"second model, which vLLM does not combine with layers that share a cache; use {' or '.join(_DRAFTS)}, or "
-            f"lossless early exit in {_NATIVE_ENGINE}",
+            f"second model, which vLLM does not combine with layers that share a cache; use {' or '.join(_DRAFTERS)}, "
+            f"or lossless early exit in {_NATIVE_ENGINE}",
             "speculative_config.method",
             speculative.method,
         )

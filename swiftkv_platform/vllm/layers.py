@@ -44,7 +44,7 @@ from swiftkv_platform.configs import get_layer_windows
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import Family
 from swiftkv_platform.vllm.deep_tokens import write_own_kv
-from swiftkv_platform.vllm.quantized import GROUPS, OWN_QKV, QKV, check_blocks
+from swiftkv_platform.vllm.quantized import DECODE_QKV_NAME, GROUP_KV_NAME, QKV, check_blocks
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class OwnKVAttention(nn.Module):
             heads.total_num_kv_heads,
             bias=family.input_bias.get_value(config),
             quant_config=quant_config,
-            prefix=f"{prefix}.{QKV if group is None else OWN_QKV}",
+            prefix=f"{prefix}.{QKV if group is None else DECODE_QKV_NAME}",
         )
         self.o_proj = _make_output_projection(family, vllm_config, heads, prefix, is_shared=group is not None)
         self.q_norm = make_head_norm(family, config, heads, heads.total_num_heads)
@@ -351,7 +351,7 @@ class GroupKVProjections(nn.Module):
             [rows] * 2 * num_groups,
             bias=family.input_bias.get_value(config),
             quant_config=vllm_config.quant_config,
-            prefix=f"{prefix}.layers.{GROUPS}",
+            prefix=f"{prefix}.layers.{GROUP_KV_NAME}",
         )
         check_blocks(self.projection)
         self.num_groups = num_groups
@@ -387,7 +387,7 @@ class GroupKVProjections(nn.Module):
         return by_head.repeat_interleave(repeats, dim=dim).flatten(dim, dim + 1)
 
 
-_NORMS = {
+_NORM_NAMES = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "behind": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     "both": (
@@ -424,7 +424,7 @@ class DecoderLayer(nn.Module):
         self.feed_forward_name = name
         self.add_module(name, feed_forward)
         self.branch_scale = family.get_multiplier(config, "residual_multiplier")
-        self.norm_names = _NORMS[family.norms]
+        self.norm_names = _NORM_NAMES[family.norms]
         for norm in filter(None, self.norm_names):
             self.add_module(norm, get_norm_class(family)(config.hidden_size, eps=config.rms_norm_eps))
 

@@ -47,6 +47,7 @@ from swiftkv_platform.vllm.quantized import set_fused_parts
 def _run_layers(
     layers: Iterable[nn.Module], positions: torch.Tensor, hidden_states: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the last layer's output and the residual to add to it."""
     residual = None
     for layer in layers:
         hidden_states, residual = layer(positions, hidden_states, residual)
@@ -83,7 +84,8 @@ class LowerHalf(nn.Module):
     def forward(
         self, input_ids: torch.Tensor | None, positions: torch.Tensor, inputs_embeds: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return x [num_tokens, hidden_size], keys and values [num_tokens, num_groups, num_kv_heads, stored_dim]."""
+        """Return x, the input of layer l, [num_tokens, hidden_size]; and keys and values shared by layers >= l,
+        each [num_tokens, num_groups, num_kv_heads, stored_dim]."""
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         hidden_states, residual = _run_layers(self.layers, positions, hidden_states)
         normalized, x = add_and_normalize(self.norm, hidden_states, residual)

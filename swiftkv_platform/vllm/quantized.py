@@ -18,9 +18,9 @@ from swiftkv_platform.student_shape import LayerMap
 ACCEPTED_METHODS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
 """Accepted quantization methods; vLLM's variants of them (`auto_awq`, `fp8_per_block`, ...) are accepted too."""
 QKV, GATE_UP = "qkv_proj", "gate_up_proj"
-OWN_QKV = "qkv_proj_decode_swiftkv"
+DECODE_QKV_NAME = "qkv_proj_decode_swiftkv"
 """Fused projection of a leader whose deep tokens keep their own K and V."""
-GROUPS = "kv_proj_swiftkv"
+GROUP_KV_NAME = "kv_proj_swiftkv"
 """Fused projection of all groups; in names it replaces a layer's number."""
 OPTIONAL_PARAMETERS = {"g_idx", "weight_g_idx", "weight_shape", "input_scale_ub"}
 _IGNORE_FIELDS = ("ignored_layers", "ignore_list")
@@ -37,8 +37,8 @@ def set_fused_parts(quant_config: QuantizationConfig, layer_map: LayerMap) -> No
     quant_config.packed_modules_mapping = {
         QKV: ["q_proj", "k_proj", "v_proj"],
         GATE_UP: ["gate_proj", "up_proj"],
-        OWN_QKV: ["q_proj_swiftkv", "k_proj_decode_swiftkv", "v_proj_decode_swiftkv"],
-        GROUPS: [f"{leader}.self_attn.{part}_proj_swiftkv" for part in "kv" for leader in layer_map.leaders],
+        DECODE_QKV_NAME: ["q_proj_swiftkv", "k_proj_decode_swiftkv", "v_proj_decode_swiftkv"],
+        GROUP_KV_NAME: [f"{leader}.self_attn.{part}_proj_swiftkv" for part in "kv" for leader in layer_map.leaders],
     }
     for field in _IGNORE_FIELDS:
         if listed := getattr(quant_config, field, None):

@@ -16,13 +16,13 @@ from swiftkv_platform.errors import ModelError
 TESTED_VERSIONS = ("0.29", "0.30", "0.31", "0.32", "0.33")
 """Minor versions that the plugin was tested with, oldest first; 0.33 only on a GPU."""
 
-_MODULES = ("swiftkv_platform.vllm.causal_lm", "swiftkv_platform.vllm.scheduler", "swiftkv_platform.vllm.model_state")
+_PLUGIN_MODULES = [f"swiftkv_platform.vllm.{name}" for name in ("causal_lm", "scheduler", "model_state")]
 """Modules that import, directly or indirectly, all names of vLLM that the plugin uses."""
 
 _LAYERS, _SCHEDULER = "vllm.model_executor.layers", "vllm.v1.core.sched.scheduler:Scheduler"
-_CHECKS = "vllm.model_executor.models.config:VerifyAndUpdateConfig"
+_CONFIG_CHECKS_PATH = "vllm.model_executor.models.config:VerifyAndUpdateConfig"
 
-CALLS: Mapping[str, str] = {
+CALLED_FUNCTIONS: Mapping[str, str] = {
     f"{_LAYERS}.attention:Attention.__init__": "self num_heads head_size scale num_kv_heads cache_config quant_config "
     "per_layer_sliding_window prefix kv_sharing_target_layer_name",
     f"{_LAYERS}.attention.attention:unified_kv_cache_update": "key value layer_name",
@@ -37,8 +37,8 @@ CALLS: Mapping[str, str] = {
     "quant_config prefix",
     "vllm.model_executor.models.qwen3_moe:Qwen3MoeSparseMoeBlock.__init__": "self vllm_config prefix",
     "vllm.model_executor.models.utils:AutoWeightsLoader.load_weights": "self weights mapper",
-    f"{_CHECKS}.verify_and_update_config": "vllm_config",
-    f"{_CHECKS}.verify_and_update_model_config": "model_config",
+    f"{_CONFIG_CHECKS_PATH}.verify_and_update_config": "vllm_config",
+    f"{_CONFIG_CHECKS_PATH}.verify_and_update_model_config": "model_config",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.evict_blocks": "self block_ids",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids": "self request_id",
     f"{_SCHEDULER}._free_request_blocks": "self request",
@@ -51,7 +51,7 @@ CALLS: Mapping[str, str] = {
 }
 """Functions that the plugin calls or overrides, with their arguments. All must exist, and no other may be required."""
 
-FIELDS: Mapping[str, str] = {
+READ_CONFIG_FIELDS: Mapping[str, str] = {
     "vllm.config:CacheConfig": "kv_sharing_fast_prefill",
     "vllm.config:SchedulerConfig": "scheduler_cls async_scheduling max_num_batched_tokens",
     "vllm.config:CompilationConfig": "cudagraph_mode splitting_ops static_forward_context",
@@ -106,12 +106,12 @@ def make_untested_error(version: str, changed: list[str]) -> ModelError:
 
 def _find_changes() -> Iterator[str]:
     """Yield a clause for each used name that the installed vLLM lacks or has changed."""
-    for module in _MODULES:
+    for module in _PLUGIN_MODULES:
         try:
             importlib.import_module(module)
         except (ImportError, AttributeError, TypeError) as error:
             yield f"{module} cannot be imported ({error})"
-    for table, compare in ((CALLS, _compare_arguments), (FIELDS, _compare_fields)):
+    for table, compare in ((CALLED_FUNCTIONS, _compare_arguments), (READ_CONFIG_FIELDS, _compare_fields)):
         for name, expected in table.items():
             module, _, path = name.partition(":")
             try:

@@ -367,8 +367,8 @@ def test_a_layer_at_a_time_is_in_memory(batches: Any, tmp_path: Path) -> None:
     held: list[int] = []
     fill = source.fill
 
-    def watched(module: torch.nn.Module, *, own: bool = True) -> None:
-        fill(module, own=own)
+    def watched(module: torch.nn.Module, *, with_added: bool = True) -> None:
+        fill(module, with_added=with_added)
         held.append(sum(p.numel() for p in source.model.parameters() if not p.is_meta))
 
     source.fill = watched  # type: ignore[method-assign]

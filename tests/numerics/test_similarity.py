@@ -18,7 +18,7 @@ from swiftkv_platform.evaluation.analysis import (
     find_smallest_depth,
     recommend_depth,
 )
-from swiftkv_platform.evaluation.harness.builtin import ANSWER_TOKENS
+from swiftkv_platform.evaluation.harness.builtin import MAX_ANSWER_TOKENS
 from swiftkv_platform.model import convert
 from swiftkv_platform.planning import read_config
 from tests.support.tiny_models import byte_tokenizer, random_teacher, save_teacher
@@ -114,7 +114,7 @@ class _Reader:
 def test_the_share_of_needles_found() -> None:
     """More prompts than fit one batch, of different lengths."""
     needles = Needles.create(byte_tokenizer(), 512, 24)
-    assert 400 < max(map(len, needles.prompts)) == needles.max_total_length - ANSWER_TOKENS <= 520
+    assert 400 < max(map(len, needles.prompts)) == needles.max_total_length - MAX_ANSWER_TOKENS <= 520
     assert needles.measure_share_found(_Reader(needles, forgets=18)) == 0.75
     assert needles.measure_share_found(random_teacher(max_position_embeddings=1024)) == 0.0
 

@@ -11,7 +11,7 @@ from swiftkv_platform.configs import get_layer_windows
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import FAMILIES
 from swiftkv_platform.model.context import FULL, get_layer_types
-from swiftkv_platform.model.families import STUDENTS
+from swiftkv_platform.model.families import STUDENT_CLASSES
 from swiftkv_platform.vllm.versions import is_tested
 from tests.support.tiny_models import FAMILY_CONFIGS
 
@@ -63,7 +63,7 @@ def test_versions_are_tested_or_newer_or_refused() -> None:
 
 def test_every_family_has_the_class_and_the_windows_of_transformers() -> None:
     for family in FAMILIES.values():
-        assert family.student_class_name == STUDENTS[family.model_type].causal_lm.__name__
+        assert family.student_class_name == STUDENT_CLASSES[family.model_type].causal_lm.__name__
     for config in FAMILY_CONFIGS.values():
         windows = get_layer_windows(config)
         assert [window is None for window in windows] == [kind == FULL for kind in get_layer_types(config)]

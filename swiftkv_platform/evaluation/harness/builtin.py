@@ -24,7 +24,7 @@ Scorer = Callable[[Mapping[str, Any], Sequence[str]], Mapping[str, Any]]
 
 MIN_TEACHER_SHARE_FOUND = 0.8
 """Minimum share of the needles that the teacher finds at a length; below it, the student has no gate there."""
-ANSWER_TOKENS = 24
+MAX_ANSWER_TOKENS = 24
 _PEOPLE = ("gardener", "pilot", "baker", "teacher", "doctor", "farmer", "sailor", "painter", "miller", "tailor")
 _ACTIONS = ("walked to", "looked for", "wrote about", "painted", "visited", "repaired", "measured", "talked about")
 _THINGS = ("bridge", "garden", "harbour", "clock", "library", "market", "railway", "orchard", "windmill", "museum")
@@ -32,7 +32,7 @@ _TIMES = ("in the morning", "after lunch", "on Sunday", "before the rain", "late
 _PLACES = ("lighthouse", "castle", "bakery", "station", "theatre", "vineyard", "monastery", "observatory")
 _COLORS = ("red", "green", "yellow", "white", "grey", "purple", "silver", "brown")
 
-_TOOLS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
+_TOOL_REQUESTS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "get_weather": ("city", "What is the weather in {}?", ("Paris", "Oslo", "Lima", "Cairo", "Osaka")),
     "get_time": ("city", "What time is it in {}?", ("Tokyo", "London", "Nairobi", "Sydney", "Toronto")),
     "search_books": ("title", "Find the book {}.", ("Emma", "Dracula", "Ulysses", "Middlemarch", "Walden")),
@@ -42,10 +42,10 @@ _TOOLS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
 }
 """Argument, request template and argument values of each function."""
 _JSON_START = re.compile(r"\[\s*\{|\{")
-_FORMAT = '<tool_call>[{"name": "function name", "arguments": {"argument name": "value"}}]</tool_call>'
+_TOOL_CALL_FORMAT = '<tool_call>[{"name": "function name", "arguments": {"argument name": "value"}}]</tool_call>'
 
 IFEVAL_FILE = "input_data.jsonl"
-_METRICS = ("prompt_level_strict_acc", "inst_level_strict_acc", "prompt_level_loose_acc", "inst_level_loose_acc")
+_IFEVAL_METRICS = ("prompt_level_strict_acc", "inst_level_strict_acc", "prompt_level_loose_acc", "inst_level_loose_acc")
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+")
 
 
@@ -100,7 +100,7 @@ def build_needle_task(tokenizer: Any, length: int, num_samples: int) -> dict[str
     data = {"custom_dataset": partial(_make_dataset, make_rows)}
     name, metrics = f"{NEEDLE_PREFIX}{length}", {"found": "mean"}
     return _build_generation_task(
-        name, "{{answer}}", score_needle, metrics, until=["\n\n"], max_tokens=ANSWER_TOKENS, **data
+        name, "{{answer}}", score_needle, metrics, until=["\n\n"], max_tokens=MAX_ANSWER_TOKENS, **data
     )
 
 
@@ -162,8 +162,8 @@ def score_tool_call(document: Mapping[str, Any], results: Sequence[str]) -> dict
     call = written[0] if isinstance(written, list) and written else written
     arguments = call.get("arguments") if isinstance(call, dict) else None
     name = call.get("name") if isinstance(call, dict) else None
-    known = isinstance(name, str) and name in _TOOLS and isinstance(arguments, dict)
-    valid = known and isinstance(arguments, dict) and set(arguments) == {_TOOLS[str(name)][0]}
+    known = isinstance(name, str) and name in _TOOL_REQUESTS and isinstance(arguments, dict)
+    valid = known and isinstance(arguments, dict) and set(arguments) == {_TOOL_REQUESTS[str(name)][0]}
     return {
         "valid_json": float(written is not None),
         "valid_call": float(valid),
@@ -185,14 +185,14 @@ def parse_first_json(text: str) -> Any:
 def make_call_prompts() -> list[tuple[str, dict[str, Any]]]:
     """Return every request with its expected call; the other offered functions vary."""
     prompts = []
-    for (name, (argument, request, values)), variant in product(_TOOLS.items(), range(5)):
+    for (name, (argument, request, values)), variant in product(_TOOL_REQUESTS.items(), range(5)):
         rng = random.Random(f"tools {name} {variant}")  # noqa: S311 (no secret)
-        offered = [name, *rng.sample([other for other in _TOOLS if other != name], 2)]
+        offered = [name, *rng.sample([other for other in _TOOL_REQUESTS if other != name], 2)]
         rng.shuffle(offered)
-        tools = "\n".join(json.dumps({"name": other, "arguments": [_TOOLS[other][0]]}) for other in offered)
+        tools = "\n".join(json.dumps({"name": other, "arguments": [_TOOL_REQUESTS[other][0]]}) for other in offered)
         text = (
             f"You may call one of these functions:\n{tools}\n\nAnswer with a call in exactly this form, nothing else:\n"
-            f"{_FORMAT}\n\n{request.format(values[variant])}"
+            f"{_TOOL_CALL_FORMAT}\n\n{request.format(values[variant])}"
         )
         prompts.append((text, {"name": name, "arguments": {argument: values[variant]}}))
     return prompts
@@ -206,13 +206,13 @@ def build_ifeval_task(file: str) -> dict[str, Any]:
     and into words at white space, so scores of both modes may differ by a few tenths of a point from those with nltk.
     """
     _load_ifeval_checkers()
-    metrics = {name: average_over_instructions if name.startswith("inst") else "mean" for name in _METRICS}
+    metrics = {name: average_over_instructions if name.startswith("inst") else "mean" for name in _IFEVAL_METRICS}
     data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": file}}}
     return _build_generation_task("ifeval_local", "", score_instructions, metrics, until=[], max_tokens=1280, **data)
 
 
 def score_instructions(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, Any]:
-    """Score whether an answer follows its instructions: all and each of them, strictly and loosely."""
+    """Score whether an answer follows its prompt's instructions: all of them and each one, strictly and loosely."""
     scores: dict[str, Any] = _load_ifeval_checkers().process_results(document, results)
     return {name: float(value) if isinstance(value, bool) else value for name, value in scores.items()}
 

@@ -124,8 +124,9 @@ def _are_shares(values: Sequence[Any]) -> bool:
 
 
 def read_declared_metrics(config: Mapping[str, Any]) -> dict[str, bool | None] | None:
-    """Return whether higher is better, for each metric that a configuration declares; a key without a filter matches
-    any. None if the metrics are unknown before a run."""
+    """Return {metric: whether higher values are better} of the metrics that a task declares; a metric's value is None
+    if its direction is unknown. Keys are "metric,filter", or "metric" for any filter. Returns None if the metrics are
+    known only after a run."""
     import lm_eval.api.metrics  # noqa: F401 (registers the metrics)
     from lm_eval.api.registry import DEFAULT_METRIC_REGISTRY, METRIC_REGISTRY, is_higher_better
 
@@ -195,7 +196,7 @@ def to_float(value: Any) -> float | None:
 
 
 _BOOTSTRAP_ITERATIONS = 1000
-_CODE_EVAL = "HF_ALLOW_CODE_EVAL"
+_CODE_EVAL_VARIABLE = "HF_ALLOW_CODE_EVAL"
 """Environment variable that allows metrics to run generated code."""
 NO_STORE = NoResultStore()
 
@@ -374,7 +375,7 @@ def _run_harness(
     from lm_eval import simple_evaluate
 
     try:
-        allowed = {_CODE_EVAL: "1"} if task.runs_code else {}
+        allowed = {_CODE_EVAL_VARIABLE: "1"} if task.runs_code else {}
         with _skip_environment_report(), set_environment(allowed):
             answers: dict[str, Any] = simple_evaluate(
                 model=language_model,

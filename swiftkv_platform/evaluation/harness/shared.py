@@ -39,9 +39,9 @@ _MAX_NUM_SEQS = 256
 _TOKENS_PER_STEP = 2048
 _MEMORY_DIVISOR = 4
 """The KV cache takes at most the worker's free host memory divided by this."""
-_TOP_K = 50
+_DEFAULT_TOP_K = 50
 """Default of `generate()`."""
-_FILLER_ID = "filler"
+_FILLER_REQUEST_ID = "filler"
 _SUPPORTED_SETTINGS = frozenset({"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"})
 _IGNORED_SETTINGS = frozenset(
     {"eos_token_id", "bos_token_id", "pad_token_id", "max_length", "use_cache", "cache_implementation"}
@@ -91,7 +91,7 @@ def parse_generation_settings(
     choice: dict[str, Any] = {"temperature": 0.0}
     if samples:
         choice = {name: requested[name] for name in ("temperature", "top_p", "min_p") if name in requested}
-        choice["top_k"] = int(requested.get("top_k", _TOP_K))
+        choice["top_k"] = int(requested.get("top_k", _DEFAULT_TOP_K))
     return SamplingParams(
         max_tokens=max_tokens,
         repetition_penalty=float(requested.get("repetition_penalty", 1.0)),
@@ -147,7 +147,7 @@ class EngineGenerator:
                 engine.add_request(prompt.token_ids, prompt.params, str(index))
             while self._has_next_step(engine):
                 for output in engine.step():
-                    if output.finished and output.request_id != _FILLER_ID:
+                    if output.finished and output.request_id != _FILLER_REQUEST_ID:
                         answers[output.request_id] = output.error or output.token_ids
                         progress()
         return [answers[str(index)] for index in range(len(prompts))]
@@ -159,7 +159,7 @@ class EngineGenerator:
         if not any(self.workers.gather(engine.has_unfinished_requests)):
             return False
         if not engine.has_unfinished_requests:
-            engine.add_request([0], SamplingParams(max_tokens=1, temperature=0.0), _FILLER_ID)
+            engine.add_request([0], SamplingParams(max_tokens=1, temperature=0.0), _FILLER_REQUEST_ID)
         return True
 
     def _kv_cache_bytes(self, lengths: Sequence[int], num_seqs: int, *, swiftkv: bool) -> int | None:
@@ -181,7 +181,7 @@ _PROMPTS_PER_ROUND = 1024
 """Prompts whose answers are stored together."""
 _UNLIMITED_BATCH_SIZE = 1 << 30
 _NO_COMMAND: tuple[str, Any] = ("", None)
-"""Placeholder of workers that receive a command."""
+"""Argument that the other workers pass to the broadcast by which the first worker sends its command."""
 
 
 @dataclass(frozen=True)
@@ -357,6 +357,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
     def _generate_share(
         self, mode: bool, shares: list[list[tuple[int, Prompt]]] | None
     ) -> list[list[tuple[int, list[int] | str]]]:
+        """Generate this worker's share. Returns (index of the prompt, tokens or text) by worker, on the first one."""
         mine = self._workers.scatter(shares)
         written = self._generator.generate([prompt for _, prompt in mine], swiftkv=mode, progress=self._count_answer)
         return self._workers.gather([(index, answer) for (index, _), answer in zip(mine, written, strict=True)])
@@ -393,6 +394,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         return answers
 
     def _answer_share(self, name: str, mode: bool, shares: list[list[_Batch]] | None) -> list[list[tuple[int, Any]]]:
+        """Answer this worker's share. Returns (index of the request, answer) by worker, on the first one."""
         self._model.swiftkv(mode)
         mine = self._workers.scatter(shares)
         total, answered = sum(len(batch.indices) for batch in mine), list[tuple[int, Any]]()

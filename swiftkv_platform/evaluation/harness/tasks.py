@@ -34,19 +34,19 @@ from swiftkv_platform.sources import UNRESTRICTED, Access, PathSource
 from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
 from swiftkv_platform.specs.evaluation import BUILTIN_TASKS, is_task_file_name
 
-FIELD = "evaluation.tasks"
-_BUILTIN = "builtin:"
+TASKS_FIELD = "evaluation.tasks"
+_BUILTIN_PREFIX = "builtin:"
 Fetch = Callable[[str], Path]
 """Downloads an `s3://` object or prefix to this machine and returns its path."""
 
 
 def make_task_error(message: str, value: str | None = None) -> InvalidInputError:
-    """Return an error of the field `evaluation.tasks`."""
-    return InvalidInputError(f"{FIELD}: {message}", field=FIELD, value=value)
+    """Make an error for the field `evaluation.tasks`."""
+    return InvalidInputError(f"{TASKS_FIELD}: {message}", field=TASKS_FIELD, value=value)
 
 
 def _make_missing_data_error(message: str, path: object) -> DataError:
-    return DataError(f"{FIELD}: {message}", field=FIELD, value=str(path))
+    return DataError(f"{TASKS_FIELD}: {message}", field=TASKS_FIELD, value=str(path))
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Task:
     source: str | Mapping[str, Any]
     """A name in the harness's index, or the configuration of a task or of a group with its tasks."""
     runs_code: bool = False
-    """Whether it may run text as code, which the operator must allow."""
+    """Whether the task may run text as code, which the operator must allow."""
 
 
 def resolve_tasks(
@@ -78,7 +78,7 @@ def resolve_tasks(
         _sandbox_templates()
     tasks = []
     for spec in (TaskSpec(name=spec) if isinstance(spec, str) else spec for spec in specs):
-        access.check_task(spec, FIELD)
+        access.check_task(spec, TASKS_FIELD)
         paper = [Task(paper, paper.name) for paper in PAPER_TASKS]
         tasks += paper if spec.name == "paper" else [_resolve(spec, fetch, access)]
     return [_check_allowed(task, access) for task in tasks]
@@ -89,7 +89,7 @@ def _check_installed() -> None:
         import lm_eval  # noqa: F401
     except ModuleNotFoundError as error:
         raise InvalidInputError(
-            f"{FIELD} needs {error.name}; run {make_install_command('eval')}", field=FIELD
+            f"{TASKS_FIELD} needs {error.name}; run {make_install_command('eval')}", field=TASKS_FIELD
         ) from error
 
 
@@ -135,7 +135,7 @@ def _is_marked_unsafe(source: Mapping[str, Any]) -> bool:
 
 
 def _resolve(spec: TaskSpec, fetch: Fetch | None, access: Access) -> Task:
-    if spec.name.startswith(_BUILTIN):
+    if spec.name.startswith(_BUILTIN_PREFIX):
         return Task(spec, _build_builtin_task(spec, fetch, access))
     if not is_task_file_name(spec.name):
         return Task(spec, spec.name)
@@ -154,11 +154,11 @@ def _resolve(spec: TaskSpec, fetch: Fetch | None, access: Access) -> Task:
 def _get_local_path(address: str | None, fetch: Fetch | None, access: Access) -> Path:
     if address is None:
         raise make_task_error("a built-in task needs data_dir, the directory with its files")
-    location = access.parse_location(address, FIELD)
+    location = access.parse_location(address, TASKS_FIELD)
     if isinstance(location, PathSource):
-        directory = access.boundary.check_path(location.path.absolute(), FIELD)
+        directory = access.boundary.check_path(location.path.absolute(), TASKS_FIELD)
         if directory.is_dir():
-            access.boundary.check_tree(directory, FIELD)
+            access.boundary.check_tree(directory, TASKS_FIELD)
         return directory
     if fetch is None:
         raise make_task_error(f"{address!r} cannot be downloaded here; use a local directory", address)
@@ -209,7 +209,9 @@ def _build_builtin_task(spec: TaskSpec, fetch: Fetch | None, access: Access) -> 
     """Return a task of this package over its authors' own files, for machines without access to the hub."""
     if spec.name not in BUILTIN_TASKS:
         raise InvalidInputError(
-            f"{FIELD} has {spec.name!r}; {', '.join(BUILTIN_TASKS)} are accepted", field=FIELD, value=spec.name
+            f"{TASKS_FIELD} has {spec.name!r}; {', '.join(BUILTIN_TASKS)} are accepted",
+            field=TASKS_FIELD,
+            value=spec.name,
         )
     if spec.name == "builtin:tool-calls":
         return build_tool_call_task()

@@ -2,8 +2,8 @@
 
 A task file names functions and metrics of the harness. Some pass the model's output to an interpreter: with `exec`,
 with sympy's parser, which calls `eval`, or with a metric that is code from the hub (`evaluate.load`). The harness marks
-only some of them as unsafe. So a task is trusted if all modules of its functions import only `MODULES` and do not use
-`_CODE_RUNNERS`.
+only some of them as unsafe. So a task is trusted if all modules of its functions import only `TRUSTED_MODULES` and do
+not use `_CODE_RUNNERS`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HARNESS_MODULES = (
     "lm_eval.api.filter lm_eval.api.group lm_eval.api.instance lm_eval.api.metrics lm_eval.api.registry "
     "lm_eval.api.task lm_eval.filters lm_eval.utils"
 )
-MODULES = frozenset(f"{_STANDARD_MODULES} {_OTHER_MODULES} {_HARNESS_MODULES}".split())
+TRUSTED_MODULES = frozenset(f"{_STANDARD_MODULES} {_OTHER_MODULES} {_HARNESS_MODULES}".split())
 """Modules, with their submodules, in which scorers use no function that runs text as code or downloads code."""
 _CODE_RUNNERS = frozenset(
     {"eval", "exec", "compile", "__import__", "system", "popen", "import_module", "read_pickle", "hf_hub_download"}
@@ -145,7 +145,7 @@ def _explain_file(file: Path) -> str | None:
 
 def _explain_module(module: str, file: Path) -> str | None:
     parts = module.split(".")
-    if any(".".join(parts[:length]) in MODULES for length in range(1, len(parts) + 1)):
+    if any(".".join(parts[:length]) in TRUSTED_MODULES for length in range(1, len(parts) + 1)):
         return None
     return f"{file.relative_to(_get_tasks_directory())} imports {module}"
 

@@ -121,7 +121,7 @@ def _fit_group(attentions: Sequence[Any], layers: Sequence[int], regression: Gro
     regression.set_projections("v_proj", value)
 
 
-HEADS = CalibrationMethod(
+HEAD_CALIBRATION = CalibrationMethod(
     recorded=("k_proj", "v_proj"),
     query_statistic=lambda queries: queries.square().sum(0),  # [num_attention_heads, head_dim]
     fit=_fit_group,

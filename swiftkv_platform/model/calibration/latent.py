@@ -66,7 +66,7 @@ def _fit_group(attentions: Sequence[Any], layers: Sequence[int], regression: Gro
         _absorb_into_query(attention, linear, factor[0])
 
 
-LATENTS = CalibrationMethod(
+LATENT_CALIBRATION = CalibrationMethod(
     recorded=("kv_a_proj_with_mqa", "kv_a_layernorm"), query_statistic=_sum_second_moments, fit=_fit_group
 )
 

@@ -27,16 +27,16 @@ class LayerSource(Protocol):
 
     model: Any
 
-    def fill(self, module: nn.Module, *, own: bool = True) -> None:
-        """Load the parameters of `module`; without `own`, only those that the teacher has too."""
+    def fill(self, module: nn.Module, *, with_added: bool = True) -> None:
+        """Load the parameters of `module`; without `with_added`, only those that the teacher has too."""
 
     def release(self, module: nn.Module) -> None:
         """Free the parameters of `module`."""
 
 
 @contextmanager
-def load_module(source: LayerSource, module: nn.Module, *, own: bool = True) -> Iterator[None]:
-    source.fill(module, own=own)
+def load_module(source: LayerSource, module: nn.Module, *, with_added: bool = True) -> Iterator[None]:
+    source.fill(module, with_added=with_added)
     yield
     source.release(module)
 

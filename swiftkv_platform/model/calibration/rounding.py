@@ -27,7 +27,7 @@ from swiftkv_platform.model.calibration.layerwise import (
     load_module,
     make_decoder_inputs,
 )
-from swiftkv_platform.model.context import PACKED, DecoderContext, TokenSelection
+from swiftkv_platform.model.context import PACKED_ATTENTION, DecoderContext, TokenSelection
 from swiftkv_platform.model.decoder import SwiftKVDecoderMixin
 from swiftkv_platform.model.deep_tokens import DeepGroup
 from swiftkv_platform.model.packed_attention import (
@@ -74,7 +74,7 @@ class _RoundingPass:
         self._source, self._store, self._formats, self._dtype = source, store, formats, dtype
         self._decoder: SwiftKVDecoderMixin = source.model.model
         self._config = source.model.config
-        self._config._attn_implementation = PACKED
+        self._config._attn_implementation = PACKED_ATTENTION
         self._contexts: list[DecoderContext] = []
         """Contexts by row, without hidden states."""
         self._deep: list[torch.Tensor] = []
@@ -86,6 +86,7 @@ class _RoundingPass:
         """K and V of the group, by row."""
 
     def run(self, batches: Iterable[TokenBatch]) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+        """Yield the name, and integers and scales, of each rounded weight."""
         decoder, layer_map = self._decoder, self._config.layer_map
         with load_module(self._source, decoder.embed_tokens):
             for batch in batches:

@@ -18,8 +18,8 @@ from torch import nn
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.attention import LatentAttentionMixin
-from swiftkv_platform.model.calibration.heads import HEADS
-from swiftkv_platform.model.calibration.latent import LATENTS
+from swiftkv_platform.model.calibration.heads import HEAD_CALIBRATION
+from swiftkv_platform.model.calibration.latent import LATENT_CALIBRATION
 from swiftkv_platform.model.calibration.layerwise import (
     MAX_ACTIVATION_BYTES,
     ActivationStore,
@@ -121,7 +121,7 @@ class _CalibrationPass:
         self._config = source.model.config
         self._first = self._config.num_key_value_layers
         attention = self._decoder.layers[self._first].self_attn
-        self._method = LATENTS if isinstance(attention, LatentAttentionMixin) else HEADS
+        self._method = LATENT_CALIBRATION if isinstance(attention, LatentAttentionMixin) else HEAD_CALIBRATION
         self._intercept = attention.input_projections[0].bias is not None
         self._positions: list[torch.Tensor] = []
         self._hidden: list[StoredActivation] = []
@@ -277,7 +277,7 @@ class _CalibrationPass:
                 yield "exit_head.weight", (head.float() @ expected.T.to(head.device, torch.float32)).to(head.dtype)
 
     def _load_teacher_module(self, module: nn.Module) -> Any:
-        return load_module(self._source, module, own=False)
+        return load_module(self._source, module, with_added=False)
 
 
 def _append_intercept(states: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.sources.loader_rules import is_plain_file_name
 
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-_DTYPES = {
+_SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -243,7 +243,7 @@ def _read_tensor(file: Any, name: str, part: Part | None) -> torch.Tensor:
 
 
 def _read_info(tensor: Any) -> TensorInfo:
-    shape, dtype = tuple(tensor.get_shape()), _DTYPES.get(tensor.get_dtype())
+    shape, dtype = tuple(tensor.get_shape()), _SAFETENSORS_DTYPES.get(tensor.get_dtype())
     count = torch.Size(shape).numel()
     return TensorInfo(shape, dtype, count * (1 if dtype is None else dtype.itemsize))
 

@@ -136,16 +136,16 @@ class LazyStudent:
         self._filled: dict[str, nn.Parameter] = {}
 
     @torch.no_grad()
-    def fill(self, module: nn.Module, *, own: bool = True, read: bool = True) -> None:
+    def fill(self, module: nn.Module, *, with_added: bool = True, read: bool = True) -> None:
         """Load every parameter of `module` that is on the meta device, in its dtype.
 
         Args:
-            own: include the student's own parameters.
+            with_added: include the parameters that the student adds to its teacher's.
             read: read the values; False only allocates storage, for a worker that receives the values.
         """
         for part, leaf, parameter in _iterate_parameters(module):
             name = self._names[id(part), leaf]
-            if not parameter.is_meta or (not own and name in self._copied):
+            if not parameter.is_meta or (not with_added and name in self._copied):
                 continue
             tied = self._tied.get(name)
             filled = None if tied is None else self._filled.get(tied)
@@ -239,8 +239,8 @@ def read_stored_tensors(lazy: LazyStudent, *, teacher: bool) -> Iterator[tuple[s
             yield from revert_weight_conversion(model, read).items()
 
 
-_SUFFIX = re.compile(r"(_decode)?_swiftkv")
-_LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.self_attn\.(\w+)\.(\w+)")
+_STUDENT_SUFFIX_PATTERN = re.compile(r"(_decode)?_swiftkv")
+_LAYER_TENSOR_PATTERN = re.compile(r"model\.layers\.(\d+)\.self_attn\.(\w+)\.(\w+)")
 
 
 @dataclass(frozen=True)
@@ -300,10 +300,10 @@ def plan_copied_start(student: Any) -> Iterator[StartingTensor]:
     if config.num_key_value_heads_swiftkv not in (None, config.num_key_value_heads):
         heads = (config.num_key_value_heads, config.num_key_value_heads_swiftkv)
     for name, _ in student.named_parameters():
-        match = _LAYER_TENSOR.fullmatch(name)
-        if match is None or not _SUFFIX.search(name):
+        match = _LAYER_TENSOR_PATTERN.fullmatch(name)
+        if match is None or not _STUDENT_SUFFIX_PATTERN.search(name):
             continue
-        layer, module = int(match[1]), _SUFFIX.sub("", match[2])
+        layer, module = int(match[1]), _STUDENT_SUFFIX_PATTERN.sub("", match[2])
         shared = not module.startswith(("q_", "o_"))
         layers = layer_map.get_group(layer) if shared else (layer,)
         module, rows = attention_class.locate_teacher_rows(config, module)

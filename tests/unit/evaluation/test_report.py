@@ -19,7 +19,7 @@ from swiftkv_platform.planning.gates import (
     NEEDLE_LENGTHS,
     WORSE_STUDENT_LOSS,
     compute_false_pass_probability,
-    find_samples_to_exclude,
+    find_min_samples_to_exclude,
     forecast_gates,
     smallest_excluded_loss,
 )
@@ -319,7 +319,7 @@ def test_what_samples_can_exclude_is_told_before_the_job_and_is_the_limit_after_
     assert narrow.samples_needed is not None
     assert smallest_excluded_loss(narrow.samples_needed) <= 1.0 < smallest_excluded_loss(narrow.samples_needed - 1)
     assert smallest_excluded_loss(0) <= 100.0
-    assert find_samples_to_exclude(0.0) is None
+    assert find_min_samples_to_exclude(0.0) is None
 
 
 MEASURED: dict[str, Any] = {

@@ -39,7 +39,7 @@ from swiftkv_platform.web.middleware import (
 from swiftkv_platform.web.problems import Problem
 from swiftkv_platform.web.swagger import LICENSE, add_docs
 
-_SIGN_IN_BYTES = 1 << 16
+_MAX_SIGN_IN_BYTES = 1 << 16
 
 
 def create_app(settings: Settings, *, components: Components | None = None) -> FastAPI:
@@ -71,7 +71,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     # Each unknown key is reported, on the event loop.
     app.state.bodies = BodyReader(admit_request, share, max_keys=BODY_KEYS.default)
     app.add_middleware(InputGuard)
-    most = {files.PATH: settings.max_file_bytes + files.MAX_FORM_BYTES, SIGN_IN_PATH: _SIGN_IN_BYTES}
+    most = {files.PATH: settings.max_file_bytes + files.MAX_FORM_BYTES, SIGN_IN_PATH: _MAX_SIGN_IN_BYTES}
     app.add_middleware(BodyLimit, max_bytes=lambda path: most.get(path, settings.max_request_bytes))
     if credentials is None:
         app.add_middleware(OriginGuard, allowed_hosts=settings.allowed_hosts, forms=(files.PATH,))
@@ -85,7 +85,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     modules = (jobs, models, deployments, files, fine_tuning, access)
     for module in (*modules, health):
         app.include_router(module.router)
-    app.mount("/dashboard", PageFiles(directory=access.FILES))
+    app.mount("/dashboard", PageFiles(directory=access.DASHBOARD_DIRECTORY))
     add_docs(app)
     return app
 

@@ -89,8 +89,8 @@ DeletionsDep = Annotated[RetentionRepository, Depends(retained_rows)]
 SpansDep = Annotated[Spans, get_from_state("spans")]
 NodesDep = Annotated[CachedCall[Sequence[Node] | None], get_from_state("nodes")]
 """Nodes of the jobs' cluster; None if Ray does not answer."""
-RayProblemDep = Annotated[CachedCall[str | None], get_from_state("ray")]
-"""Problem with Ray; None if there is none."""
+RayErrorDep = Annotated[CachedCall[str | None], get_from_state("ray")]
+"""Why Ray is unavailable; None if it is available."""
 RAY_TIMEOUT_S = 2.0
 """Max seconds that a route waits for Ray, so that a hanging Ray does not block a page."""
 SpecParsersDep = Annotated[ParserPool, get_from_state("spec_parsers")]

@@ -72,7 +72,7 @@ class ControlPlaneHistograms:
 
 
 _COUNTS_TTL_S = 10.0
-"""Seconds that counts are kept: counting reads a whole index."""
+"""Seconds that counts are cached: counting reads a whole index."""
 _SCRAPE_TIMEOUT_S = 3.0
 """Max seconds that a scrape waits; Prometheus gives up after 10."""
 
@@ -176,7 +176,7 @@ router = APIRouter(tags=["operations"])
 _CHECK_TIMEOUT_S = 10.0
 _CHECK_TTL_S = 2.0
 _PING_TTL_S = 30.0
-"""Seconds that the object store's answer is kept: a ping writes an object, and the route needs no API key."""
+"""Seconds that the object store's health is cached: a ping writes an object, and the route needs no API key."""
 
 
 @router.get("/healthz", response_model=None, openapi_extra=OPEN)

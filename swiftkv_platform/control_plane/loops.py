@@ -22,8 +22,8 @@ from swiftkv_platform.control_plane.database.tables import LeaseRow
 from swiftkv_platform.errors import DatabaseUnavailableError, LeaseLostError, SwiftKVError
 from swiftkv_platform.logs import get_logger
 
-_NOT_HELD = ""
-_MAX_AHEAD_S = 120.0
+_NO_HOLDER = ""
+_MAX_LEASE_EXPIRY_S = 120.0
 """Max seconds from now until a lease expires, with a margin for clocks that differ."""
 
 
@@ -40,7 +40,7 @@ class Leases(Repository):
         # 1. renew the own lease  2. else acquire an expired one  3. else create the row
         row = update(LeaseRow).where(LeaseRow.name == name)
         renew = row.where(LeaseRow.holder == holder).values(expires_at=until)
-        has_run_out = or_(LeaseRow.expires_at <= now, LeaseRow.expires_at > now + _MAX_AHEAD_S)
+        has_run_out = or_(LeaseRow.expires_at <= now, LeaseRow.expires_at > now + _MAX_LEASE_EXPIRY_S)
         succeed = row.where(has_run_out).values(holder=holder, expires_at=until, token=LeaseRow.token + 1)
         try:
             with self._database.writing() as session:
@@ -57,7 +57,7 @@ class Leases(Repository):
         """Release the lease if `holder` has it."""
         mine = update(LeaseRow).where(LeaseRow.name == name, LeaseRow.holder == holder)
         with self._database.writing() as session:
-            session.execute(mine.values(holder=_NOT_HELD, expires_at=0.0))  # the row keeps the token
+            session.execute(mine.values(holder=_NO_HOLDER, expires_at=0.0))  # the row keeps the token
 
 
 def is_lease_held(fence: Fence) -> ColumnElement[bool]:

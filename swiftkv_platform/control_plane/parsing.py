@@ -43,9 +43,9 @@ from swiftkv_platform.limits import (
 )
 from swiftkv_platform.web.limiters import ConcurrencyLimiter, ConcurrencyLimits
 
-_NICENESS = 10
+_PARSER_NICENESS = 10
 """CPU priority of a parser process, below that of the control plane."""
-_OOM_SCORE = "1000"
+_PARSER_OOM_SCORE = "1000"
 """`oom_score_adj` of parsers: the kernel kills them first if memory runs out."""
 
 
@@ -87,7 +87,7 @@ def _apply_limits(bounds: ParserLimits) -> None:
     """Limit this process's resources, and end it with the control plane."""
     gc.freeze()  # collections would visit, and copy, what the server process shares with this one
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the control plane decides
-    os.nice(_NICENESS)
+    os.nice(_PARSER_NICENESS)
     for kind, amount in (
         (resource.RLIMIT_AS, bounds.memory),
         (resource.RLIMIT_CPU, bounds.cpu_seconds),
@@ -97,7 +97,7 @@ def _apply_limits(bounds: ParserLimits) -> None:
         soft = amount if most == resource.RLIM_INFINITY else min(amount, most)
         resource.setrlimit(kind, (soft, most))
     if sys.platform == "linux":
-        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
+        Path("/proc/self/oom_score_adj").write_text(_PARSER_OOM_SCORE)
     threading.Thread(target=_exit_with_control_plane, daemon=True).start()
 
 
@@ -123,7 +123,7 @@ _RETRY_AFTER_S = 5.0
 _MAX_DIRECTORY_CHARS = 70
 """Max characters of a temporary directory, so that the path of a socket in it fits its 107 characters."""
 
-_processes = multiprocessing.get_context("forkserver")
+_forkserver_context = multiprocessing.get_context("forkserver")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -133,7 +133,7 @@ class ParserPool:
     """Parser processes of one kind. `at_once`: max concurrent processes; further calls wait."""
 
     def __init__(self, bounds: ParserLimits, at_once: int) -> None:
-        _processes.set_forkserver_preload(list(_PRELOADED_MODULES))
+        _forkserver_context.set_forkserver_preload(list(_PRELOADED_MODULES))
         _set_socket_directory()
         self._limits = bounds
         self._slots = threading.BoundedSemaphore(at_once)
@@ -157,8 +157,8 @@ class ParserPool:
     def _run_in_process(self, client: Client, function: Callable[..., T], args: Any, kwargs: Any) -> T:
         client.check_connected()
         # 1. fork the process  2. wait for its result, and kill it if the client disconnects  3. return or raise
-        receiver, sender = _processes.Pipe(duplex=False)
-        process = _processes.Process(
+        receiver, sender = _forkserver_context.Pipe(duplex=False)
+        process = _forkserver_context.Process(
             target=run_parser, args=(sender, self._limits, function, args, kwargs), daemon=True, name="parser"
         )
         with receiver:

@@ -14,14 +14,14 @@ from sqlalchemy.orm import Session
 
 from swiftkv_platform.contract.attempts import is_file_id
 from swiftkv_platform.control_plane.database.tables import JobRow, UseRow
-from swiftkv_platform.control_plane.jobs.job import LIVE, JobStatus
+from swiftkv_platform.control_plane.jobs.job import LIVE_STATUSES, JobStatus
 from swiftkv_platform.errors import ConflictError
 
-_HOLDS_TARGET = [*LIVE, JobStatus.SUCCEEDED.value]
+_TARGET_HOLDING_STATUSES = [*LIVE_STATUSES, JobStatus.SUCCEEDED.value]
 """Statuses of jobs whose publish target no other tenant may use."""
-_ADDRESS = re.compile(r"(?:^|/)(?:jobs/(job_[0-9A-Za-z]{1,36})|models/(mdl_[0-9A-Za-z]{1,36}))(?=/|$)")
+_OBJECT_ADDRESS = re.compile(r"(?:^|/)(?:jobs/(job_[0-9A-Za-z]{1,36})|models/(mdl_[0-9A-Za-z]{1,36}))(?=/|$)")
 """Part of the address, in any store, of the objects of a job or of an imported model."""
-_PARENT = re.compile(r"(mdl_[0-9A-Za-z]{1,36})$|(job_[0-9A-Za-z]{1,36}):")
+_PARENT_REFERENCE = re.compile(r"(mdl_[0-9A-Za-z]{1,36})$|(job_[0-9A-Za-z]{1,36}):")
 """`training.from`: a model, or the beginning of the name of a checkpoint."""
 
 
@@ -35,9 +35,9 @@ def find_uses(spec: Any) -> set[str]:
     for name in _list_source_names(spec):
         if is_file_id(name):
             found.add(name)
-        found.update(job or model for job, model in _ADDRESS.findall(name))
+        found.update(job or model for job, model in _OBJECT_ADDRESS.findall(name))
     parent = _get_part(spec, "training", "from")
-    if isinstance(parent, str) and (match := _PARENT.match(parent)):
+    if isinstance(parent, str) and (match := _PARENT_REFERENCE.match(parent)):
         found.add(match[1] or match[2])
     if (place := hash_publish_target(spec)) is not None:
         found.add(place)
@@ -62,7 +62,7 @@ def check_publication(session: Session, spec: Any, tenant: str) -> None:
     if place is None:
         return
     others = select(JobRow.id).join(UseRow, UseRow.job_id == JobRow.id)
-    others = others.where(UseRow.used == place, JobRow.tenant != tenant, JobRow.status.in_(_HOLDS_TARGET))
+    others = others.where(UseRow.used == place, JobRow.tenant != tenant, JobRow.status.in_(_TARGET_HOLDING_STATUSES))
     if session.scalar(others.limit(1)) is not None:
         to = spec["publish"]["to"]
         raise ConflictError.for_field("publish.to", to, ", where another tenant publishes; use another name")
@@ -77,7 +77,7 @@ def find_live_users(
     """
     named = select(UseRow.job_id).where(UseRow.used.in_(names))
     jobs = select(JobRow.id).where(
-        JobRow.id.in_(named), JobRow.tenant == tenant, JobRow.status.in_(LIVE), JobRow.id != without
+        JobRow.id.in_(named), JobRow.tenant == tenant, JobRow.status.in_(LIVE_STATUSES), JobRow.id != without
     )
 
     def is_user(job_id: str) -> bool:

@@ -44,7 +44,7 @@ from swiftkv_platform.control_plane.database.tables import (
 )
 from swiftkv_platform.control_plane.deployments.repository import deployments_lock_key
 from swiftkv_platform.control_plane.jobs.job import JobStatus
-from swiftkv_platform.control_plane.models.model import IMPORTED, Model
+from swiftkv_platform.control_plane.models.model import IMPORTED_MODELS_PREFIX, Model
 from swiftkv_platform.control_plane.models.registry import count_superseded
 from swiftkv_platform.control_plane.models.repository import select_promotions
 from swiftkv_platform.control_plane.references import find_live_users
@@ -454,7 +454,7 @@ class RetentionStore:
 
 def classify_object(key: str) -> str:
     """Return the kind of an object for the counts."""
-    if key.startswith(f"{IMPORTED}/"):
+    if key.startswith(f"{IMPORTED_MODELS_PREFIX}/"):
         return "artifacts"
     match = _ATTEMPT_OBJECT.match(key)
     if match is None:
@@ -464,7 +464,7 @@ def classify_object(key: str) -> str:
 
 
 DAY_S = 86400.0
-SWEEPER = "retention"
+RETENTION_AUTHOR = "retention"
 """Author of deletions by retention."""
 _IDS_PER_QUERY = 100
 _MAX_ROWS_PER_TRANSACTION = 2000
@@ -474,7 +474,7 @@ _DELETIONS_INTERVAL_S = 60.0
 """Seconds between two removals of the objects of deleted jobs and models."""
 _MAX_TICK_S = 1.0
 """Seconds after which a tick starts no further step."""
-_MAX_FAILURES = 3
+_MAX_STORE_FAILURES = 3
 """Consecutive failures of the object store after which a round ends."""
 
 
@@ -629,9 +629,9 @@ class RetentionSweeper:
                     yield RemovedAmount(kind, rows=number)
                     yield from self._sweep_prefix(prefix, kind, dry_run=True)
                 else:
-                    yield RemovedAmount(kind, rows=remove(each, by=SWEEPER, now=self.clock()))
+                    yield RemovedAmount(kind, rows=remove(each, by=RETENTION_AUTHOR, now=self.clock()))
             except (ConflictError, NotFoundError) as error:
-                get_logger(loop=SWEEPER).debug(
+                get_logger(loop=RETENTION_AUTHOR).debug(
                     f"{object_kind} stays", **{f"{object_kind}_id": each}, reason=error.message
                 )
 
@@ -650,8 +650,8 @@ class RetentionSweeper:
     def _note_failure(self, subject: str, error: StorageError) -> None:
         """Log a failure of the store; raise it after several consecutive failures."""
         self._failures += 1
-        get_logger(loop=SWEEPER).warning("not swept", subject=subject, reason=error.message)
-        if self._failures >= _MAX_FAILURES:
+        get_logger(loop=RETENTION_AUTHOR).warning("not swept", subject=subject, reason=error.message)
+        if self._failures >= _MAX_STORE_FAILURES:
             raise error
 
     def _count_stored(self) -> Iterator[RemovedAmount]:

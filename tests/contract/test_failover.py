@@ -112,7 +112,7 @@ def test_the_standby_serves_once_it_takes_writes(
 ) -> None:
     """The readiness check alone notices it, with pooled connections to the primary and before any write is refused."""
     primary, standby = pair
-    monkeypatch.setattr(database_session, "_GRACE_S", 0.0)
+    monkeypatch.setattr(database_session, "_CLIENT_GRACE_S", 0.0)
     hosts = "&".join(f"host=127.0.0.1:{server.port}" for server in pair)
     url = f"postgresql+psycopg://postgres@/postgres?{hosts}&target_session_attrs=read-write"
     with closing(Database(url, Timeouts(connect_s=2, statement_s=0.5))) as database:

@@ -79,7 +79,7 @@ def ask(database: Database, between: Callable[[], None] = lambda: None) -> None:
 
 def test_a_connection_that_goes_silent_is_given_up(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """A silent connection is given up in the pool, in a transaction and while connecting; later ones work again."""
-    monkeypatch.setattr(database_session, "_GRACE_S", 0.0)
+    monkeypatch.setattr(database_session, "_CLIENT_GRACE_S", 0.0)
     with closing(Database(wire.url, Timeouts(connect_s=2, statement_s=0.5))) as database:
         ask(database)
         with pytest.raises(DatabaseUnavailableError, match="no answer within"):

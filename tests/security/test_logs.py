@@ -104,7 +104,7 @@ class RayWithRealLogs:
 
 @pytest.fixture
 def house(ray: FakeRayLogs, start: Start, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
-    monkeypatch.setattr("swiftkv_platform.control_plane.jobs.logs._POLL_S", 0.05)
+    monkeypatch.setattr("swiftkv_platform.control_plane.jobs.logs._LOG_POLL_INTERVAL_S", 0.05)
     commanded = start(reconcile_interval_s=1e6, max_followed_logs_of_key=3)
     real = RayWithRealLogs(commanded.cluster, RayJobs(ray.url))
     seen_by_api = replace(commanded.parts, cluster=real)  # type: ignore[arg-type]

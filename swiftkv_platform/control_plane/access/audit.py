@@ -50,7 +50,7 @@ class AuditEntry:
     route: str
     """Template of the route, such as `/jobs/{job_id}/cancel`."""
     object: str | None
-    """Id of the object of the request."""
+    """Id of the object that the request reads or changes, e.g. of a job."""
     status: int
     """HTTP status of the response."""
     left_out: int = 0
@@ -134,7 +134,7 @@ _MAX_PER_ADDRESS, _BURST_PER_ADDRESS = 30, 20
 """Max recorded refusals per address and minute, and at once."""
 _MAX_TOTAL, _BURST_TOTAL = 600, 200
 _MAX_ADDRESS_CHARS, _MAX_TEXT_CHARS = 64, 200
-_NO_ROUTE = "unmatched"
+_UNMATCHED_ROUTE = "unmatched"
 
 
 class RequestAudit:
@@ -150,7 +150,7 @@ class RequestAudit:
             tenant=None,
             address=address,
             method=method,
-            route=_NO_ROUTE,
+            route=_UNMATCHED_ROUTE,
             object=None,
             status=0,
         )
@@ -166,7 +166,7 @@ class RequestAudit:
 
     def set_route(self, scope: Scope) -> None:
         """Set the route, and the object id from its path."""
-        route = getattr(scope.get("route"), "path", None) or _NO_ROUTE
+        route = getattr(scope.get("route"), "path", None) or _UNMATCHED_ROUTE
         named = next(iter(scope.get("path_params", {}).values()), None)
         status = self.entry.status or getattr(scope.get("route"), "status_code", None) or 200
         found = self.entry.object if named is None else _sanitize(str(named), _MAX_TEXT_CHARS)
@@ -176,16 +176,16 @@ class RequestAudit:
     def is_change(self) -> bool:
         """Whether the route may change data."""
         asks = self._is_read_only or self.entry.method in _SAFE_METHODS
-        return not asks and self.entry.route not in (*_READ_ONLY_POSTS, _NO_ROUTE)
+        return not asks and self.entry.route not in (*_READ_ONLY_POSTS, _UNMATCHED_ROUTE)
 
     def enable(self, *, is_read_only: bool = False) -> None:
-        """Include the entry in the next transaction. Called once the caller is admitted. `is_read_only`: the route
-        changes nothing, whatever its method."""
+        """Store the audit entry with the request's next database transaction. Call it once the caller is admitted.
+        `is_read_only`: the route changes nothing, whatever its HTTP method."""
         self._is_read_only = is_read_only
         self._is_enabled = self.is_change
 
     def disable(self) -> None:
-        """Stop including the entry in transactions: the request has been answered."""
+        """Stop storing the audit entry with transactions: the request has been answered."""
         self._is_enabled = False
 
     def join_transaction(self, session: Session) -> Callable[[], None]:

@@ -43,8 +43,8 @@ class Demand:
     def find_exceeded_limit(
         self, policy: TenantPolicy, *, adding: Demand | None = None
     ) -> tuple[str, float, float] | None:
-        """Return name, demand and limit of the first exceeded limit; None if no limit is exceeded. With `adding`,
-        only limits on resources that `adding` has count."""
+        """Return (limit's name, demand, limit) of the first exceeded limit; None without one. With `adding`, only
+        limits on resources that `adding` has count."""
         for limit, part in _LIMITS.items():
             requested, most = getattr(self, part), getattr(policy, limit)
             if most is not None and requested > most and (adding is None or getattr(adding, part) > 0):

@@ -30,7 +30,7 @@ from swiftkv_platform.control_plane.access.usage import (
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.components import RAY_TIMEOUT_S, ComponentsDep, NodesDep
 from swiftkv_platform.control_plane.http.responses import ListResponse, NewestFirst, ResponseModel, make_list_response
-from swiftkv_platform.control_plane.jobs.job import ON_CLUSTER
+from swiftkv_platform.control_plane.jobs.job import STATUSES_ON_CLUSTER
 from swiftkv_platform.control_plane.ray.placement import Node
 from swiftkv_platform.errors import ForbiddenError, UnauthenticatedError
 from swiftkv_platform.frozen import FrozenModel
@@ -38,7 +38,7 @@ from swiftkv_platform.security.principals import Principal, Scope
 from swiftkv_platform.web.bodies import BodyRoute
 from swiftkv_platform.web.middleware import PAGE_HEADERS
 
-FILES = Path(__file__).parent.parent / "dashboard"
+DASHBOARD_DIRECTORY = Path(__file__).parent.parent / "dashboard"
 
 router = APIRouter(tags=["operations"], route_class=BodyRoute)
 
@@ -46,7 +46,7 @@ router = APIRouter(tags=["operations"], route_class=BodyRoute)
 @router.get("/", include_in_schema=False)
 def index() -> FileResponse:
     """Return the dashboard's page."""
-    return FileResponse(FILES / "index.html", headers=dict(PAGE_HEADERS))
+    return FileResponse(DASHBOARD_DIRECTORY / "index.html", headers=dict(PAGE_HEADERS))
 
 
 class SignIn(FrozenModel):
@@ -133,7 +133,7 @@ class AuditResponse(ResponseModel):
     route: str
     """Template of the route."""
     about: str | None
-    """Id of the object of the request."""
+    """Id of the object that the request reads or changes, e.g. of a job."""
     status: int
     """HTTP status of the response."""
     left_out: int
@@ -214,7 +214,7 @@ class QuotaResponse(ResponseModel):
     max_gpus: float | None
     max_cpus: float | None
     max_replicas: int | None
-    """Max replicas of all its deployments together."""
+    """Max total replicas of the tenant's deployments."""
     queued_jobs: int
     """Queued and paused jobs."""
     running_jobs: int
@@ -223,7 +223,7 @@ class QuotaResponse(ResponseModel):
     """GPUs of jobs and deployments together."""
     cpus: float
     stored_bytes: int
-    """Bytes of its uploaded files and models together."""
+    """Total bytes of the tenant's uploaded files and models."""
     max_stored_bytes: int | None
     stored_jobs: int
     """Jobs, including ended ones."""
@@ -251,7 +251,7 @@ class QuotaResponse(ResponseModel):
     """Null if Ray does not answer, or does not report its nodes."""
 
 
-_COUNTS = {
+_LIMIT_BY_COUNT = {
     "queued_jobs": "max_queued_jobs",
     "stored_jobs": "max_stored_jobs",
     "deployments": "max_deployments",
@@ -268,9 +268,9 @@ def get_quota(parts: ComponentsDep, caller: Reader, nodes: NodesDep) -> QuotaRes
     """Quota of the caller's tenant, its use, and the use of the whole cluster."""
     tenant, told = caller.tenant, nodes.get(RAY_TIMEOUT_S, None)
     with parts.database.reading() as session:
-        jobs = sum_job_demand(session, ON_CLUSTER, tenants=[tenant]).get(tenant, Demand())
+        jobs = sum_job_demand(session, STATUSES_ON_CLUSTER, tenants=[tenant]).get(tenant, Demand())
         deployments = sum_deployment_demand(session, tenants=[tenant]).get(tenant, Demand())
-        counts = {name: count_objects(session, limit, tenant) for name, limit in _COUNTS.items()}
+        counts = {name: count_objects(session, limit, tenant) for name, limit in _LIMIT_BY_COUNT.items()}
         stored_bytes = sum_stored_bytes(session, tenant)
     return QuotaResponse.model_validate(
         {

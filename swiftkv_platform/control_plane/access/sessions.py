@@ -28,8 +28,8 @@ _MAX_ENDED_AT_ONCE = 100
 """Max old sessions of a key that a new session ends. Earlier versions did not limit the number of sessions."""
 _ID_BYTES = 32
 _MAX_NAME_CHARS = 64
-_SEAL = b"swiftkv session seal\0"
-_MIN_INTERVAL_S = 60.0
+_PAD_PREFIX = b"swiftkv session seal\0"
+_MIN_USE_INTERVAL_S = 60.0
 """Min seconds between two stored uses of a key."""
 
 
@@ -128,7 +128,7 @@ def _xor_with_pad(session_id: str, text: bytes) -> bytes:
 
     A modified ciphertext decrypts to an unknown key.
     """
-    pad = hashlib.shake_256(_SEAL + session_id.encode()).digest(len(text))
+    pad = hashlib.shake_256(_PAD_PREFIX + session_id.encode()).digest(len(text))
     return bytes(left ^ right for left, right in zip(text, pad, strict=True))
 
 
@@ -151,7 +151,7 @@ class KeyUses:
             return
         now = self._clock()
         with self._lock:
-            if now - self._last_recorded.get(principal.id, -_MIN_INTERVAL_S) < _MIN_INTERVAL_S:
+            if now - self._last_recorded.get(principal.id, -_MIN_USE_INTERVAL_S) < _MIN_USE_INTERVAL_S:
                 return
             self._last_recorded[principal.id] = now
         try:
@@ -168,7 +168,7 @@ class KeyUses:
             seen = session.get(KeyUseRow, key_id)
             if seen is None:
                 session.add(KeyUseRow(key_id=key_id, last_used_at=int(now)))
-            elif seen.last_used_at <= now - _MIN_INTERVAL_S:
+            elif seen.last_used_at <= now - _MIN_USE_INTERVAL_S:
                 seen.last_used_at = int(now)
 
 

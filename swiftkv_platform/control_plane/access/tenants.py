@@ -46,11 +46,11 @@ class TenantPolicy(FiniteModel):
     max_running_jobs: Annotated[int, Field(ge=1)] | None = None
     """Max jobs on the cluster at a time; others wait."""
     max_gpus: Annotated[float, Field(ge=0.0)] | None = None
-    """Max GPUs of its jobs and deployments at a time; a single job or deployment that needs more is refused."""
+    """Max GPUs of the tenant's jobs and deployments at a time; a job or deployment that needs more alone is refused."""
     max_cpus: Annotated[float, Field(ge=0.0)] | None = None
     """Max CPU cores of its jobs and deployments at a time; a single job or deployment that needs more is refused."""
     max_replicas: Annotated[int, Field(ge=0)] | None = None
-    """Max sum of its deployments' `max_replicas`; a deployment beyond it is refused."""
+    """Max sum of `max_replicas` over the tenant's deployments; a deployment above the sum is refused."""
     max_file_bytes: Annotated[int, Field(ge=1)] | None = None
     """Max bytes of an uploaded file, if less than the operator's `SWIFTKV_MAX_FILE_BYTES`."""
     max_file_rows: Annotated[int, Field(ge=1)] | None = None
@@ -73,7 +73,7 @@ class TenantPolicy(FiniteModel):
     cost_cap: Annotated[float, Field(gt=0.0)] | None = None
     """Max cost of a job before it is paused, whatever its spec says."""
     route_prefixes: tuple[str, ...] = ()
-    """Route prefixes outside `/t/{tenant}`, such as `/`, that its deployments may have if there are API keys."""
+    """Route prefixes outside `/t/{tenant}`, e.g. `/`, that the tenant's deployments may have if API keys exist."""
     chat_templates: bool = False
     """Whether its deployments may use custom chat templates if there are API keys. Replicas run templates sandboxed,
     but without a time limit."""
@@ -84,7 +84,7 @@ class TenantPolicy(FiniteModel):
     """W&B entities that its jobs may write to with the operator's key, in addition to the key's default entity.
     None: all entities without API keys, else only the default."""
     webhook: WebhookSpec | None = None
-    """Webhook for status changes of all its jobs, in addition to the webhooks of the jobs."""
+    """Webhook for status changes of all jobs of the tenant, in addition to the jobs' own webhooks."""
 
 
 class _TenantsFile(FiniteModel):

@@ -24,7 +24,7 @@ from swiftkv_platform.control_plane.database.tables import (
     ModelRow,
     PromotionRow,
 )
-from swiftkv_platform.control_plane.jobs.job import LIVE, ON_CLUSTER, WAITING
+from swiftkv_platform.control_plane.jobs.job import LIVE_STATUSES, STATUSES_ON_CLUSTER, WAITING_STATUSES
 from swiftkv_platform.errors import QuotaExceededError
 
 _TENANT: Any = bindparam("tenant")
@@ -37,12 +37,12 @@ def _count_rows(table: Any, *where: Any) -> Select[Any]:
 _COUNT_QUOTAS: dict[str, tuple[str, Select[Any], str]] = {
     "max_queued_jobs": (
         "queued or paused jobs",
-        _count_rows(JobRow, JobRow.status.in_(WAITING)),
+        _count_rows(JobRow, JobRow.status.in_(WAITING_STATUSES)),
         "cancel one, or submit again after one has started",
     ),
     "max_unfinished_jobs": (
         "unfinished jobs",
-        _count_rows(JobRow, JobRow.status.in_(LIVE)),
+        _count_rows(JobRow, JobRow.status.in_(LIVE_STATUSES)),
         "cancel one, or submit again after one has ended",
     ),
     "max_stored_jobs": (
@@ -72,7 +72,7 @@ _COUNT_QUOTAS: dict[str, tuple[str, Select[Any], str]] = {
 
 
 def count_objects(session: Session, limit: str, tenant: str) -> int:
-    """Return how many objects a tenant has of those that a field of `TenantPolicy` limits, such as `max_files`."""
+    """Return how many objects of a tenant count against a limit, a field of `TenantPolicy` such as `max_files`."""
     return session.scalar(_COUNT_QUOTAS[limit][1], {"tenant": tenant}) or 0
 
 
@@ -108,7 +108,7 @@ def sum_stored_bytes(session: Session, tenant: str) -> int:
 def sum_demand(session: Session, tenant: str, *, exclude: str = "") -> Demand:
     """Return the demand of a tenant's jobs on the cluster and of its deployments. `without`: id of a deployment that
     does not count."""
-    jobs = sum_job_demand(session, ON_CLUSTER, tenants=[tenant]).get(tenant, Demand())
+    jobs = sum_job_demand(session, STATUSES_ON_CLUSTER, tenants=[tenant]).get(tenant, Demand())
     return jobs + sum_deployment_demand(session, tenants=[tenant], exclude=exclude).get(tenant, Demand())
 
 

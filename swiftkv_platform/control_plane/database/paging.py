@@ -36,7 +36,7 @@ _TABLE_NAMES: dict[type[Base], tuple[str, str, str]] = {
     DeploymentRow: ("deployment", "/deployments", "deployment_id"),
     FileRow: ("file", "/v1/files", "file_id"),
 }
-"""Name of a row of each table, route that lists it, and field that contains its id."""
+"""By table: (name of a row's object, route that lists the objects, field that contains an object's id)."""
 
 
 class Repository:

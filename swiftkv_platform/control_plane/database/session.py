@@ -28,9 +28,9 @@ from swiftkv_platform.settings import Settings
 
 _IDLE_TIMEOUT_S = 60
 """Seconds after which PostgreSQL ends an idle transaction."""
-_GRACE_S = 10.0
+_CLIENT_GRACE_S = 10.0
 """Seconds after the statement timeout at which the client gives up; the server's timeout comes first."""
-_READ_ONLY = "25006"
+_READ_ONLY_SQLSTATE = "25006"
 """SQLSTATE `read_only_sql_transaction`."""
 _LIBPQ_DRIVERS = ("psycopg", "psycopg2")
 
@@ -86,7 +86,7 @@ def set_connection_timeouts(engine: Engine, timeouts: Timeouts) -> None:
 
         def connect(_dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:
             connection = _make_connection_class().connect(*arguments, **options)
-            connection.response_timeout_s = timeouts.statement_s + _GRACE_S
+            connection.response_timeout_s = timeouts.statement_s + _CLIENT_GRACE_S
             return connection
 
         event.listen(engine, "do_connect", connect)
@@ -106,7 +106,7 @@ def lift_statement_timeout(session: Session) -> Callable[[], None]:
 
 def is_read_only(error: BaseException) -> bool:
     """Whether a driver's error says that the server is read-only, such as a standby or a demoted primary."""
-    return getattr(error, "sqlstate", None) == _READ_ONLY or getattr(error, "pgcode", None) == _READ_ONLY
+    return _READ_ONLY_SQLSTATE in (getattr(error, "sqlstate", None), getattr(error, "pgcode", None))
 
 
 def accepts_writes(session: Session) -> bool:
@@ -163,7 +163,7 @@ def _wait_with_timeout(
 
 
 DEFAULT_TIMEOUTS = Timeouts()
-_MIGRATIONS = Path(__file__).parent / "migrations"
+_MIGRATIONS_DIRECTORY = Path(__file__).parent / "migrations"
 _BUSY_TIMEOUT_S = 10.0
 _WRITES_OPTION = "swiftkv_writes"
 
@@ -305,7 +305,7 @@ def _check_revision(present: str | None) -> None:
 
 def make_alembic_config(connection: Connection | None = None) -> Config:
     config = Config(attributes={"connection": connection})
-    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+    config.set_main_option("script_location", str(_MIGRATIONS_DIRECTORY).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     return config
 

@@ -52,7 +52,7 @@ class JobRow(Base):
     """GPUs that the job holds while it is on the cluster."""
     cpus: Mapped[float] = mapped_column(Float(53), server_default="0")
     watched_until: Mapped[float] = mapped_column(Float(53), server_default="0")
-    """Unix seconds until which its events are polled often. Setting it does not change the job's version."""
+    """Unix seconds until which the job's events are polled often. Changing this column keeps the job's version."""
 
     __table_args__ = (
         Index(None, "tenant", "id"),
@@ -137,7 +137,7 @@ class DeploymentRow(Base):
     replicas: Mapped[int] = mapped_column(server_default="0", default=0)
     """`spec.max_replicas`."""
     gpus: Mapped[float] = mapped_column(Float(53), server_default="0")
-    """GPUs of all its replicas."""
+    """GPUs of all replicas of the deployment."""
     cpus: Mapped[float] = mapped_column(Float(53), server_default="0")
     spec: Mapped[dict[str, Any]] = mapped_column(Document)
     state: Mapped[dict[str, Any]] = mapped_column(Document)
@@ -305,7 +305,7 @@ class AuditRow(Base):
     method: Mapped[str] = mapped_column(String(16))
     route: Mapped[str] = mapped_column(String(200))
     object: Mapped[str | None] = mapped_column(String(200))
-    """Id of the object of the request."""
+    """Id of the object that the request reads or changes, e.g. of a job."""
     status: Mapped[int]
     """HTTP status of the response."""
     left_out: Mapped[int] = mapped_column(server_default="0", default=0)

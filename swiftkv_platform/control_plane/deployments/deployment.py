@@ -52,7 +52,7 @@ class Deployment:
 
 
 def apply_change(deployment: Deployment, spec: ResolvedDeployment) -> tuple[ResolvedDeployment, DeploymentState]:
-    """Return spec and state of a deployment after a change, before the cluster has applied it."""
+    """Return (spec, state) of a deployment after a change that the cluster has not applied yet."""
     if spec == deployment.spec:
         return spec, deployment.state
     status = deployment.state.status
@@ -64,14 +64,14 @@ def apply_change(deployment: Deployment, spec: ResolvedDeployment) -> tuple[Reso
 
 
 def replica_resources(spec: ResolvedDeployment) -> dict[str, float]:
-    """Return what a replica needs on one node, by Ray's names."""
+    """Return the resources that a replica requires on one node, by Ray's resource names."""
     resources = compute_replica_resources(spec.engine)
     return {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
 
 
 Admit = Callable[[Demand], None]
-DeploymentChange = Callable[[Deployment, Demand], tuple[ResolvedDeployment, DeploymentState]]
-"""(deployment, demand of its tenant's jobs and other deployments) -> its new spec and state."""
+ComputeDeploymentChange = Callable[[Deployment, Demand], tuple[ResolvedDeployment, DeploymentState]]
+"""Function: (deployment, demand of its tenant's jobs and other deployments) -> (new spec, new state)."""
 
 
 REPLICA_PATHS = frozenset({"generate", "v1", "tokenize", "detokenize", "health", "metrics", "openapi.json", "docs"})

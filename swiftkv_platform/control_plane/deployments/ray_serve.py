@@ -25,8 +25,8 @@ from swiftkv_platform.web.origins import is_local_name
 _HEALTH_TIMEOUT = httpx.Timeout(2.0)
 """Seconds; they delay the reconciler's round."""
 
-_MAX_REQUESTS = 16
-"""Most requests in a round; the proxy routes each to any replica."""
+_MAX_HEALTH_REQUESTS = 16
+"""Max health requests per round; the proxy routes each to any replica."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class ServedRevisions:
         progress = self._progress.get(name)
         if progress is None:
             return None
-        for _ in range(min(4 * len(replicas), _MAX_REQUESTS)):
+        for _ in range(min(4 * len(replicas), _MAX_HEALTH_REQUESTS)):
             if progress.settled >= set(replicas):
                 break
             said = self._find_health(route_prefix, progress.revision)
@@ -104,13 +104,13 @@ class ServedRevisions:
 APPLICATION = "swiftkv_platform.serve.app:build_app"
 """Import path of every deployment's application."""
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_PATH = "/api/serve/applications/"
+_LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+_API_PATH = "/api/serve/applications/"
 
 # The first `apply` starts Serve's controller and proxies, and waits for them.
-_TIMEOUT_S = 120.0
+_API_TIMEOUT_S = 120.0
 
-_STATUS = {
+_STATUS_BY_RAY_STATUS = {
     "NOT_STARTED": DeploymentStatus.DEPLOYING,
     "DEPLOYING": DeploymentStatus.DEPLOYING,
     "RUNNING": DeploymentStatus.RUNNING,
@@ -128,7 +128,7 @@ def parse_http_address(serve_url: str) -> tuple[str, int]:
     parts = urlsplit(serve_url)
     if parts.scheme != "http" or not parts.hostname or not parts.port:
         raise InvalidInputError.for_field("serve_url", serve_url, "; give http://host:port")
-    if parts.hostname in _LOOPBACK:
+    if parts.hostname in _LOOPBACK_HOSTS:
         return parts.hostname, parts.port
     return "0.0.0.0", parts.port  # noqa: S104  # the operator has named an address that others reach
 
@@ -161,7 +161,7 @@ class RayServe:
         access: Callable[[str | None], Access] = lambda _: UNRESTRICTED,
     ) -> None:
         host, port = parse_http_address(serve_url)
-        self._dashboard = RayDashboard(dashboard_url, timeout_s=_TIMEOUT_S)
+        self._dashboard = RayDashboard(dashboard_url, timeout_s=_API_TIMEOUT_S)
         self._http_options = {"host": host, "port": port, "keep_alive_timeout_s": KEEP_ALIVE_SECONDS.default}
         files = {"api_keys_file": api_keys_file, "oidc_file": oidc_file}
         self._files = {name: str(path) for name, path in files.items() if path is not None}
@@ -181,7 +181,7 @@ class RayServe:
         if keep:
             applications += _list_deployed_configs(self._get_details().get("applications", {}), keep)
         config = {"http_options": self._http_options, "applications": applications}
-        self._dashboard.check_success(self._dashboard.request("PUT", _PATH, json=config), "configure Serve")
+        self._dashboard.check_success(self._dashboard.request("PUT", _API_PATH, json=config), "configure Serve")
         self._revisions.set_wanted({deployment.id: _compute_revision(deployment) for deployment in deployments})
 
     def status(self) -> Mapping[str, DeploymentState]:
@@ -192,7 +192,7 @@ class RayServe:
         return {name: self._find_state(name, application, listening) for name, application in applications.items()}
 
     def _get_details(self) -> Mapping[str, Any]:
-        return self._dashboard.parse_object(self._dashboard.request("GET", _PATH), "read the state of Serve")
+        return self._dashboard.parse_object(self._dashboard.request("GET", _API_PATH), "read the state of Serve")
 
     def close(self) -> None:
         self._dashboard.close()
@@ -255,7 +255,7 @@ def _list_deployed_configs(applications: Mapping[str, Any], keep: Collection[str
     kept = []
     for name in sorted(keep):
         application = applications.get(name)
-        if application is None or _STATUS.get(application["status"]) is DeploymentStatus.DELETING:
+        if application is None or _STATUS_BY_RAY_STATUS.get(application["status"]) is DeploymentStatus.DELETING:
             continue
         config = application.get("deployed_app_config")
         if config is None:
@@ -297,7 +297,7 @@ def _list_running_replicas(application: Mapping[str, Any]) -> list[str]:
 
 
 def _parse_state(application: Mapping[str, Any], listening: bool) -> DeploymentState:
-    status = _STATUS[application["status"]]
+    status = _STATUS_BY_RAY_STATUS[application["status"]]
     replicas = len(_list_running_replicas(application))
     # The application's own message only says which deployment failed, if one did.
     deployments: Iterable[Mapping[str, Any]] = application.get("deployments", {}).values()

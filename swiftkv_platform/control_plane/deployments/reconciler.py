@@ -29,7 +29,7 @@ from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 _OPTIONS = {"CPU": "engine.num_threads", "GPU": "engine.tensor_parallel_size"}
 
-_NOTHING = Demand()
+_NO_DEMAND = Demand()
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class ReplicaScheduler:
                 continue
             was, needs = present.get(spec.id), replica_resources(spec)
             is_new = was is None or replica_resources(was) != needs or replicas[spec.id] >= was.max_replicas
-            kept = draining.get(tenant, _NOTHING) if is_new else _NOTHING
+            kept = draining.get(tenant, _NO_DEMAND) if is_new else _NO_DEMAND
             open_now = {"CPU": left["CPU"] - kept.cpus, "GPU": left["GPU"] - kept.gpus}
             if can_place([open_now], [needs]) and reserve(free, [needs]):
                 reserve([left], [needs])
@@ -124,7 +124,7 @@ class ReplicaScheduler:
 def find_released(
     before: Iterable[ResolvedDeployment], after: Iterable[ResolvedDeployment]
 ) -> Iterator[tuple[ResolvedDeployment, Demand]]:
-    """Yield deployments that lose replicas when `after` replaces `before`, and what these replicas hold."""
+    """Yield (deployment, demand of the replicas that it loses) when the deployments `after` replace `before`."""
     now = {spec.id: spec for spec in after}
     for spec in before:
         then, held = now.get(spec.id), Demand.for_deployment(spec)
@@ -133,7 +133,7 @@ def find_released(
             if then is None or replica_resources(then) != replica_resources(spec)
             else held.subtract_to_zero(Demand.for_deployment(then))
         )
-        if left != _NOTHING:
+        if left != _NO_DEMAND:
             yield spec, left
 
 
@@ -142,7 +142,7 @@ def _join_words(parts: Iterable[str]) -> str:
 
 
 def _interleave(specs: Sequence[ResolvedDeployment], full: set[str]) -> Iterator[ResolvedDeployment]:
-    """Yield a tenant's deployments, once for each replica, skipping those that are full by then."""
+    """Yield a tenant's deployments, once for each replica, skipping deployments in `full`."""
     fewest = {spec.id: max(spec.min_replicas, 1) for spec in specs}
     for bounds in ({}, fewest), (fewest, {spec.id: spec.max_replicas for spec in specs}):
         number, rest = 1, specs
@@ -151,12 +151,12 @@ def _interleave(specs: Sequence[ResolvedDeployment], full: set[str]) -> Iterator
             number += 1
 
 
-_LOST = DeploymentState(DeploymentStatus.PENDING, "missing on the serving cluster; redeploying")
-_NODE_GRACE_S = 600.0
-"""Seconds for which lost nodes still count: most come back, and deployments on the others go on meanwhile."""
+_LOST_STATE = DeploymentState(DeploymentStatus.PENDING, "missing on the serving cluster; redeploying")
+_LOST_NODE_GRACE_S = 600.0
+"""Seconds for which lost nodes still count as capacity, since most of them return."""
 
-_DRAIN_S = 150.0
-"""Seconds after which stopped replicas are gone; they finish the requests they have begun for up to 120 s."""
+_DRAIN_TIMEOUT_S = 150.0
+"""Seconds after which stopped replicas have ended; they finish running requests for up to 120 s."""
 
 
 class DeploymentReconciler:
@@ -175,12 +175,12 @@ class DeploymentReconciler:
         self._applied: Sequence[ResolvedDeployment] | None = None
         """Deployments that this process last applied; None before it has applied any."""
         self._served: Sequence[ResolvedDeployment] = ()
-        """Deployments that were last applied, whatever has failed since."""
+        """Deployments that were last applied, even if applying has failed since."""
         self._draining: list[tuple[float, ResolvedDeployment, Demand]] = []
         """(Unix seconds of its end, spec, demand) of replicas that still hold resources after a later `apply`."""
-        self._believed: Sequence[Bundle] | None = None
+        self._nodes: Sequence[Bundle] | None = None
         """Nodes that count; None before any were reported."""
-        self._believed_at = 0.0
+        self._nodes_at = 0.0
         """Unix seconds at which they were last reported."""
 
     def tick(self) -> None:
@@ -236,7 +236,7 @@ class DeploymentReconciler:
 
     def _record_draining(self, applied: Sequence[ResolvedDeployment]) -> None:
         """Record what was applied, and what replicas of the previous set hold while they drain."""
-        until = self._parts.clock() + _DRAIN_S
+        until = self._parts.clock() + _DRAIN_TIMEOUT_S
         self._draining += [(until, spec, demand) for spec, demand in find_released(self._served, applied)]
         self._served = applied
 
@@ -249,9 +249,9 @@ class DeploymentReconciler:
     def _find_nodes(self) -> Sequence[Bundle] | None:
         told, now = self._cluster.capacity(), self._parts.clock()
         nodes = None if told is None else [node.total for node in told]
-        if nodes is not None and (can_place(nodes, self._believed or ()) or now > self._believed_at + _NODE_GRACE_S):
-            self._believed, self._believed_at = nodes, now
-        return self._believed
+        if nodes is not None and (can_place(nodes, self._nodes or ()) or now > self._nodes_at + _LOST_NODE_GRACE_S):
+            self._nodes, self._nodes_at = nodes, now
+        return self._nodes
 
     def _store_state(self, deployment: Deployment, state: DeploymentState | None) -> None:
         self._lease.check_leading()
@@ -259,7 +259,7 @@ class DeploymentReconciler:
         if state is None and deleting:
             self._parts.deployments.remove_deployment(deployment.spec.id)
         elif state is None and deployment.state.status is not DeploymentStatus.PENDING:
-            self._parts.deployments.set_deployment_state(deployment.spec.id, _LOST)
+            self._parts.deployments.set_deployment_state(deployment.spec.id, _LOST_STATE)
         elif state is not None and state != deployment.state and not deleting:
             self._parts.deployments.set_deployment_state(deployment.spec.id, state, of=deployment.spec)
 

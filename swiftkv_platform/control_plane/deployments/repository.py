@@ -27,8 +27,8 @@ from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import DeploymentRow, ModelRow, PromotionRow
 from swiftkv_platform.control_plane.deployments.deployment import (
     Admit,
+    ComputeDeploymentChange,
     Deployment,
-    DeploymentChange,
     DeploymentState,
     DeploymentStatus,
     find_inner_routes,
@@ -38,9 +38,9 @@ from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.specs.base import STORED_CONTEXT
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
-_STATE = TypeAdapter(DeploymentState)
-_Parsed = tuple[int, Any, Deployment]
-"""A row's version and stored state, and the deployment that it holds."""
+_STATE_ADAPTER = TypeAdapter(DeploymentState)
+_ParsedRow = tuple[int, Any, Deployment]
+"""(row's version, stored state, deployment of the row)"""
 
 
 class DeploymentRepository(Repository):
@@ -48,7 +48,7 @@ class DeploymentRepository(Repository):
 
     def __init__(self, database: Database) -> None:
         super().__init__(database)
-        self._parsed: dict[str, _Parsed] = {}
+        self._parsed: dict[str, _ParsedRow] = {}
         """Deployments by id, as `list_all_deployments` last read them."""
 
     def create_deployment(
@@ -79,7 +79,7 @@ class DeploymentRepository(Repository):
                     created_at=deployment.created_at,
                     held_route=deployment.spec.route_prefix,
                     spec=deployment.spec.model_dump(mode="json"),
-                    state=_STATE.dump_python(deployment.state, mode="json"),
+                    state=_STATE_ADAPTER.dump_python(deployment.state, mode="json"),
                     version=deployment.version,
                     **_make_columns(deployment.spec),
                 )
@@ -134,7 +134,7 @@ class DeploymentRepository(Repository):
             rows = fetch_rows(session, query, DeploymentRow.id, Page(limit=limit), after=None).items
             return parse_readable(rows, read_deployment)[0]
 
-    def change_deployment(self, deployment_id: str, change: DeploymentChange, *, tenant: str) -> Deployment:
+    def change_deployment(self, deployment_id: str, change: ComputeDeploymentChange, *, tenant: str) -> Deployment:
         """Store what `change` returns for the present deployment; other changes of the tenant's deployments wait.
 
         Its route prefix stays, and a deployment that follows an alias gets the alias's present model. Raises
@@ -159,11 +159,11 @@ class DeploymentRepository(Repository):
         route prefix. `of`: the spec that the state is about; nothing is stored if another one is wanted by now."""
         with self._database.writing() as session:
             row = session.get(DeploymentRow, deployment_id, with_for_update=True)
-            if row is None or _STATE.validate_python(row.state).status is DeploymentStatus.DELETING:
+            if row is None or _STATE_ADAPTER.validate_python(row.state).status is DeploymentStatus.DELETING:
                 return
             if of is not None and ResolvedDeployment.model_validate(row.spec, context=STORED_CONTEXT) != of:
                 return
-            row.state = _STATE.dump_python(state, mode="json")
+            row.state = _STATE_ADAPTER.dump_python(state, mode="json")
             if state.status is DeploymentStatus.DELETING:
                 row.held_route = None
 
@@ -221,7 +221,7 @@ def read_deployment(row: DeploymentRow) -> Deployment:
     """Return the row's value. Raises `UnreadableRowError`."""
     try:
         spec = ResolvedDeployment.model_validate(row.spec, context=STORED_CONTEXT)
-        return Deployment(spec, row.tenant, row.created_at, _STATE.validate_python(row.state), row.version)
+        return Deployment(spec, row.tenant, row.created_at, _STATE_ADAPTER.validate_python(row.state), row.version)
     except (ValidationError, TypeError) as error:
         raise unreadable_row_error("deployment", row.id, error) from error
 
@@ -234,7 +234,7 @@ def write_deployment(row: DeploymentRow, spec: ResolvedDeployment, state: Deploy
         row.version += 1
     _set_columns(row, spec)
     row.spec = document
-    row.state = _STATE.dump_python(state, mode="json")
+    row.state = _STATE_ADAPTER.dump_python(state, mode="json")
 
 
 def _make_columns(spec: ResolvedDeployment) -> dict[str, Any]:

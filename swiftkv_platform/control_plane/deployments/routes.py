@@ -92,10 +92,10 @@ class DeploymentResponse(ResolvedDeployment, _DeploymentHead):
         return cls(**spec.model_dump(), **vars(deployment.state), **kept, url=url)
 
 
-_PREFIX = "swiftkv:"
-_REPLICA = "swiftkv:replica_info"
-_MAX_REQUESTS = 16
-"""Most requests; the proxy routes each to any replica."""
+_METRIC_PREFIX = "swiftkv:"
+_REPLICA_METRIC = "swiftkv:replica_info"
+_MAX_METRICS_REQUESTS = 16
+"""Max metrics requests per call; the proxy routes each to any replica."""
 _METRICS_TIMEOUT = httpx.Timeout(5.0)
 """Seconds."""
 
@@ -112,7 +112,7 @@ async def read_replica_metrics(
     found: dict[str, ReplicaMetricsResponse] = {}
     headers = {} if authorization is None else {"Authorization": authorization}
     async with httpx.AsyncClient(timeout=_METRICS_TIMEOUT, trust_env=False, headers=headers) as client:
-        for _ in range(max(1, min(4 * num_replicas, _MAX_REQUESTS))):
+        for _ in range(max(1, min(4 * num_replicas, _MAX_METRICS_REQUESTS))):
             try:
                 answer = await client.get(f"{url}/metrics")
                 answer.raise_for_status()
@@ -134,15 +134,15 @@ def _parse_metrics(page: str) -> ReplicaMetricsResponse:
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
-            if sample.name == _REPLICA:
+            if sample.name == _REPLICA_METRIC:
                 replica = sample.labels["replica"]
-            elif sample.name.startswith(_PREFIX) and not sample.name.endswith(("_bucket", "_created")):
-                name = sample.name.removeprefix(_PREFIX)
+            elif sample.name.startswith(_METRIC_PREFIX) and not sample.name.endswith(("_bucket", "_created")):
+                name = sample.name.removeprefix(_METRIC_PREFIX)
                 values[name] = values.get(name, 0.0) + sample.value
     return ReplicaMetricsResponse(replica=replica, values=values)
 
 
-_ANSWER_TIMEOUT = httpx.Timeout(300.0, connect=5.0)
+_PROXY_TIMEOUT = httpx.Timeout(300.0, connect=5.0)
 """Seconds; a busy replica sends nothing before the first token."""
 
 router = APIRouter(prefix="/deployments", tags=["deployments"], route_class=BodyRoute)
@@ -248,7 +248,7 @@ class DeploymentProxy:
         """Forward to `path` below the deployment's URL. Raises `NotFoundError`, `OverloadedError` and
         `ClusterUnavailableError`."""
         url = await self._find_url()
-        client = httpx.AsyncClient(timeout=_ANSWER_TIMEOUT, trust_env=False, verify=_make_ssl_context())
+        client = httpx.AsyncClient(timeout=_PROXY_TIMEOUT, trust_env=False, verify=_make_ssl_context())
         try:
             key = await run_in_threadpool(get_authorization, self._request)  # for replicas that have the key file
             headers = {} if key is None else {"Authorization": key}

@@ -35,7 +35,7 @@ from swiftkv_platform.specs.engine import EngineConfig
 
 MAX_PREFIX_CHARS = 200
 """Max characters of a route prefix, its tenant's part included."""
-_TENANTS = "t"
+_TENANTS_SEGMENT = "t"
 _RESERVED_SEGMENT = "-"
 """First segment of paths that Serve's proxies answer themselves, such as `/-/healthz`."""
 
@@ -125,10 +125,10 @@ class DeploymentService:
             )
         if not self.settings.requires_credentials or route_prefix in self.parts.policies.get(tenant).route_prefixes:
             return route_prefix
-        home = f"/{_TENANTS}/{tenant}"
+        home = f"/{_TENANTS_SEGMENT}/{tenant}"
         if route_prefix == home or route_prefix.startswith(f"{home}/"):
             return route_prefix
-        if route_prefix.startswith(f"/{_TENANTS}/"):
+        if route_prefix.startswith(f"/{_TENANTS_SEGMENT}/"):
             raise ForbiddenError(
                 f"route_prefix is {route_prefix!r}; tenant {tenant!r} has the routes below {home}, such as "
                 f"{home}/chat; '/chat' is placed there automatically",
@@ -210,7 +210,7 @@ class DeploymentService:
         return patch
 
     def _find_model(self, name: str, tenant: str, field: str) -> tuple[dict[str, str], str | None]:
-        """Return id and artifact address of the model that a field names, and the alias if it is one.
+        """Return (id and artifact address of the model that a field names, alias); the alias is None if `name` is none.
 
         Raises `InvalidInputError` for an unknown model, and for an adapter whose base model the tenant may not, or no
         longer, read.

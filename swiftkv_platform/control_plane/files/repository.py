@@ -35,7 +35,7 @@ class File(UploadedRows):
     """Name of the upload, for display."""
     purpose: Purpose
     expires_at: int | None = None
-    """Time from which no new job may use it; it is deleted once no job does."""
+    """Time from which no new job may use the file; the file is deleted once no job uses it."""
 
     @property
     def object_key(self) -> str:

@@ -47,7 +47,7 @@ class UploadedFileResponse(ResponseModel):
     sha256: str
     rows: int
     format: str
-    """Row format of its first row; `prompts` for rows that the teacher completes."""
+    """Format of the file's first row; `prompts` for rows that the teacher completes."""
 
     @classmethod
     def from_file(cls, file: File) -> Self:

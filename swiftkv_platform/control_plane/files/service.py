@@ -25,7 +25,7 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.object_store import ObjectStore
 
 _SWEEP_INTERVAL_S = 600.0
-_MAX_PER_QUERY = 500
+_MAX_FILES_PER_QUERY = 500
 _MAX_UPLOAD_AGE_S = 3600.0
 """Age in seconds from which an object without a row cannot belong to a running upload."""
 
@@ -98,7 +98,7 @@ class FileService:
             raise
 
     def open_content(self, file_id: str, caller: Caller) -> tuple[File, Iterator[bytes]]:
-        """Return a file's row and a stream of its bytes. Raises `NotFoundError`."""
+        """Return (the file's row, stream of its bytes). Raises `NotFoundError`."""
         file = self.parts.files.get(file_id, tenant=caller.tenant)
         return file, self.parts.objects.stream(file.object_key)
 
@@ -123,7 +123,7 @@ class FileSweeper:
         if now < self._next:
             return
         self._next = now + _SWEEP_INTERVAL_S
-        for file in self.files.list_expired(now, limit=_MAX_PER_QUERY):
+        for file in self.files.list_expired(now, limit=_MAX_FILES_PER_QUERY):
             self._expire(file)
         self._remove_orphans(now)
 
@@ -142,7 +142,7 @@ class FileSweeper:
             name = entry.key.rpartition("/")[2].removesuffix(FILE_SUFFIX)
             if is_file_id(name) and parse_file_time(name) < now - _MAX_UPLOAD_AGE_S:
                 old[name] = entry.key
-            if len(old) == _MAX_PER_QUERY:
+            if len(old) == _MAX_FILES_PER_QUERY:
                 self._remove_without_row(old)
                 old = {}
         self._remove_without_row(old)

@@ -44,7 +44,7 @@ class Delivery:
     metadata: Mapping[str, str]
     created_at: float
     attempts: int
-    """Failed attempts so far."""
+    """Number of failed attempts."""
 
 
 def make_delivery_rows(job: Job, events: Sequence[Event], recipients: FindRecipients) -> list[DeliveryRow]:
@@ -153,28 +153,28 @@ def _make_delivery(row: DeliveryRow, event: EventRow, **of_job: Any) -> Delivery
     return to_dataclass(Delivery, row, webhook=webhook, event=told, **of_job)
 
 
-_POINTS = "points"
-_STEPS = "steps"
-"""Key of the first and last step of the stripped points."""
+_POINTS_KEY = "points"
+_STEPS_KEY = "steps"
+"""Key of (first step, last step) of the removed metric points."""
 
 
 def strip_points(event: Event, stored: Collection[int]) -> Event:
-    """Return the event as it is stored: without points, if their steps are all in `stored`."""
-    points = event.data.get(_POINTS)
+    """Return the event for the outbox: without metric points if the steps of all points are in `stored`."""
+    points = event.data.get(_POINTS_KEY)
     if event.type != "metrics" or not points:
         return event
     steps = [point.get("step") for point in points]
     if not all(step in stored for step in steps):
         return event
-    data = {name: value for name, value in event.data.items() if name != _POINTS}
-    return replace(event, data={**data, _STEPS: [min(steps), max(steps)]})
+    data = {name: value for name, value in event.data.items() if name != _POINTS_KEY}
+    return replace(event, data={**data, _STEPS_KEY: [min(steps), max(steps)]})
 
 
 def stripped_point_bytes(job_id: str) -> ColumnElement[int]:
     """Return an SQL expression for the bytes that `restore_points` adds to an event's row."""
     # Other events may have anything as their `steps`, which could not be cast.
-    lacks_points = and_(EventRow.type == "metrics", EventRow.data[_POINTS].as_string().is_(None))
-    first, last = (case((lacks_points, EventRow.data[_STEPS][index].as_integer())) for index in (0, 1))
+    lacks_points = and_(EventRow.type == "metrics", EventRow.data[_POINTS_KEY].as_string().is_(None))
+    first, last = (case((lacks_points, EventRow.data[_STEPS_KEY][index].as_integer())) for index in (0, 1))
     of_event = select(func.sum(row_bytes_expression(PointRow))).where(
         PointRow.job_id == job_id, PointRow.step.between(first, last)
     )
@@ -184,7 +184,7 @@ def stripped_point_bytes(job_id: str) -> ColumnElement[int]:
 def restore_points(session: Session, job_id: str, events: Sequence[Event]) -> list[Event]:
     """Add the stripped metric points to a job's events, at most `EVENT_POINTS` per event."""
     points: list[Mapping[str, Any]] = []
-    for first, last in _merge_ranges(event.data[_STEPS] for event in events if _lacks_points(event)):
+    for first, last in _merge_ranges(event.data[_STEPS_KEY] for event in events if _lacks_points(event)):
         query = select(PointRow).where(PointRow.job_id == job_id, PointRow.step.between(first, last))
         rows = session.scalars(query.order_by(PointRow.step).limit(EVENT_POINTS.default * len(events)))
         points += [{"step": row.step, **row.values} for row in rows]
@@ -204,11 +204,11 @@ def _merge_ranges(ranges: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
 
 
 def _lacks_points(event: Event) -> bool:
-    return event.type == "metrics" and _POINTS not in event.data and _STEPS in event.data
+    return event.type == "metrics" and _POINTS_KEY not in event.data and _STEPS_KEY in event.data
 
 
 def _fill_points(event: Event, points: Sequence[Mapping[str, Any]]) -> Event:
-    first, last = event.data[_STEPS]
-    data = {name: value for name, value in event.data.items() if name != _STEPS}
+    first, last = event.data[_STEPS_KEY]
+    data = {name: value for name, value in event.data.items() if name != _STEPS_KEY}
     kept = list(islice((point for point in points if first <= point["step"] <= last), EVENT_POINTS.default))
-    return replace(event, data={**data, _POINTS: kept})
+    return replace(event, data={**data, _POINTS_KEY: kept})

@@ -43,7 +43,7 @@ _UNKNOWN_V1_ROUTE = (
 )
 
 
-_EXHAUSTED = {
+_EXHAUSTION_ERRNOS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO),
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN),
 }
@@ -93,7 +93,7 @@ def _handle_os_error(request: Request, error: Exception) -> JSONResponse:
     """Return 503 for exhausted resources of this machine, as for a full object store. Re-raises other errors."""
     assert isinstance(error, OSError)
     # Without room in any directory for temporary files, Python finds none.
-    if error.errno not in _EXHAUSTED and not str(error.strerror).startswith("No usable temporary directory"):
+    if error.errno not in _EXHAUSTION_ERRNOS and not str(error.strerror).startswith("No usable temporary directory"):
         raise error
     get_logger().error("out of resources", path=request.url.path, reason=str(error))
     detail = (

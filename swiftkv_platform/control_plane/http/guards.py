@@ -24,8 +24,8 @@ from swiftkv_platform.web.middleware import Middleware
 from swiftkv_platform.web.origins import explain_foreign_host, explain_foreign_page
 from swiftkv_platform.web.problems import make_problem, respond_with_problem
 
-_JSON = "application/json"
-_FORM = "multipart/form-data"
+_JSON_TYPE = "application/json"
+_FORM_TYPE = "multipart/form-data"
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -63,7 +63,7 @@ class OriginGuard(Middleware):
             return _forbid(scope, detail)
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        wanted = _FORM if path in self._forms else _JSON
+        wanted = _FORM_TYPE if path in self._forms else _JSON_TYPE
         if has_body and kind != wanted:
             detail = f"Content-Type is {kind or 'missing'!r}; only {wanted} is accepted"
             return respond_with_problem(make_problem(path, 415, "content_type_not_allowed", detail))

@@ -19,7 +19,7 @@ from swiftkv_platform.web.safe_json import JsonPath
 
 _MAX_DEPTH = 3
 """Max depth of nested objects in the search for a misplaced key."""
-_KEY = "[key]"
+_KEY_LABEL = "[key]"
 """Label of an error about a key rather than about its value."""
 
 
@@ -103,7 +103,7 @@ def _descend(annotation: Any, part: str | int) -> tuple[Any, bool]:
     if named is not None:
         return named, True
     values = _get_item_annotation(annotation, Mapping)
-    if values is None or part == _KEY:
+    if values is None or part == _KEY_LABEL:
         return annotation, True
     return values, False
 

@@ -235,7 +235,7 @@ def has_used_time_slice(job: Job, now: float, settings: Settings) -> bool:
 
 
 def find_exceeded_limit(job: Job, now: float, submission: Submission | None, settings: Settings) -> Reason | None:
-    """Return the reason why the job's attempt must end; None if it may go on."""
+    """Return the reason why the job's attempt must end; None if the attempt may continue."""
     attempt = job.attempt
     if attempt.yields is not None and now - attempt.yields_at > settings.placement_timeout_s:
         return attempt.yields  # it was asked to end and has not

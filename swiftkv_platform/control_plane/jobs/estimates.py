@@ -76,7 +76,7 @@ class JobEstimate(FrozenModel):
     max_tokens: int | None = None
     """Tokens of all steps, in full batches; None if epochs over data of unknown size decide their number."""
     total_flops: float | None = None
-    """FLOPs of those tokens."""
+    """FLOPs to train on `tokens`."""
     flops_per_step: float | None = None
     """FLOPs of a step over all workers."""
     seconds: float | None = None
@@ -86,7 +86,7 @@ class JobEstimate(FrozenModel):
     """Source of the speed: the id of the job that was measured, `configured`, or the share of a GPU's peak that is
     assumed."""
     cost: float | None = None
-    """Cost of those seconds, at the operator's prices."""
+    """Cost of `seconds` on the cluster, at the operator's prices."""
     sources: tuple[SourceEstimate, ...] = ()
     gates: tuple[TaskForecast, ...] = ()
     """By task: the losses that its number of samples can exclude."""
@@ -134,7 +134,7 @@ def estimate(
 
 
 def _count_steps(spec: JobSpec, num_tokens: int | None, tokens_per_step: int) -> int | None:
-    """Return the steps of a run; None if its epochs decide and their tokens are not known."""
+    """Return the steps of a run; None if the number of epochs sets them and the number of tokens is unknown."""
     training = spec.training
     if training.max_steps is not None or num_tokens is None:
         return training.max_steps
@@ -152,7 +152,7 @@ def _resolve_spec_defaults(spec: JobSpec, config: dict[str, Any]) -> JobSpec:
     return resolve_batch_size(resolved, num_rows=sys.maxsize)
 
 
-_HOUR = 3600.0
+_HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -172,14 +172,14 @@ class Prices:
             return None
         demand = Demand.for_job(spec)
         hourly = demand.gpus * (self.gpu_hour or 0.0) + demand.cpus * (self.cpu_hour or 0.0)
-        return hourly * seconds / _HOUR
+        return hourly * seconds / _HOUR_S
 
     def cost_so_far(self, job: Job, now: float) -> float | None:
-        """Cost of a job so far, over all its attempts."""
+        """Cost of a job up to now, over all attempts."""
         return self.cost(job.spec, job.seconds_on_cluster(now))
 
     def estimate_final_cost(self, job: Job, now: float) -> float | None:
-        """Return the cost of a job at the end of its training, at its present speed; None if that is not known."""
+        """Return the cost of a job at the end of its training, at its present speed; None if the speed is unknown."""
         if job.status.is_terminal:
             return self.cost_so_far(job, now)
         if job.progress.seconds_remaining is None:

@@ -42,14 +42,14 @@ from swiftkv_platform.storage.attempt_store import StoredCheckpoint
 from swiftkv_platform.web.bodies import BodyRoute
 from swiftkv_platform.web.problems import ERROR_RESPONSES
 
-_NAME = "fine-tuning"
+_DEFAULT_JOB_NAME = "fine-tuning"
 """Name of a job whose request names none."""
 
 
 class PartialSpec(JobSpec):
     """A job spec of which any part may be missing."""
 
-    name: JobName = _NAME
+    name: JobName = _DEFAULT_JOB_NAME
 
 
 class Hyperparameters(FiniteModel):
@@ -128,7 +128,7 @@ def make_job_spec(asked: CreateFineTuningJob) -> JobSpec:
     for path, (name, value) in fields.items():
         _set_field(document, path, name, value, ".".join(place))
     _set_training_file(document, asked.training_file)
-    document.setdefault("name", _NAME)
+    document.setdefault("name", _DEFAULT_JOB_NAME)
     try:
         return JobSpec.model_validate(document)
     except ValidationError as error:
@@ -141,14 +141,14 @@ _Path = tuple[str, ...]
 
 
 def _find_extension(asked: CreateFineTuningJob) -> tuple[_Path, PartialSpec | None]:
-    """Return SwiftKV's own part of a request, and its path."""
+    """Return (path of SwiftKV's extension in the request, the extension); (path, None) without an extension."""
     if asked.method is not None and asked.method.swiftkv is not None:
         return ("method", "swiftkv"), asked.method.swiftkv
     return ("swiftkv",), asked.swiftkv
 
 
 def _map_openai_fields(asked: CreateFineTuningJob) -> dict[_Path, tuple[str, Any]]:
-    """Return the parts of a spec that OpenAI's fields set: by path, the field's name and its value."""
+    """Map each path of the spec that an OpenAI field sets to (field's name, its value)."""
     place, hyperparameters = "hyperparameters", asked.hyperparameters
     if asked.method is not None and asked.method.supervised is not None:
         place, hyperparameters = "method.supervised.hyperparameters", asked.method.supervised.hyperparameters

@@ -42,7 +42,7 @@ class JobStatus(StrEnum):
     @property
     def holds_cluster(self) -> bool:
         """Whether an attempt may be on the cluster."""
-        return self not in _OFF_CLUSTER
+        return self not in _STATUSES_OFF_CLUSTER
 
 
 TRANSITIONS: Mapping[JobStatus, frozenset[JobStatus]] = {
@@ -63,29 +63,29 @@ TRANSITIONS: Mapping[JobStatus, frozenset[JobStatus]] = {
 """Statuses that may follow each status. A retry, and a resume, goes back to `queued`; a job that finishes while
 pausing or cancelling has succeeded."""
 
-_OFF_CLUSTER = frozenset(
+_STATUSES_OFF_CLUSTER = frozenset(
     {JobStatus.QUEUED, JobStatus.PAUSED, JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED}
 )
-LIVE = [status.value for status in JobStatus if not status.is_terminal]
+LIVE_STATUSES = [status.value for status in JobStatus if not status.is_terminal]
 """Statuses of jobs that have not ended, as stored in rows."""
-WAITING = [JobStatus.QUEUED.value, JobStatus.PAUSED.value]
-ON_CLUSTER = [status.value for status in JobStatus if status.holds_cluster]
+WAITING_STATUSES = [JobStatus.QUEUED.value, JobStatus.PAUSED.value]
+STATUSES_ON_CLUSTER = [status.value for status in JobStatus if status.holds_cluster]
 
 
-_IN_ANSWERS = ConfigDict(use_attribute_docstrings=True, json_schema_serialization_defaults_required=True)
-"""Schema of values that answers contain: every field is there, and described by its docstring."""
+_RESPONSE_CONFIG = ConfigDict(use_attribute_docstrings=True, json_schema_serialization_defaults_required=True)
+"""Configuration of models in responses: every field is required, and its docstring is its description."""
 
 
 @dataclass(frozen=True)
 class Reason:
     """Reason for a job's status."""
 
-    __pydantic_config__ = _IN_ANSWERS
+    __pydantic_config__ = _RESPONSE_CONFIG
     code: str
     """A `ReasonCode`, or the code of an error of `errors.py`."""
     message: str
     field: str | None = None
-    """Dotted path of the spec's field that caused it."""
+    """Dotted path of the spec's field that caused the problem."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Progress:
-    __pydantic_config__ = _IN_ANSWERS
+    __pydantic_config__ = _RESPONSE_CONFIG
     step: int = 0
     total_steps: int | None = None
     tokens: int = 0
-    """Tokens trained on so far."""
+    """Number of tokens trained on."""
     percent: float = 0.0
     seconds_remaining: int | None = None
 
@@ -112,7 +112,7 @@ class Progress:
 class PhaseProgress:
     """Progress of a part of a phase, as its worker last reported it; training's steps are `Progress`."""
 
-    __pydantic_config__ = _IN_ANSWERS
+    __pydantic_config__ = _RESPONSE_CONFIG
     part: str
     """Part of the phase: a worker's prompts, `sources` of the data, `layers` that calibrate, a task of the evaluation,
     `bytes` of the model."""
@@ -142,7 +142,7 @@ class Attempt:
 
     number: int = 1
     submission_id: str | None = None
-    """Set before the submission, so that after a crash Ray can be asked for it."""
+    """Id of the submission in Ray. Stored before submitting, so that a restarted control plane finds the submission."""
     submitted_at: float | None = None
     """Unix seconds at which Ray was first known to have the submission."""
     resume_from: str | None = None
@@ -169,7 +169,7 @@ class Attempt:
     placed_at: float | None = None
     """Unix seconds at which the last of these placements was read."""
     waited_s: float = 0.0
-    """Seconds that its workers have waited for places, without a wait that still lasts."""
+    """Seconds that the attempt's workers have waited for resources, excluding a current wait."""
     paused: bool = False
     """Whether the attempt has reported that it paused: its checkpoint is complete."""
     stopping: Reason | None = None
@@ -179,7 +179,7 @@ class Attempt:
     yields: Reason | None = None
     """Reason for which the attempt was asked to checkpoint and end; the job is then queued again."""
     yields_at: float = 0.0
-    """Unix seconds at which it was asked."""
+    """Unix seconds of the request."""
 
     @property
     def has_trained(self) -> bool:
@@ -215,7 +215,7 @@ class Job:
     retries: int = 0
     """Attempts that count against `fault_tolerance.max_retries`."""
     resumptions: int = 0
-    """Number of times that it was resumed after a pause."""
+    """Number of times that the job was resumed after a pause."""
     not_before: float = 0.0
     """Unix seconds before which a queued retry does not start."""
     waiting_since: int | None = None
@@ -231,7 +231,7 @@ class Job:
     """Raised by every update; an update of an older version is refused."""
 
     def with_attempt(self, **changes: Any) -> Job:
-        """Return the job with these changes of its present attempt."""
+        """Return the job with changed fields of its current attempt."""
         return replace(self, attempt=replace(self.attempt, **changes))
 
     @property
@@ -306,12 +306,12 @@ def status_event(job: Job, *, now: int, previous: JobStatus | None = None) -> Ev
 
 
 def transition(job: Job, status: JobStatus, *, now: int, reason: Reason | None = None) -> tuple[Job, Event]:
-    """Return the job in another status, and the event that reports it. No other code changes a status.
+    """Return (job in another status, event that reports the status). No other code changes a job's status.
 
     Raises `IllegalTransitionError` if the table does not allow it.
     """
     if status not in TRANSITIONS[job.status]:
-        allowed = ", ".join(sorted(TRANSITIONS[job.status])) or "no other: it is final"
+        allowed = ", ".join(sorted(TRANSITIONS[job.status])) or "none, since this status is final"
         message = f"job {job.id} is {job.status} and cannot become {status}; the statuses that can follow: {allowed}"
         raise IllegalTransitionError(message, field="status", value=job.status.value)
     changed = replace(job, status=status, status_reason=reason, waiting_since=None)
@@ -336,7 +336,7 @@ def start(job: Job, *, now: int, resume_from: str | None = None) -> tuple[Job, E
 
 
 def wait(job: Job, *, now: int, reason: Reason) -> tuple[Job, Event]:
-    """Return the queued job with what it waits for on the cluster, and the event that reports it."""
+    """Return (queued job with the reason why it waits, event that reports the reason)."""
     since = now if job.waiting_since is None else job.waiting_since
     event = Event(new_id("evt"), job.id, now, "message", reason.message, data={"code": str(reason.code)})
     return replace(job, status_reason=reason, waiting_since=since), event

@@ -25,9 +25,9 @@ from swiftkv_platform.storage.logs import SavedLog
 from swiftkv_platform.web.limiters import ConcurrencyLimiter, ConcurrencyLimits
 
 ReadEvents = Callable[[str, Page], Slice[Event]]
-"""(job id, page) -> its events."""
+"""Function: (job id, page) -> events of the job."""
 Turn = Callable[[], AbstractAsyncContextManager[None]]
-_POLL_S = 0.5
+_LOG_POLL_INTERVAL_S = 0.5
 _EVENTS_PER_READ = 100
 _MAX_CACHED_EVENTS = 1000
 """Max events of a job that are cached for slow followers."""
@@ -73,7 +73,7 @@ class EventTail:
     async def run(self) -> None:
         """Read until a read fails; all followers then get the error."""
         while self._error is None:
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(_LOG_POLL_INTERVAL_S)
             page = Page(self._newest, _EVENTS_PER_READ, order="asc")
             try:
                 async with self._turn():
@@ -145,14 +145,14 @@ def _is_last_event(event: Event) -> bool:
 
 
 _WATCH_DURATION_S = 60.0
-"""Seconds for which a job counts as watched after a request for it."""
+"""Seconds for which a job counts as followed after a client's request for its events or log."""
 _WATCH_RENEWAL_S = 20.0
-_MAX_REMEMBERED = 1000
+_MAX_REMEMBERED_JOBS = 1000
 """Max jobs that are remembered; beyond that, some are marked more often than needed."""
 
 
 class WatchedJobs:
-    """Marks jobs as watched, at most once every 20 s per job."""
+    """Marks jobs that clients follow, so that the reconciler polls them often; at most once every 20 s per job."""
 
     def __init__(self, jobs: JobRepository, clock: Clock) -> None:
         self._jobs = jobs
@@ -161,8 +161,8 @@ class WatchedJobs:
         """When each job was last marked, the latest one last."""
 
     def note(self, job_id: str) -> None:
-        """Mark a job as watched for a minute. If the database is unavailable, this only logs it, since the caller's own
-        query fails as well."""
+        """Mark a job as followed for a minute. If the database is unavailable, this only logs the failure, since the
+        caller's own query fails as well."""
         now = self._clock()
         if job_id in self._marked_at and not is_due(
             self._marked_at[job_id] + _WATCH_RENEWAL_S, now, within=_WATCH_RENEWAL_S
@@ -171,11 +171,11 @@ class WatchedJobs:
         try:
             self._jobs.watch(job_id, now + _WATCH_DURATION_S)
         except DatabaseUnavailableError as error:
-            get_logger().info("job not marked as watched", job_id=job_id, reason=error.message)
+            get_logger().info("job not marked as followed by a client", job_id=job_id, reason=error.message)
             return
         self._marked_at.pop(job_id, None)
         self._marked_at[job_id] = now
-        for oldest in list(self._marked_at)[:-_MAX_REMEMBERED]:
+        for oldest in list(self._marked_at)[:-_MAX_REMEMBERED_JOBS]:
             self._marked_at.pop(oldest, None)
 
     def events(self, job_id: str, page: Page) -> Slice[Event]:
@@ -265,7 +265,7 @@ class LogFollowers:
             elif job.status.is_terminal:
                 return
             else:
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(_LOG_POLL_INTERVAL_S)
 
     def _load_job_and_log(self, job_id: str, tenant: str, number: int) -> tuple[Job, SavedLog | None]:
         # The job is read first: if its attempt is over, the log is complete.

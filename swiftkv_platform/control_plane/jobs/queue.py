@@ -355,13 +355,13 @@ class Admission:
         ]
 
 
-Nodes = Callable[[], Sequence[Node] | None]
-_GOES_ON = (JobStatus.STARTING, JobStatus.RUNNING, JobStatus.EVALUATING)
-_COMES_UP = (DeploymentStatus.DEPLOYING, DeploymentStatus.UNHEALTHY)
-_PATIENCE_S = 30.0
-"""Seconds that a phase may look for places before it counts as not placed."""
-_REPLICA_PATIENCE_S = 60.0
-"""Seconds that a deployment's first replica may wait for its place before a job makes room for it."""
+GetNodes = Callable[[], Sequence[Node] | None]
+_ACTIVE = (JobStatus.STARTING, JobStatus.RUNNING, JobStatus.EVALUATING)
+_STARTING_STATUSES = (DeploymentStatus.DEPLOYING, DeploymentStatus.UNHEALTHY)
+_PHASE_PLACEMENT_TIMEOUT_S = 30.0
+"""Seconds that a phase may wait for free resources before it counts as not placed."""
+_REPLICA_PLACEMENT_TIMEOUT_S = 60.0
+"""Seconds that a deployment's first replica may wait for resources before a job is preempted for it."""
 
 
 @dataclass
@@ -382,14 +382,14 @@ class Preemption:
         return 1.0 if self.settings.serve_dashboard_url else self.settings.resolved_deployments_share
 
     def choose_endings(self, now: float, resting: Collection[str]) -> list[tuple[Job, Reason]]:
-        """Return the jobs whose attempts must end, and why: `not_placed` at once, `preempted` at a checkpoint.
+        """Return (job, reason) of attempts that must end: at once if `not_placed`, at a checkpoint if `preempted`.
         `resting`: queued jobs that do not start now."""
-        going = [job for job in self.admission.running if job.status in _GOES_ON and job.attempt.stopping is None]
+        going = [job for job in self.admission.running if job.status in _ACTIVE and job.attempt.stopping is None]
         nodes = cache(self.admission.reported_nodes)  # asks Ray
         return [*self._choose_overtaken(going, nodes, now, resting), *self._choose_displaced(going, nodes, now)]
 
     def _choose_overtaken(
-        self, going: Sequence[Job], nodes: Nodes, now: float, resting: Collection[str]
+        self, going: Sequence[Job], nodes: GetNodes, now: float, resting: Collection[str]
     ) -> list[tuple[Job, Reason]]:
         """Return the jobs in whose place another tenant's job would start."""
         staying = [job for job in going if job.attempt.yields is None]
@@ -406,10 +406,10 @@ class Preemption:
             (job, _make_placement_reason(job) if job in stuck else _make_time_slice_reason(job, now)) for job in chosen
         ]
 
-    def _is_stuck(self, job: Job, nodes: Nodes, now: float) -> bool:
+    def _is_stuck(self, job: Job, nodes: GetNodes, now: float) -> bool:
         """Whether a phase waits for places that others hold, and no part of the job makes progress."""
         waited = now - (now if job.attempt.waiting_since is None else job.attempt.waiting_since)
-        if waited < _PATIENCE_S:
+        if waited < _PHASE_PLACEMENT_TIMEOUT_S:
             return False
         told = nodes()
         if told is None or (job.spec.sweep and job.attempt.has_trained):  # nodes may join, other trials may go on
@@ -418,18 +418,18 @@ class Preemption:
         needed = worker_bundles(job.spec)[: None if phase in WHOLE_GROUP_PHASES else 1]
         return not can_place([node.free for node in told], needed)
 
-    def _choose_displaced(self, going: Sequence[Job], nodes: Nodes, now: float) -> list[tuple[Job, Reason]]:
+    def _choose_displaced(self, going: Sequence[Job], nodes: GetNodes, now: float) -> list[tuple[Job, Reason]]:
         """Return a job that holds what another tenant's deployment needs for its first replica. Applied deployments are
         within their tenant's share. At most one at a time, and none if jobs hold no more than their share."""
         waiting = [
             item
             for item in (self.deployments.list_all_deployments().items if going and self._share < 1.0 else ())
-            if item.state.status in _COMES_UP and not item.state.replicas and item.spec.min_replicas
+            if item.state.status in _STARTING_STATUSES and not item.state.replicas and item.spec.min_replicas
         ]
         self._lacking = {item.spec.id: self._lacking.get(item.spec.id, now) for item in waiting}
         for item in waiting:
             needs = replica_resources(item.spec)
-            told = nodes() if now - self._lacking[item.spec.id] >= _REPLICA_PATIENCE_S else None
+            told = nodes() if now - self._lacking[item.spec.id] >= _REPLICA_PLACEMENT_TIMEOUT_S else None
             if told is None or can_place([node.free for node in told], [needs]):
                 continue
             if not any(self._exceed_share(name, going, told) for name, amount in needs.items() if amount):

@@ -70,7 +70,7 @@ from swiftkv_platform.traces import Spans
 if TYPE_CHECKING:
     from swiftkv_platform.control_plane.health import ControlPlaneHistograms
 
-_URGENT = (JobStatus.PAUSING, JobStatus.CANCELLING)
+_STOPPING_STATUSES = (JobStatus.PAUSING, JobStatus.CANCELLING)
 _IMMEDIATELY = float("-inf")
 
 
@@ -142,7 +142,7 @@ class PollSchedule:
         """Whether a caller waits for the result of a poll."""
         record = self._records.get(job.id)
         is_changed = record is not None and record.version != job.version
-        return is_changed or job.watched_until > now or job.status in _URGENT
+        return is_changed or job.watched_until > now or job.status in _STOPPING_STATUSES
 
     def _due_at(self, job: ClusterJob, running: int, watched: int, now: float) -> float:
         record = self._records.get(job.id)
@@ -150,21 +150,21 @@ class PollSchedule:
             return _IMMEDIATELY
         intervals, size = self.intervals, min(running / self.intervals.jobs_at_max, 1.0)
         interval = min(intervals.busy_s * 2.0 ** min(record.empty_polls, 16), intervals.quiet_s) * size
-        if job.watched_until > now or job.status in _URGENT:
+        if job.watched_until > now or job.status in _STOPPING_STATUSES:
             interval = min(interval, intervals.watched_s * min(watched / intervals.watched_jobs_at_max, 1.0))
         due = record.at + interval
         return min(due, now) if is_due(due, now, within=interval) else due
 
 
 _MAX_BACKOFF_S = 30.0
-_CLUSTER = "cluster"
+_CLUSTER_BACKOFF_KEY = "cluster"
 _MAX_UNEXPECTED_ERRORS = 5
 """Unexpected failures in a row after which a job is failed: some 15 seconds with the default interval."""
 _MAX_ERROR_CHARS = 500
-_MAX_STARTS = 64
-"""Most jobs that a tick submits."""
-_MAX_EVENTS = 256
-"""Most events of a job that one poll reads."""
+_MAX_STARTS_PER_TICK = 64
+"""Max jobs that a tick submits."""
+_MAX_EVENTS_PER_POLL = 256
+"""Max events of a job that one poll reads."""
 
 
 class Reconciler:
@@ -205,7 +205,7 @@ class Reconciler:
     def tick(self) -> None:
         """Do the next step of each job that is due. Raises `DatabaseUnavailableError` and `LeaseLostError`."""
         placed, now = self._jobs.on_cluster(), self._clock()
-        if self._backoff.is_ready(_CLUSTER, now):
+        if self._backoff.is_ready(_CLUSTER_BACKOFF_KEY, now):
             # 1. Poll running attempts.
             due = [job_id for job_id in self._polls.choose_due(placed, now) if self._backoff.is_ready(job_id, now)]
             after = self._run_for_each(self._load(due), lambda job: self._run_step(job, self._poll_attempt))
@@ -234,7 +234,7 @@ class Reconciler:
 
     def _start_queued_jobs(self, max_starts: int) -> None:
         """Start up to `max_starts` queued jobs. Jobs in back-off are skipped, and do not hold up others."""
-        max_starts = min(max_starts, _MAX_STARTS)
+        max_starts = min(max_starts, _MAX_STARTS_PER_TICK)
         while max_starts > 0:
             now = self._clock()
             left_out = {*self._backoff.list_waiting(now), *self._admission.cannot_fit}
@@ -324,7 +324,7 @@ class Reconciler:
         """
         self._lease.check_leading()
         now = self._clock()
-        if not (self._backoff.is_ready(_CLUSTER, now) and self._backoff.is_ready(job.id, now)):
+        if not (self._backoff.is_ready(_CLUSTER_BACKOFF_KEY, now) and self._backoff.is_ready(job.id, now)):
             return job
         try:
             is_hopeless = len(self._unexpected_errors.get(job.id, ())) >= _MAX_UNEXPECTED_ERRORS
@@ -335,15 +335,15 @@ class Reconciler:
             self._log.info("job changed elsewhere; the next tick reads it again", reason=error.message)
         except ClusterUnavailableError as error:
             with self._lock:  # of several concurrent failures only one counts
-                if self._backoff.is_ready(_CLUSTER, self._clock()):
-                    self._back_off(_CLUSTER, job, error)
+                if self._backoff.is_ready(_CLUSTER_BACKOFF_KEY, self._clock()):
+                    self._back_off(_CLUSTER_BACKOFF_KEY, job, error)
         except Exception as error:
             self._back_off(job.id, job, error)
             if not _is_transient(error):
                 self._log.exception("unexpected", job_id=job.id)
                 self._unexpected_errors.setdefault(job.id, []).append(_describe_error(error))
         else:
-            self._backoff.record_success(_CLUSTER)
+            self._backoff.record_success(_CLUSTER_BACKOFF_KEY)
             self._backoff.record_success(job.id)
             self._unexpected_errors.pop(job.id, None)
             return after
@@ -373,7 +373,7 @@ class Reconciler:
 
     def _forget_ended_jobs(self) -> None:
         """Forget the failures of jobs that have ended."""
-        failing = self._backoff.list_failed() - {_CLUSTER}
+        failing = self._backoff.list_failed() - {_CLUSTER_BACKOFF_KEY}
         live = (
             self._jobs.find_live_jobs(failing | self._unexpected_errors.keys())
             if failing or self._unexpected_errors
@@ -382,7 +382,7 @@ class Reconciler:
         self._unexpected_errors = {
             job_id: causes for job_id, causes in self._unexpected_errors.items() if job_id in live
         }
-        self._backoff.retain_only({_CLUSTER, *live})
+        self._backoff.retain_only({_CLUSTER_BACKOFF_KEY, *live})
         self.num_backed_off_jobs = len(failing & live)
 
     def _back_off(self, name: str, job: Job, error: Exception) -> None:
@@ -430,11 +430,11 @@ class Reconciler:
         # All events of an ended attempt are listed, so none can appear later.
         over = submission is None or submission.status.is_terminal
         poll_number = None if over else self._polls.get_poll_number(job.id)
-        stored = self._store.read_events(job.attempt_id, job.attempt.cursor, _MAX_EVENTS, poll_number)
+        stored = self._store.read_events(job.attempt_id, job.attempt.cursor, _MAX_EVENTS_PER_POLL, poll_number)
         update = apply_events(seen, stored, now=int(self._clock()))
         self._report_events(stored)
         # 2. Settle an ended attempt, else enforce the limits of a running one.
-        has_more = len(stored) == _MAX_EVENTS
+        has_more = len(stored) == _MAX_EVENTS_PER_POLL
         after = (
             self._finish_attempt(update, submission)
             if over and not has_more
@@ -513,12 +513,12 @@ def _get_submission_id(job: Job) -> str:
     return job.attempt.submission_id
 
 
-_INTERVAL_S = 60.0
-_RETENTION_S = 24 * 3600.0
+_CLEANUP_INTERVAL_S = 60.0
+_SUBMISSION_RETENTION_S = 24 * 3600.0
 """A day, to look at it in Ray's dashboard. A known id cannot be started again, so it must outlast a submission by a
 process that was frozen in the middle of it."""
-_MAX_DELETIONS = 100
-"""Most submissions that are deleted in a round."""
+_MAX_DELETED_SUBMISSIONS = 100
+"""Max submissions that are deleted in a round."""
 
 
 @dataclass
@@ -533,9 +533,9 @@ class OrphanCleaner:
     def tick(self) -> None:
         """Run once a minute. An unavailable cluster is asked again next time. Raises `DatabaseUnavailableError`."""
         now = self.parts.clock()
-        if not is_due(self._next, now, within=_INTERVAL_S):
+        if not is_due(self._next, now, within=_CLEANUP_INTERVAL_S):
             return
-        self._next = now + _INTERVAL_S
+        self._next = now + _CLEANUP_INTERVAL_S
         try:
             self.stop_orphans()
         except ClusterUnavailableError as error:
@@ -548,7 +548,7 @@ class OrphanCleaner:
         A job is stored as starting before it is submitted, so an attempt that was listed before the jobs were read, and
         belongs to none of them, has no job.
         """
-        ended_before = self.parts.clock() - _RETENTION_S
+        ended_before = self.parts.clock() - _SUBMISSION_RETENTION_S
         list_submissions = self.parts.cluster.list_submissions()
         looked_at = [each for each in list_submissions if each.ended_at is None or each.ended_at < ended_before]
         if not looked_at:
@@ -563,7 +563,7 @@ class OrphanCleaner:
                 get_logger().warning("orphan stopped", job_id=attempt.job_id, attempt=attempt.number)
                 self.parts.cluster.stop(submission.submission_id)
                 self.stopped += 1
-            elif num_deleted < _MAX_DELETIONS:
+            elif num_deleted < _MAX_DELETED_SUBMISSIONS:
                 self.parts.cluster.remove(submission.submission_id)
                 num_deleted += 1
 

@@ -46,8 +46,8 @@ from swiftkv_platform.control_plane.hooks.outbox import (
 )
 from swiftkv_platform.control_plane.hooks.webhooks import make_find_recipients
 from swiftkv_platform.control_plane.jobs.job import (
-    LIVE,
-    ON_CLUSTER,
+    LIVE_STATUSES,
+    STATUSES_ON_CLUSTER,
     Event,
     Job,
     JobStatus,
@@ -133,7 +133,7 @@ class QueueSnapshot:
 Claim = Callable[[str, Demand, Demand], bool]
 """(tenant, held, demand) -> whether a tenant that holds `held` may have `demand` in addition."""
 T = TypeVar("T")
-_JOB = TypeAdapter(Job)
+_JOB_ADAPTER = TypeAdapter(Job)
 _COLUMNS: Sequence[InstrumentedAttribute[Any]] = (
     JobRow.id,
     JobRow.tenant,
@@ -144,9 +144,9 @@ _COLUMNS: Sequence[InstrumentedAttribute[Any]] = (
     JobRow.version,
 )
 """Fields of `Job` that have a column of their own; the others are in `state`."""
-_OFF_CLUSTER = [status.value for status in JobStatus if not status.holds_cluster]
-_DIGITS_OF_A_STEP = 18
-"""Most digits of a step; a column holds every number of this length."""
+_STATUSES_OFF_CLUSTER = [status.value for status in JobStatus if not status.holds_cluster]
+_MAX_STEP_DIGITS = 18
+"""Max digits of a step; a column holds every number of this length."""
 
 
 class JobRepository(Repository):
@@ -230,7 +230,7 @@ class JobRepository(Repository):
         """Return all jobs that may have an attempt on the cluster, oldest first; no spec is read."""
         query = select(JobRow.id, JobRow.status, JobRow.version, JobRow.watched_until)
         with self._database.reading() as session:
-            rows = session.execute(query.where(JobRow.status.in_(ON_CLUSTER)).order_by(JobRow.id))
+            rows = session.execute(query.where(JobRow.status.in_(STATUSES_ON_CLUSTER)).order_by(JobRow.id))
             return [ClusterJob(row.id, JobStatus(row.status), row.version, row.watched_until) for row in rows]
 
     def load(self, ids: Sequence[str]) -> Sequence[Job]:
@@ -247,7 +247,7 @@ class JobRepository(Repository):
         found: set[str] = set()
         with self._database.reading() as session:
             for part in split_into_batches(sorted(ids)):
-                live = select(JobRow.id).where(JobRow.id.in_(part), JobRow.status.in_(LIVE))
+                live = select(JobRow.id).where(JobRow.id.in_(part), JobRow.status.in_(LIVE_STATUSES))
                 found.update(session.scalars(live))
         return found
 
@@ -268,7 +268,7 @@ class JobRepository(Repository):
         first = ready.order_by(JobRow.priority, JobRow.id).limit(most)
         waiting: dict[str, builtins.list[QueuedJob]] = {}
         with self._database.reading() as session:
-            held, asked = sum_job_demand(session, ON_CLUSTER), sum_job_demand(session, queued)
+            held, asked = sum_job_demand(session, STATUSES_ON_CLUSTER), sum_job_demand(session, queued)
             for tenant, demand in sum_deployment_demand(session).items():
                 held[tenant] = held.get(tenant, Demand()) + demand
             total = sum((*held.values(), *asked.values()), Demand())
@@ -313,7 +313,7 @@ class JobRepository(Repository):
                 self._database.lock(session, deployments_lock_key(tenant))
             check_fence(session, fence)
             # 2. Count what jobs and deployments use.
-            held = sum_job_demand(session, ON_CLUSTER)
+            held = sum_job_demand(session, STATUSES_ON_CLUSTER)
             room = most - sum(demand.jobs for demand in held.values())
             deployments = sum_deployment_demand(session, tenants=tenants)
             for tenant in tenants:
@@ -339,7 +339,7 @@ class JobRepository(Repository):
     def watch(self, job_id: str, until: float) -> None:
         """Mark a job as watched until a time, so that its events are polled often. Its version does not change."""
         with self._database.writing() as session:
-            live = update(JobRow).where(JobRow.id == job_id, JobRow.status.in_(LIVE))
+            live = update(JobRow).where(JobRow.id == job_id, JobRow.status.in_(LIVE_STATUSES))
             session.execute(live.values(watched_until=until))
 
     def count_by_status(self) -> Mapping[JobStatus, int]:
@@ -351,7 +351,7 @@ class JobRepository(Repository):
     def attempts_on_cluster(self) -> Mapping[str, int | None]:
         """Return the attempt number of each job that may have an attempt on the cluster; None if it is unreadable."""
         # An unknown status, stored by another version of this program, counts as one with an attempt.
-        query = select(JobRow.id, JobRow.state).where(JobRow.status.not_in(_OFF_CLUSTER))
+        query = select(JobRow.id, JobRow.state).where(JobRow.status.not_in(_STATUSES_OFF_CLUSTER))
         with self._database.reading() as session:
             return {job_id: _read_attempt_number(state) for job_id, state in session.execute(query)}
 
@@ -435,7 +435,7 @@ class JobRepository(Repository):
 
 
 def make_job_columns(job: Job) -> dict[str, Any]:
-    state = _JOB.dump_python(job, mode="json")
+    state = _JOB_ADAPTER.dump_python(job, mode="json")
     columns = {column.key: state.pop(column.key) for column in _COLUMNS}
     demand = Demand.for_job(job.spec)
     return {
@@ -455,7 +455,7 @@ def _parse_job(row: JobRow) -> Job:
     """Return the row's job. Raises `UnreadableRowError`."""
     try:
         columns = {column.key: getattr(row, column.key) for column in _COLUMNS}
-        return _JOB.validate_python({**row.state, **columns}, context=STORED_CONTEXT)
+        return _JOB_ADAPTER.validate_python({**row.state, **columns}, context=STORED_CONTEXT)
     except (ValidationError, TypeError) as error:
         raise unreadable_row_error("job", row.id, error) from error
 
@@ -468,7 +468,7 @@ def _read_attempt_number(state: Any) -> int | None:
 
 def _parse_step_cursor(cursor: str) -> int:
     """Return the step of a cursor. Raises `InvalidInputError` if it cannot be one."""
-    if not cursor.isdecimal() or len(cursor) > _DIGITS_OF_A_STEP:
+    if not cursor.isdecimal() or len(cursor) > _MAX_STEP_DIGITS:
         raise unknown_cursor_error(cursor)
     return int(cursor)
 

@@ -33,7 +33,7 @@ from swiftkv_platform.control_plane.components import (
     ComponentsDep,
     DeletionsDep,
     NodesDep,
-    RayProblemDep,
+    RayErrorDep,
     SettingsDep,
     SpansDep,
     SpecParsersDep,
@@ -72,15 +72,15 @@ from swiftkv_platform.traces import parse_traceparent
 from swiftkv_platform.web.bodies import BodyRoute
 
 router = APIRouter(tags=["jobs"], route_class=BodyRoute)
-_METADATA = "metadata."
-_LABEL = TypeAdapter[str](Label)
+_METADATA_PREFIX = "metadata."
+_LABEL_ADAPTER = TypeAdapter[str](Label)
 
 
 class JobPresenter:
     """Makes the responses of jobs. It looks up Ray, the queue and the tenant's quota at most once per request."""
 
     def __init__(
-        self, request: Request, parts: ComponentsDep, settings: SettingsDep, ray: RayProblemDep, nodes: NodesDep
+        self, request: Request, parts: ComponentsDep, settings: SettingsDep, ray: RayErrorDep, nodes: NodesDep
     ) -> None:
         self._parts, self._settings, self._ray, self._nodes = parts, settings, ray, nodes
         self._reports_cluster = request.method == "GET"  # requests that change a job do not wait for Ray
@@ -196,7 +196,7 @@ def list_jobs(
     model: Annotated[str | None, Query(description="the teacher's `name_or_path`")] = None,
 ) -> ListResponse[JobResponse]:
     """Jobs, newest first. `metadata.{key}={value}` filters by metadata."""
-    where = JobFilter(status, model, parse_metadata_filter(request, _METADATA))
+    where = JobFilter(status, model, parse_metadata_filter(request, _METADATA_PREFIX))
     found = parts.jobs.list(page, tenant=caller.tenant, where=where)
     return make_list_response(found, presenter.present, order=page.order)
 
@@ -211,10 +211,10 @@ def parse_metadata_filter(request: Request, before: str, after: str = "") -> dic
     }
     for key in asked:
         try:
-            _LABEL.validate_python(key)
+            _LABEL_ADAPTER.validate_python(key)
         except ValidationError as error:
             message = f"invalid metadata key: {error.errors()[0]['msg']}"
-            raise InvalidInputError(message, field=f"{_METADATA}{key}") from error
+            raise InvalidInputError(message, field=f"{_METADATA_PREFIX}{key}") from error
     return asked
 
 
@@ -260,7 +260,7 @@ def delete_job(job_id: str, deletions: DeletionsDep, parts: ComponentsDep, calle
     deletions.delete_job(job_id, by=caller.name, now=parts.clock(), tenant=caller.tenant)
 
 
-_TEXT = "text/plain; charset=utf-8"
+_PLAIN_TEXT_TYPE = "text/plain; charset=utf-8"
 _MAX_INT64 = (1 << 63) - 1
 
 
@@ -352,14 +352,14 @@ async def get_logs(
         raise InvalidInputError("limit cannot be combined with follow", field="limit", value=limit)
     if follow:
         followers: LogFollowers = request.app.state.log_followers
-        return StreamingResponse(followers.follow(job_id, caller.tenant, offset=offset), media_type=_TEXT)
+        return StreamingResponse(followers.follow(job_id, caller.tenant, offset=offset), media_type=_PLAIN_TEXT_TYPE)
     if tail_lines is not None:
         read = read_tail(parts, job, tail_lines)
     else:
         read = read_logs(parts, job, offset=offset, limit=limit)
     # The first piece is read before the answer begins, so that a failure still gets its own status.
     first = await run_in_threadpool(next, read, b"")
-    return StreamingResponse(chain([first], read), media_type=_TEXT)
+    return StreamingResponse(chain([first], read), media_type=_PLAIN_TEXT_TYPE)
 
 
 _URL_LIFETIME_S = 3600
@@ -470,7 +470,7 @@ def _list_artifact_files(parts: Components, job: Job) -> Mapping[str, ManifestFi
     return {**manifest.files, MANIFEST: ManifestFile(size=itself.size, sha256=manifest_digest(manifest))}
 
 
-_EDITOR_LINE = "# yaml-language-server:"
+_EDITOR_COMMENT = "# yaml-language-server:"
 
 
 @cache
@@ -480,7 +480,7 @@ def load_recipes() -> Sequence[RecipeResponse]:
 
 
 def _parse_recipe(name: str, text: str) -> RecipeResponse:
-    text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(_EDITOR_LINE))
+    text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(_EDITOR_COMMENT))
     head = takewhile(lambda line: line.startswith("#"), text.splitlines())
     description = " ".join(line.removeprefix("#").strip() for line in head)
     spec = JobSpec.model_validate(yaml.safe_load(text))

@@ -43,7 +43,7 @@ _MAX_UPDATE_ATTEMPTS = 5
 """Max tries to store a change: the reconciler may change the job between reading and writing."""
 _MAX_MEASURED_JOBS = 100
 """Max number of newest jobs that are searched for a measured speed."""
-_ACTIVE = frozenset({JobStatus.QUEUED, JobStatus.STARTING, JobStatus.RUNNING, JobStatus.EVALUATING})
+_ACTIVE_STATUSES = frozenset({JobStatus.QUEUED, JobStatus.STARTING, JobStatus.RUNNING, JobStatus.EVALUATING})
 
 
 @dataclass
@@ -214,7 +214,7 @@ class JobService:
         `ConflictError` for one that has cost more than its cap, or was resumed too often."""
 
         def step(job: Job, now: int) -> tuple[Job, list[Event]]:
-            if job.status in _ACTIVE:
+            if job.status in _ACTIVE_STATUSES:
                 return job, []
             if cost_cap is not None:
                 limits = job.spec.limits.model_copy(update={"cost_cap": cost_cap})

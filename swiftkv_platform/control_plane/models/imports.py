@@ -44,8 +44,8 @@ from swiftkv_platform.storage.downloads import IncomingFile, check_sizes, list_b
 from swiftkv_platform.storage.object_store import join_key
 
 _FIELD = "source"
-_NAME: TypeAdapter[str] = TypeAdapter(JobName)
-_ADAPTER = "swiftkv_adapter.json"
+_NAME_ADAPTER: TypeAdapter[str] = TypeAdapter(JobName)
+_ADAPTER_FILE = "swiftkv_adapter.json"
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _check_student(copy: Path, stored: Mapping[str, ManifestFile], sizes: Mappin
     """Check a student's small files and file names. Returns its manifest, an empty one if it has none. Raises
     `InvalidInputError`."""
     check_model_files(copy, Boundary.from_directories(copy), _FIELD)
-    if _ADAPTER in sizes:
+    if _ADAPTER_FILE in sizes:
         raise _source_error(source, "which is an adapter; import the full model that `swiftkv export` writes")
     try:
         kind = read_object(copy / "config.json", CONFIG_BYTES).get("model_type")
@@ -257,7 +257,7 @@ def _choose_name(known: Manifest, source: str) -> str:
     name = spec.get("name") if isinstance(spec, dict) else None
     name = name or source.rstrip("/").rpartition("/")[2]
     try:
-        return _NAME.validate_python(name)
+        return _NAME_ADAPTER.validate_python(name)
     except ValidationError as error:
         message = f"name is missing, and {str(name)[:64]!r} is not a valid name; set one"
         raise InvalidInputError(message, field="name", value=name) from error

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.limits import MODEL_BYTES, MODEL_DEPTH, MODEL_VALUES
 
-IMPORTED = "models"
+IMPORTED_MODELS_PREFIX = "models"
 """Prefix of all imported models in the object store."""
 
 
@@ -43,7 +43,7 @@ class Model:
 
 def get_import_prefix(model_id: str) -> str:
     """Return the prefix of an imported model's objects."""
-    return f"{IMPORTED}/{model_id}"
+    return f"{IMPORTED_MODELS_PREFIX}/{model_id}"
 
 
 def find_exceeded_document_limit(model: Model) -> str | None:

@@ -25,7 +25,7 @@ from swiftkv_platform.specs.publish import PublicationSpec, PublishSpec
 from swiftkv_platform.specs.training import ParentName, TrainingSpec
 from swiftkv_platform.storage.attempt_store import AttemptStore, StoredCheckpoint
 
-FROM = "training.from"
+PARENT_FIELD = "training.from"
 _MAX_STEM_CHARS = 80
 """Characters of a job's name that are used in the name of a model of its checkpoint."""
 _TRAINABLE_BY_SIZE = ("qkv", "tail", "all")
@@ -159,8 +159,8 @@ def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | 
         _check_optimizer(spec, found)
     if spec.training.max_steps == 0 and parent.kind == "model" and spec.publish.to is None:
         raise InvalidInputError(
-            f"training.max_steps is 0, and {FROM} is {parent.name}, which is a model already; use 1 or more steps, a "
-            "checkpoint, or `publish` with a target for the copy",
+            f"training.max_steps is 0, and {PARENT_FIELD} is {parent.name}, which is a model already; use 1 or more "
+            "steps, a checkpoint, or `publish` with a target for the copy",
             field="training.max_steps",
             value=0,
         )
@@ -180,7 +180,7 @@ def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | 
 def _check_optimizer(spec: JobSpec, found: FoundParent) -> None:
     if found.parent.kind == "model":
         raise InvalidInputError(
-            f"training.load_optimizer_state is true, and {FROM} is {found.parent.name}, a model, which has no "
+            f"training.load_optimizer_state is true, and {PARENT_FIELD} is {found.parent.name}, a model, which has no "
             "optimizer state; use a checkpoint (JOB:STEP), or false",
             field="training.load_optimizer_state",
             value=True,
@@ -216,25 +216,25 @@ def _describe_steps(known: Sequence[StoredCheckpoint]) -> str:
 
 
 def _make_error(name: str, problem: str) -> InvalidInputError:
-    return InvalidInputError(f"{FROM} is {name!r}: {problem}", field=FROM, value=name)
+    return InvalidInputError(f"{PARENT_FIELD} is {name!r}: {problem}", field=PARENT_FIELD, value=name)
 
 
 def _make_mismatch_error(field: str, ours: Any, needed: Any, parent: Parent, *, unless: str = "") -> InvalidInputError:
     return InvalidInputError.for_field(
-        field, ours, f", but {FROM} names {parent.name}, which was trained with {needed!r}; use {needed!r}{unless}"
+        field, ours, f", but {PARENT_FIELD} is {parent.name}, which was trained with {needed!r}; use {needed!r}{unless}"
     )
 
 
-_TENANT = "{tenant}"
-_FIELD = "publish.to"
-_LONGEST_PUBLISHED = 90
+_TENANT_PLACEHOLDER = "{tenant}"
+_PUBLISH_FIELD = "publish.to"
+_MAX_MODEL_NAME_CHARS = 90
 """Characters of a model's name that are used in the name of a job that publishes it."""
 
 
 def list_publish_targets(settings: Settings, tenant: str) -> tuple[str, ...]:
     """Return the prefixes of `publish.to` that the operator opens to a tenant, since the platform writes there with its
     own credentials; its workers check their writes against them."""
-    return tuple(target.replace(_TENANT, tenant).rstrip("/") for target in settings.publish_targets)
+    return tuple(target.replace(_TENANT_PLACEHOLDER, tenant).rstrip("/") for target in settings.publish_targets)
 
 
 def check_publish_target(publish: PublicationSpec, tenant: str, settings: Settings) -> str:
@@ -248,9 +248,9 @@ def check_publish_target(publish: PublicationSpec, tenant: str, settings: Settin
     elif any(publish.to == each or publish.to.startswith(f"{each}/") for each in opened):
         return publish.to
     raise InvalidInputError(
-        f"{_FIELD} is {publish.to!r}, where tenant {tenant!r} may not publish; it may publish to "
+        f"{_PUBLISH_FIELD} is {publish.to!r}, where tenant {tenant!r} may not publish; it may publish to "
         f"{', '.join(opened) or 'no target (SWIFTKV_PUBLISH_TARGETS)'}",
-        field=_FIELD,
+        field=_PUBLISH_FIELD,
         value=publish.to,
     )
 
@@ -260,7 +260,7 @@ def make_copy_spec(found: FoundParent, publish: PublicationSpec) -> JobSpec:
     parent_spec = found.spec
     training = TrainingSpec.model_validate({"from": found.parent.name, "max_steps": 0})
     return JobSpec(
-        name=f"publish-{parent_spec.name[:_LONGEST_PUBLISHED]}",
+        name=f"publish-{parent_spec.name[:_MAX_MODEL_NAME_CHARS]}",
         model=parent_spec.model,
         swiftkv=parent_spec.swiftkv,
         distillation=parent_spec.distillation,

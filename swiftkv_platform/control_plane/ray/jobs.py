@@ -75,14 +75,14 @@ class ListedSubmission:
 
 
 _TIMEOUT_S = 15.0
-_ALL_LINES = -1
+_ALL_LOG_LINES = -1
 _MAX_REPORT_AGE_S = 60.0
-_GROUP = "ray.io/node-group"
+_NODE_GROUP_LABEL = "ray.io/node-group"
 """Label of a node that names its node group."""
-_USAGE = re.compile(r"(\S+)/\S+ (\S+)(?: \((\S+) used of (\S+) reserved in placement groups\))?")
-_COUNTED = re.compile(r"(CPU|GPU|memory)$|accelerator")
-"""Names of resources that jobs ask for; Ray has others, of placement groups, that come and go."""
-_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_USAGE_LINE = re.compile(r"(\S+)/\S+ (\S+)(?: \((\S+) used of (\S+) reserved in placement groups\))?")
+_RESOURCE = re.compile(r"(CPU|GPU|memory)$|accelerator")
+"""Names of resources that jobs request; excludes Ray's temporary resources of placement groups."""
+_BYTES_PER_UNIT = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _LOG_TIMEOUT_S = 3600
 """Seconds after which Ray breaks off reading a log; its own default is 30."""
 
@@ -165,7 +165,7 @@ class RayJobs:
         node = self._dashboard.parse_object(response, f"look up {submission_id}").get("driver_node_id")
         if node is None:
             return  # not started yet
-        lines = _ALL_LINES if tail_lines is None else tail_lines
+        lines = _ALL_LOG_LINES if tail_lines is None else tail_lines
         params = {"node_id": node, "submission_id": submission_id, "lines": lines, "timeout": _LOG_TIMEOUT_S}
         text = LogText()
         try:
@@ -202,22 +202,22 @@ class RayJobs:
         try:
             report = self._get_data("/api/cluster_status")["clusterStatus"]
             if report is None and self._node_groups:
-                return self._list_nodes_of_v2()
+                return self._list_autoscaler_v2_nodes()
             if report["time"] != self._report[0]:
                 self._report = report["time"], self._clock()
-            return _parse_nodes_of_v1(report) if self._clock() - self._report[1] <= _MAX_REPORT_AGE_S else None
+            return _parse_autoscaler_v1_nodes(report) if self._clock() - self._report[1] <= _MAX_REPORT_AGE_S else None
         except (ValueError, LookupError, TypeError, AttributeError):  # a report of another version, or none yet
             return None
 
-    def _list_nodes_of_v2(self) -> list[Node]:
+    def _list_autoscaler_v2_nodes(self) -> list[Node]:
         told = self._get_data("/api/v0/nodes?detail=1&limit=10000")["result"]["result"]
         alive = [node for node in told if node["state"] == "ALIVE"]
         usage = self._get_data("/nodes?view=summary")["nodeLogicalResources"]
-        present = Counter(node["labels"].get(_GROUP) for node in alive)
+        present = Counter(node["labels"].get(_NODE_GROUP_LABEL) for node in alive)
         nodes = []
         for node in alive:
             held = {name: amount for line in usage[node["node_id"]].splitlines() for name, amount in _parse_usage(line)}
-            total = {name: float(amount) for name, amount in node["resources_total"].items() if _COUNTED.match(name)}
+            total = {name: float(amount) for name, amount in node["resources_total"].items() if _RESOURCE.match(name)}
             nodes.append(Node(total, {name: amount - held.get(name, 0.0) for name, amount in total.items()}))
         for name, group in self._node_groups.items():
             nodes += [Node(group.resources, group.resources)] * (group.max_nodes - present[name])
@@ -244,25 +244,25 @@ def _parse_submission(job: Mapping[str, Any]) -> ListedSubmission:
     return ListedSubmission(job["submission_id"], job["entrypoint"], ended_at)
 
 
-def _parse_nodes_of_v1(report: Any) -> list[Node] | None:
-    """Return the nodes of a report; None if an autoscaler enlarges the cluster. Without one, each node is its own
-    group."""
+def _parse_autoscaler_v1_nodes(report: Any) -> list[Node] | None:
+    """Return the nodes of a report of Ray's autoscaler v1; None if an autoscaler enlarges the cluster. Without an
+    autoscaler, each node is its own group."""
     groups = report["autoscalerReport"]["nodeTypeMapping"]
     if not groups or any(group != f"node_{node}" for node, group in groups.items()):
         return None
     return [
         Node(
-            {name: float(total) for name, (_, total) in usage.items() if _COUNTED.match(name)},
-            {name: total - used for name, (used, total) in usage.items() if _COUNTED.match(name)},
+            {name: float(total) for name, (_, total) in usage.items() if _RESOURCE.match(name)},
+            {name: total - used for name, (used, total) in usage.items() if _RESOURCE.match(name)},
         )
         for usage in report["loadMetricsReport"]["usageByNode"].values()
     ]
 
 
 def _parse_usage(line: str) -> Iterator[tuple[str, float]]:
-    """Yield a resource of a node and how much of it is allocated, placement groups included, from a line of autoscaler
-    v2: `CPU` and 2.0 of `1.0/2.0 CPU (0.0 used of 1.0 reserved in placement groups)`."""
-    found = _USAGE.fullmatch(line)
+    """Yield (resource, allocated amount) of a node's line of Ray autoscaler v2, placement groups included: CPU, 2.0 of
+    `1.0/2.0 CPU (0.0 used of 1.0 reserved in placement groups)`."""
+    found = _USAGE_LINE.fullmatch(line)
     if found is not None:
         used, name, used_there, reserved = found.groups(default="0")
         yield name, _parse_amount(used) - _parse_amount(used_there) + _parse_amount(reserved)
@@ -271,7 +271,7 @@ def _parse_usage(line: str) -> Iterator[tuple[str, float]]:
 def _parse_amount(text: str) -> float:
     """Parse a number, or bytes with their unit."""
     number = text.rstrip("BKMGTi")
-    return float(number) * _UNITS[text[len(number) :]]
+    return float(number) * _BYTES_PER_UNIT[text[len(number) :]]
 
 
 def _make_path(submission_id: str) -> str:

@@ -9,7 +9,7 @@ from itertools import groupby
 
 Bundle = Mapping[str, float]
 """Resources that must be on one node, by Ray's names."""
-_ROUNDING = 1e-4
+_RESOURCE_PRECISION = 1e-4
 """Ray counts resources in ten-thousandths."""
 
 
@@ -108,4 +108,4 @@ def _add_resources(node: dict[str, float], bundle: Bundle, sign: int = 1) -> Non
 
 
 def _has_capacity(node: Bundle, requested: Bundle) -> bool:
-    return all(node.get(name, 0.0) + _ROUNDING >= amount for name, amount in requested.items())
+    return all(node.get(name, 0.0) + _RESOURCE_PRECISION >= amount for name, amount in requested.items())

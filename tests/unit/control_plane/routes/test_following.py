@@ -58,7 +58,7 @@ class Events:
 
 @pytest.fixture(autouse=True)
 def _reads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "_POLL_S", 0.01)
+    monkeypatch.setattr(logs, "_LOG_POLL_INTERVAL_S", 0.01)
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ async def test_of_a_tenants_followed_jobs_one_is_read_at_a_time() -> None:
 
 
 async def test_a_follower_too_slow_for_the_tail_misses_nothing(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "_KEPT", 10)
+    monkeypatch.setattr(logs, "_MAX_CACHED_EVENTS", 10)
     followers = EventFollowers(events.read, TenantConcurrencyLimiter())
     async with (
         aclosing(followers.follow("job_1", "a", "evt_248", has_ended=False)) as slow,

@@ -156,7 +156,7 @@ _FINAL = ("succeeded", "failed", "cancelled")
 _ID = re.compile(r"(?:mdl|job)_[0-9A-Za-z]{1,36}|file-[0-7][0-9A-HJKMNP-TV-Z]{25}")
 """Ids of models, jobs and files."""
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors of a document that another version, or nobody, has written."""
+"""Errors while parsing a document that another version has written, or a damaged one."""
 
 
 _JOBS = sa.table(

@@ -294,7 +294,7 @@ def _make_content_block(block: OutputBlock, text: str) -> dict[str, Any]:
 
 
 def _parse_input(arguments: str) -> dict[str, Any]:
-    """Parse arguments to an object, also those that are cut off."""
+    """Parse a call's arguments, also truncated ones, to an object."""
     for read_json in (partial(json.loads, strict=False), partial(from_json, allow_partial="trailing-strings")):
         try:
             value = read_json(arguments)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
-_VARIABLES_FIELD = "chat_template_kwargs"
+_TEMPLATE_VARIABLES_FIELD = "chat_template_kwargs"
 _TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, KeyError, RecursionError)
 """Errors of a template for a conversation that it does not support."""
 
@@ -81,8 +81,8 @@ def render_chat(
     refused = next((name for name in template_kwargs if name in reserved), None)
     if refused is not None:
         raise InvalidInputError(
-            f"{_VARIABLES_FIELD}.{refused} is reserved; use the request's own fields, or leave it out",
-            field=f"{_VARIABLES_FIELD}.{refused}",
+            f"{_TEMPLATE_VARIABLES_FIELD}.{refused} is reserved; use the request's own fields, or leave it out",
+            field=f"{_TEMPLATE_VARIABLES_FIELD}.{refused}",
         )
     conversation = Conversation(list(map(dict, messages)), None if tools is None else list(map(dict, tools)))
     try:
@@ -103,7 +103,7 @@ def render_chat(
 def find_unused_variables(tokenizer: Any, names: Iterable[str]) -> list[str]:
     """Return the names of the given variables that no template of the model mentions."""
     templates_text = str(getattr(tokenizer, "chat_template", None))
-    return [f"{_VARIABLES_FIELD}.{name}" for name in names if name not in templates_text]
+    return [f"{_TEMPLATE_VARIABLES_FIELD}.{name}" for name in names if name not in templates_text]
 
 
 def get_chat_template(tokenizer: Any, tools: Tools | None = None) -> str | None:

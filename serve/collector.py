@@ -54,7 +54,7 @@ class OutputCollector:
     started_ns: int
     """Unix nanoseconds."""
     outcome: str = field(default="left", init=False)
-    """`finished`, the code of the error that ended it, or `left` if the caller has disconnected."""
+    """`finished`, the code of the error that ended the request, or `left` if the caller has disconnected."""
     _streams: Sequence[RequestStream] = field(repr=False)
     _num_samples: int
     _deadline: float | None
@@ -68,7 +68,7 @@ class OutputCollector:
 
     @property
     def num_tokens(self) -> int:
-        """Number of prompt and completion tokens so far."""
+        """Number of prompt tokens, and of completion tokens generated up to now."""
         prompts = sum(len(output.prompt_token_ids) for output in self.outputs if output.index == 0)
         return prompts + sum(len(output.token_ids) for output in self.outputs)
 

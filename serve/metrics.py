@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from swiftkv_platform.serve.metrics_export import RayMetricsExport
     from swiftkv_platform.serve.replica_state import ModelVersion
 
-_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
+_LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
 
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prompt_tokens": ("Prompt tokens of finished requests.", ()),
@@ -58,7 +58,7 @@ class Metrics:
             for name, (description, labels) in _COUNTERS.items()
         }
         self._histograms = {
-            name: Histogram(f"swiftkv:{name}", description, buckets=_SECONDS, registry=self.registry)
+            name: Histogram(f"swiftkv:{name}", description, buckets=_LATENCY_BUCKETS_S, registry=self.registry)
             for name, description in _HISTOGRAMS.items()
         }
         self.registry.register(self)
@@ -75,7 +75,7 @@ class Metrics:
     def _observe(self, name: str, seconds: float, model: str) -> None:
         self._histograms[name].observe(seconds)
         if self.export is not None:
-            self.export.observe(name, _HISTOGRAMS[name], _SECONDS, seconds, model)
+            self.export.observe(name, _HISTOGRAMS[name], _LATENCY_BUCKETS_S, seconds, model)
 
     @property
     def model(self) -> str:

@@ -22,7 +22,7 @@ M = TypeVar("M", bound=Metric)
 
 _MAX_MODELS = 32
 """Max models per replica with separate series; others are counted as `other`."""
-_OTHER = "other"
+_OTHER_MODELS_LABEL = "other"
 _GAUGE_INTERVAL_S = 5.0
 """Seconds between updates of gauges. Ray drops a gauge that was not set for 20 s."""
 _COMMON_LABELS = ("deployment", "replica", "model")
@@ -69,7 +69,7 @@ class RayMetricsExport:
     def _make_tags(self, model: str) -> dict[str, str]:
         if model not in self._models:
             if len(self._models) >= _MAX_MODELS:
-                model = _OTHER
+                model = _OTHER_MODELS_LABEL
             else:
                 self._models.add(model)
         return {**self._constant, "model": model}

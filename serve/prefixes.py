@@ -42,9 +42,9 @@ MAX_IMBALANCE = 4
 more than computing the prompt again."""
 
 _GENERATE_PATHS = ("/generate", "/completions", "/responses", "/messages")
-_PROMPT = re.compile(rb'"(?:(?:prompt|messages)"\s*:\s*|input"\s*:\s*(?=["\[]))')
-_HASH = "[0-9a-f]{1,12}"
-_HASHES = re.compile(rf"{_HASH}(?:\.{_HASH}){{0,{MAX_BLOCKS - 1}}}")
+_PROMPT_KEY = re.compile(rb'"(?:(?:prompt|messages)"\s*:\s*|input"\s*:\s*(?=["\[]))')
+_BLOCK_HASH = "[0-9a-f]{1,12}"
+_BLOCK_HASHES = re.compile(rf"{_BLOCK_HASH}(?:\.{_BLOCK_HASH}){{0,{MAX_BLOCKS - 1}}}")
 
 
 def proxy_middlewares() -> list[MiddlewareEntry]:
@@ -57,7 +57,7 @@ def hash_prefixes(body: bytes, tenant: bytes = b"") -> list[str]:
     Hashes the raw text without parsing or tokenizing. The body may be cut off. Requests of a conversation share a
     prefix.
     """
-    prompt = _PROMPT.search(body)
+    prompt = _PROMPT_KEY.search(body)
     if prompt is None:
         return []
     digest = hashlib.sha256(tenant)
@@ -71,7 +71,7 @@ def hash_prefixes(body: bytes, tenant: bytes = b"") -> list[str]:
 def parse_session_header(value: str) -> list[str]:
     """Return the hashes in a header's value, or a caller's own session as a single one. An overlong value has none,
     since it could evict the prefixes of others from the router."""
-    if _HASHES.fullmatch(value):
+    if _BLOCK_HASHES.fullmatch(value):
         return value.split(".")
     return [value] if 0 < len(value) <= MAX_SESSION_LENGTH else []
 

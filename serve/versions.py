@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from swiftkv_platform.engine.frontend import EngineFrontend
 
 
-_BASE_FIELD = "base.name_or_path"
+_BASE_MODEL_FIELD = "base.name_or_path"
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def load_model(served: ServedConfig) -> LoadedModel:
 
 @contextmanager
 def _fetch_artifact(served: ServedConfig) -> Iterator[tuple[Path, str | None]]:
-    """Yield the directory of the artifact, available within the context, and the digest of its manifest."""
+    """Yield (directory of the artifact, digest of its manifest or None). The directory exists within the context."""
     if not served.verify:
         name = served.artifact_uri.removeprefix(HUB_PREFIX)
         yield fetch_model_directory(name, field="artifact_uri", pickles=True), None  # vLLM reads pickles
@@ -107,11 +107,11 @@ def _merge_adapter(directory: Path, served: ServedConfig) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="swiftkv-base-") as workspace:
 
         def download(uri: str) -> Path:
-            return download_model(uri, Path(workspace), access=access, field=_BASE_FIELD)
+            return download_model(uri, Path(workspace), access=access, field=_BASE_MODEL_FIELD)
 
         def find_base(base: BaseModelReference) -> str:
             return resolve_model_directory(
-                base.name_or_path, base.revision, access=access, download=download, field=_BASE_FIELD
+                base.name_or_path, base.revision, access=access, download=download, field=_BASE_MODEL_FIELD
             )
 
         with open_merged_model(directory, find_base=find_base) as (whole, _):

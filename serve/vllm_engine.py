@@ -47,7 +47,7 @@ from swiftkv_platform.specs.structured_outputs import WHITESPACE
 from swiftkv_platform.vllm import export_frontend_pid
 from swiftkv_platform.web.limiters import Sender
 
-_ENVIRONMENT = {
+_VLLM_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",  # replicas send no usage statistics
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound replicas of a machine would share the same cores
 }
@@ -64,7 +64,7 @@ def set_environment(config: EngineConfig) -> None:
     """Set the environment variables of vLLM's processes. Keeps the operator's values, except `OMP_NUM_THREADS` if
     `num_threads` is given."""
     export_frontend_pid()
-    for name, value in _ENVIRONMENT.items():
+    for name, value in _VLLM_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if config.num_threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(config.num_threads)

@@ -271,7 +271,7 @@ class EventConverter(ABC):
 
     @abstractmethod
     def convert_chunk(self, chunk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the events of the next chunk, which has the usage so far."""
+        """Yield the events of the next chunk, which has the token usage up to it."""
 
     @abstractmethod
     def convert_error(self, problem: Problem) -> Iterator[dict[str, Any]]:

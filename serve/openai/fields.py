@@ -138,7 +138,7 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
         },
         ("vLLM", _ROUTES_WITH_N): {
             "prompt_logprobs": "not in a stream",
-            "stream_options.continuous_usage_stats": "the usage so far, in every event",
+            "stream_options.continuous_usage_stats": "token usage up to each event, in every event",
         },
         ("vLLM", CHAT): {"add_generation_prompt continue_final_message": ""},
         ("vLLM", CONVERSATIONS): {

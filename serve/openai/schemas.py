@@ -36,9 +36,9 @@ from swiftkv_platform.serve.tools.calling import MAX_TOOLS, ToolFields
 from swiftkv_platform.specs.base import MAX_MESSAGES
 from swiftkv_platform.web.problems import value_if_short
 
-_TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_TEXT_KEY_BY_PART_TYPE = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Key of a content part's text, by the part's type."""
-_LEGACY_ID = "call_0"
+_LEGACY_CALL_ID = "call_0"
 """Id of a call in the legacy field `function_call`, which has none."""
 
 
@@ -51,7 +51,7 @@ class Part(BodyPart):
 
     @property
     def text_content(self) -> str:
-        text: str = getattr(self, _TEXT_KEYS[self.type])
+        text: str = getattr(self, _TEXT_KEY_BY_PART_TYPE[self.type])
         return text
 
 
@@ -67,13 +67,13 @@ def _make_part(number: int, part: Any) -> Part:
     if isinstance(part, str):
         return Part(type="text", text=part)
     kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str) or kind not in _TEXT_KEYS:
+    if not isinstance(kind, str) or kind not in _TEXT_KEY_BY_PART_TYPE:
         raise ValueError(f"part {number} is of type {value_if_short(kind)!r}; only parts of type 'text' are accepted")
-    text = part.get(_TEXT_KEYS[kind])
-    others = {key: value for key, value in part.items() if key not in _TEXT_KEYS.values()}
+    text = part.get(_TEXT_KEY_BY_PART_TYPE[kind])
+    others = {key: value for key, value in part.items() if key not in _TEXT_KEY_BY_PART_TYPE.values()}
     if isinstance(text, str):
-        return Part(**others, **{_TEXT_KEYS[kind]: text})
-    raise ValueError(f"part {number} is of type {kind!r}; its {_TEXT_KEYS[kind]} must be a string")
+        return Part(**others, **{_TEXT_KEY_BY_PART_TYPE[kind]: text})
+    raise ValueError(f"part {number} is of type {kind!r}; its {_TEXT_KEY_BY_PART_TYPE[kind]} must be a string")
 
 
 # Replaces pydantic's check of the union, whose errors would name each member type.
@@ -137,7 +137,7 @@ class ChatMessage(BodyPart):
     def calls(self) -> list[ToolCall]:
         """Tool calls of the message, from `tool_calls` or `function_call`."""
         if not self.tool_calls and self.function_call is not None:
-            return [ToolCall(id=_LEGACY_ID, function=self.function_call)]
+            return [ToolCall(id=_LEGACY_CALL_ID, function=self.function_call)]
         return self.tool_calls or []
 
     @property
@@ -182,7 +182,7 @@ class StreamOptions(BodyPart):
     include_usage: bool = False
     """Send a last event with the usage and without choices."""
     continuous_usage_stats: bool = False
-    """Send the usage so far in every event, as in vLLM."""
+    """Send the token usage up to each event, as in vLLM."""
 
 
 def limit_schema(route: Route) -> Callable[[dict[str, Any]], None]:

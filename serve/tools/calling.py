@@ -198,7 +198,7 @@ def _make_constraint(
     calls: CallGrammar,
     text_constraint: StructuredOutputs | None,
 ) -> StructuredOutputs | None:
-    """Return the constraint on the completion; None if it may be any text."""
+    """Return the constraint on the completion; None if the completion may be any text."""
     # 1. decide what must be constrained: calls, the number of calls, arguments, other text
     choice, allowed = fields.tool_choice, _list_callable_names(fields.tool_choice, functions)
     subset = choice.allowed_tools if isinstance(choice, AllowedToolChoice) else None

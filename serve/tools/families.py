@@ -15,7 +15,7 @@ from swiftkv_platform.serve.tools.parser import Parsing, ToolCallParser, read_ar
 from swiftkv_platform.specs.structured_outputs import WHITESPACE, normalize_schema
 
 NAME, ARGUMENTS = "\x00name\x00", "\x00arguments\x00"
-_LETTERS = string.ascii_letters + string.digits
+_ID_CHARACTERS = string.ascii_letters + string.digits
 Schema = Mapping[str, Any]
 
 
@@ -86,12 +86,12 @@ class Llama3Parser(ToolCallParser):
 
 def _make_mistral_id() -> str:
     """Return a random id of 9 characters, the only length in Mistral's templates."""
-    return "".join(secrets.choice(_LETTERS) for _ in range(9))
+    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Layout of calls in constrained completions."""
+class CallLayout:
+    """Text around and between tool calls in constrained completions."""
 
     call: str
     """A call with the placeholders `NAME` and `ARGUMENTS`."""
@@ -103,7 +103,7 @@ class Layout:
     """Text that begins calls, and that other text must not contain; None: calls begin with a brace at the beginning of
     the completion."""
     tag: str = ""
-    """For a layout without marker: text before calls that distinguishes them from a JSON completion."""
+    """Without a marker: text before calls that distinguishes calls from a JSON completion."""
 
 
 @dataclass(frozen=True)
@@ -111,39 +111,39 @@ class CallFormat:
     """Format of calls of a family of models."""
 
     parser: type[ToolCallParser]
-    layout: Layout
+    layout: CallLayout
     tokens: tuple[str, ...]
     """Markers that may be special tokens in the family's tokenizers."""
     make_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
 
 
-_OBJECT = f'{{"name": "{NAME}", "arguments": {ARGUMENTS}}}'
+_CALL_OBJECT = f'{{"name": "{NAME}", "arguments": {ARGUMENTS}}}'
 _TAGS = ("<tool_call>", "</tool_call>")
 _MISTRAL_TOKENS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 
 FAMILIES: Mapping[str, CallFormat] = {
     "hermes": CallFormat(
-        HermesParser, Layout(f"<tool_call>\n{_OBJECT}\n</tool_call>", marker="<tool_call>"), tokens=_TAGS
+        HermesParser, CallLayout(f"<tool_call>\n{_CALL_OBJECT}\n</tool_call>", marker="<tool_call>"), tokens=_TAGS
     ),
     "smollm2": CallFormat(
         HermesParser,
-        Layout(_OBJECT, begin="<tool_call>[", between=", ", end="]</tool_call>", marker="<tool_call>"),
+        CallLayout(_CALL_OBJECT, begin="<tool_call>[", between=", ", end="]</tool_call>", marker="<tool_call>"),
         tokens=_TAGS,
     ),
     "llama3": CallFormat(
         Llama3Parser,
-        Layout(_OBJECT.replace('"arguments"', '"parameters"'), between="; ", tag="<|python_tag|>"),
+        CallLayout(_CALL_OBJECT.replace('"arguments"', '"parameters"'), between="; ", tag="<|python_tag|>"),
         tokens=("<|python_tag|>",),
     ),
     "mistral": CallFormat(
         MistralParser,
-        Layout(_OBJECT, begin="[TOOL_CALLS] [", between=", ", end="]", marker="[TOOL_CALLS]"),
+        CallLayout(_CALL_OBJECT, begin="[TOOL_CALLS] [", between=", ", end="]", marker="[TOOL_CALLS]"),
         tokens=_MISTRAL_TOKENS,
         make_id=_make_mistral_id,
     ),
     "mistral_v11": CallFormat(
         MistralParser,
-        Layout(f"[TOOL_CALLS]{NAME}[ARGS]{ARGUMENTS}", between="", marker="[TOOL_CALLS]"),
+        CallLayout(f"[TOOL_CALLS]{NAME}[ARGS]{ARGUMENTS}", between="", marker="[TOOL_CALLS]"),
         tokens=_MISTRAL_TOKENS,
         make_id=_make_mistral_id,
     ),
@@ -163,9 +163,9 @@ def detect_family(template: str) -> str | None:
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """Makes grammars of completions with calls in a family's layout."""
+    """Makes grammars of completions with tool calls in a family's layout."""
 
-    layout: Layout
+    layout: CallLayout
     schemas: Mapping[str, Schema]
     """Schemas of arguments by name of the callable tools."""
     special: Mapping[str, int]

@@ -347,7 +347,7 @@ class ToolCallParser(ABC):
             self._pieces.append(Text(self._space))
 
     def _read_text(self) -> Parsing[bool]:
-        """Emit text up to the marker. Returns whether there is one."""
+        """Emit text up to the marker. Returns whether there is a marker."""
         text = self._text
         while True:
             visible, marker, _ = text.unread.partition(self.marker)

@@ -49,7 +49,7 @@ from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import StoredDirectory, publish_directory
 from swiftkv_platform.storage.object_store import ObjectStore
-from swiftkv_platform.storage.publishing import CARD
+from swiftkv_platform.storage.publishing import MODEL_CARD_FILE
 from swiftkv_platform.traces import get_job_spans
 
 MAX_MODEL_SHARE = 0.5
@@ -84,7 +84,7 @@ def evaluate_and_publish(
             with get_job_spans().span("publish", request.traceparent, job_id=request.job_id, attempt=request.attempt):
                 lineage |= student.save(directory / "artifact")
                 card = render_model_card(lineage, report.model_dump(mode="json"), license_id=student.licence)
-                _write_files(files | {CARD: card}, directory / "artifact")
+                _write_files(files | {MODEL_CARD_FILE: card}, directory / "artifact")
                 manifest = _publish_directory(
                     store, request, directory / "artifact", lineage, report.model_dump(mode="json")
                 )
@@ -138,7 +138,7 @@ def publish_trial(
         _write_files(files, artifact)
         lineage = {name: value for name, value in lineage.items() if name != "checkpoint"}
         lineage |= {"job_id": request.job_id, "attempt": request.attempt, "trial": spec.name, **saved}
-        _write_files({CARD: render_model_card(lineage, trial.metrics, license_id=student.licence)}, artifact)
+        _write_files({MODEL_CARD_FILE: render_model_card(lineage, trial.metrics, license_id=student.licence)}, artifact)
         return _publish_directory(open_store(store_uri), request, artifact, lineage, trial.metrics)
 
 

@@ -171,7 +171,7 @@ def _print_new_key(key: ApiKey, token: str, path: Path, done: str, *, json: bool
 
 
 def _describe_keys_file(path: Path) -> tuple[bool, str]:
-    """Return whether the local control plane requires the file's keys now, and what to do next."""
+    """Return (whether the local control plane requires the file's keys now, advice on what to do next)."""
     chosen = load_settings()
     state = Stack(chosen).load_state()
     is_default = path.absolute() == (chosen.api_keys_file or get_default_keys_file(chosen.home)).absolute()

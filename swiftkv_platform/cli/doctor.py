@@ -323,7 +323,7 @@ def check_gpu(context: CheckContext) -> Finding:
     return ok(f"{found}; torch {torch} sees all GPUs.")
 
 
-_NOT_STARTED = "Not configured or running. Start it with `swiftkv up`."
+_NOT_STARTED_MESSAGE = "Not configured or running. Start it with `swiftkv up`."
 _UPGRADE_COMMAND = "python -m swiftkv_platform.control_plane.database"
 _MIN_CONNECT_TIMEOUT_S = 2
 """Min timeout of libpq."""
@@ -470,7 +470,7 @@ def check_ray(context: CheckContext) -> Finding:
     stack, settings = Stack(context.settings), context.settings
     state = stack.load_state()
     if state is None and "ray_dashboard_url" not in settings.model_fields_set:
-        return ok(_NOT_STARTED)
+        return ok(_NOT_STARTED_MESSAGE)
     if state is not None and not state.is_alive("ray"):
         message = f"Ray, started by `swiftkv up` at {state.ray_dashboard_url}, has exited."
         return fail(message, f"swiftkv up; see the log {stack.logs / 'ray.log'}")
@@ -502,7 +502,7 @@ def check_control_plane(context: CheckContext) -> Finding:
     stack, configured_url = Stack(context.settings), os.environ.get("SWIFTKV_URL")
     state = stack.load_state()
     if configured_url is None and state is None:
-        return ok(_NOT_STARTED)
+        return ok(_NOT_STARTED_MESSAGE)
     if configured_url is None and state is not None and not state.is_alive("control-plane"):
         message = f"The control plane, started by `swiftkv up` at {state.url}, has exited."
         return fail(message, f"swiftkv up; see the log {stack.logs / 'control-plane.log'}")

@@ -449,7 +449,7 @@ def _print_job(job: Job, *, json: bool) -> None:
         "steps": _format_steps(job, details=True),
         "created": format_local_time(job.created_at),
         "started": format_local_time(job.started_at),
-        "finished": _format_finished(job),
+        "finished": _format_end_time(job),
         "expected end": format_local_time(job.estimated_finish),
         "cost": _format_cost(job),
         "quality": _format_quality(job.result),
@@ -461,7 +461,7 @@ def _print_job(job: Job, *, json: bool) -> None:
     print_result(job, fields, json=json)
 
 
-def _format_finished(job: Job) -> str | None:
+def _format_end_time(job: Job) -> str | None:
     when = format_local_time(job.finished_at)
     if when is None or job.finished_at is None or job.started_at is None:
         return when
@@ -476,7 +476,7 @@ def _format_cost(job: Job) -> str | None:
 
 
 def _format_quality(result: Mapping[str, Any] | None) -> str | None:
-    """Describe the quality of student and teacher; None for a report without it, e.g. a sweep's."""
+    """Describe the quality of student and teacher; None if the report has no quality, e.g. a sweep's report."""
     distilled, teacher = (result or {}).get("distilled"), (result or {}).get("teacher")
     if not distilled or not teacher:
         return None

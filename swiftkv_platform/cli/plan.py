@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from swiftkv_platform.evaluation.analysis import Analysis, DepthReport, UntrainedReport
 
 
-_COLUMNS = ("vocab", "K,V", "Q,O", "MLP", "attn", "total", "rel.", "executed", "KV layers", "KV bytes/token", "rel.")
-_DESCRIPTION = """\
+_HEADERS = ("vocab", "K,V", "Q,O", "MLP", "attn", "total", "rel.", "executed", "KV layers", "KV bytes/token", "rel.")
+_TABLE_DESCRIPTION = """\
 {model_type}, {num_hidden_layers} layers, prompt of {sequence_length:,} tokens, {kv_cache_dtype} cache.
 First rel.: with logits of every token, as in the paper's table 1. executed: with logits of the last token only, as \
 in serving."""
@@ -107,7 +107,7 @@ def plan(
         print_json(plans[0] if len(plans) == 1 else {"plans": [each.model_dump(mode="json") for each in plans]})
         return
     _print_plans(plans)
-    get_console().print(_DESCRIPTION.format(**dict(plans[0])), highlight=False, soft_wrap=True)
+    get_console().print(_TABLE_DESCRIPTION.format(**dict(plans[0])), highlight=False, soft_wrap=True)
     for each in plans:
         print_line(_describe_savings(each))
 
@@ -155,7 +155,7 @@ def _print_plans(plans: Sequence[Plan]) -> None:
         )
         for each in plans
     ]
-    print_table((f"{unit} per prompt token", *_COLUMNS), rows, empty="")
+    print_table((f"{unit} per prompt token", *_HEADERS), rows, empty="")
 
 
 _MEMORY_COLUMNS = ("GiB per worker", "peak", "parameters", "gradients", "optimizer", "activations, buffers")

@@ -130,7 +130,8 @@ class AttemptRequest(FrozenModel):
     hub_organizations: tuple[str, ...] | None = None
     """Hub organizations whose models and data the tenant may use; None allows all."""
     publish_targets: tuple[str, ...] | None = None
-    """Targets that the job's tenant may publish to; None allows all. Workers resolve links before they write."""
+    """Directories and addresses to which the job's tenant may publish models; None allows all. Workers resolve symbolic
+    links before they check a target."""
     code_tasks: bool = False
     """Whether evaluation tasks may run code that the model generates."""
     files: dict[str, StoredFile] = {}
@@ -223,7 +224,7 @@ _FILE_ID = re.compile(r"file-[0-7][0-9A-HJKMNP-TV-Z]{25}")
 
 
 class StoredFile(FrozenModel):
-    """Rows of an uploaded file in the object store."""
+    """An uploaded file of rows: its object in the object store, and its checksum."""
 
     uri: str
     """Address of the object."""
@@ -288,7 +289,7 @@ def describe_protocol_mismatch(*, workers: int, control_plane: int) -> str:
 
 
 def describe_unknown_field(error: ValidationError) -> tuple[str, str]:
-    """Return the first request field that these workers do not know, and an error message."""
+    """Return (first request field that these workers do not know, error message)."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     field = ".".join(str(part) for part in first["loc"])
     return field, f"the workers' image does not support the job: {field}: {first['msg']}"

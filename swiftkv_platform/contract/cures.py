@@ -64,7 +64,7 @@ def _suggest_if(current: Any, better: str) -> Suggestion:
 _MORE_RETRIES: Mapping[str, Suggestion] = {
     "fault_tolerance.max_retries": lambda value, _spec: f"use {max(2 * value, 3)}"
 }
-_RETRY = Cure(
+_RETRY_CURE = Cure(
     "The spec is probably not the cause; `swiftkv doctor` shows unavailable services. Clone the job, with "
     "training.from set to its last checkpoint (JOB:STEP) if there is one.",
     _MORE_RETRIES,
@@ -74,9 +74,9 @@ _ASK_OPERATOR = Cure(
 )
 
 CURES: Mapping[str, Cure] = {
-    ReasonCode.PREEMPTED: _RETRY,
-    **{error.code: _RETRY for error in (ConflictError, DeadlineExceededError, OverloadedError)},
-    **{error.code: _RETRY for error in (ClusterUnavailableError, DatabaseUnavailableError)},
+    ReasonCode.PREEMPTED: _RETRY_CURE,
+    **{error.code: _RETRY_CURE for error in (ConflictError, DeadlineExceededError, OverloadedError)},
+    **{error.code: _RETRY_CURE for error in (ClusterUnavailableError, DatabaseUnavailableError)},
     **{error.code: _ASK_OPERATOR for error in (UnauthenticatedError, ForbiddenError)},
     ReasonCode.OUT_OF_MEMORY: Cure(
         "More workers with sharding.strategy fsdp2, or sharding.cpu_offload, reduce the memory per worker; `swiftkv "
@@ -111,7 +111,7 @@ CURES: Mapping[str, Cure] = {
         "This is a bug in the program, or in code that the spec names. `swiftkv jobs logs JOB` has the traceback: "
         "report it, or fix that code and clone the job."
     ),
-    InvalidInputError.code: Cure("Clone the job with the change; check it first with `swiftkv jobs validate`."),
+    InvalidInputError.code: Cure("Correct the spec and check it with `swiftkv jobs validate`; then clone the job."),
     ProtocolError.code: Cure(
         "Update the Ray cluster's image to the control plane's version, and submit the job again.",
         named_field_advice="leave it out if the image cannot be updated",
@@ -131,7 +131,7 @@ CURES: Mapping[str, Cure] = {
         "training.from set to its last checkpoint (JOB:STEP) if there is one.",
         _MORE_RETRIES,
     ),
-    TrainingError.code: Cure("See `swiftkv jobs logs JOB`; then clone the job with the change."),
+    TrainingError.code: Cure("`swiftkv jobs logs JOB` shows the cause. Then clone the job with a corrected spec."),
     LossNotFiniteError.code: Cure(
         "If the loss diverges in the first steps, increase optimizer.warmup_ratio.",
         {
@@ -193,7 +193,7 @@ def _map_error_codes() -> Mapping[str, type[SwiftKVError]]:
 
 
 def _read_field(spec: JobSpec, path: str) -> tuple[Any, bool]:
-    """Return the value at a path, and whether it can be shown: there may be an object, or nothing."""
+    """Return (value at a path of the spec, whether it is a scalar); (None, False) if the path does not exist."""
     value: Any = spec.model_dump(mode="json", by_alias=True)
     for key in re.findall(r"[^.\[\]]+", path):
         if isinstance(value, dict) and key in value:

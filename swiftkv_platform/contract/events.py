@@ -68,8 +68,8 @@ and ends."""
 
 _MAX_TIME = 253_402_300_800
 _MAX_CAUSE_LENGTH = 500
-_Time = Annotated[float, Field(ge=0, lt=_MAX_TIME)]
-_Step = Annotated[int, Field(ge=0, lt=2**63)]
+_EventTime = Annotated[float, Field(ge=0, lt=_MAX_TIME)]
+_TrainingStep = Annotated[int, Field(ge=0, lt=2**63)]
 _KEEP_UNKNOWN_KEYS = ConfigDict(extra="allow")
 """Keeps unknown keys of `data`, which newer versions may write."""
 
@@ -81,8 +81,8 @@ class StatusData(TypedDict):
 
 @with_config(_KEEP_UNKNOWN_KEYS)
 class _KnownMeasurements(TypedDict):
-    step: _Step
-    tokens: NotRequired[_Step | None]
+    step: _TrainingStep
+    tokens: NotRequired[_TrainingStep | None]
     """Trained tokens so far."""
     memory_bytes: NotRequired[Annotated[float, Field(ge=0, allow_inf_nan=False)]]
 
@@ -109,7 +109,7 @@ class MetricsData(TypedDict):
 
 @with_config(_KEEP_UNKNOWN_KEYS)
 class CheckpointData(TypedDict):
-    step: _Step
+    step: _TrainingStep
     key: str
     """Key of the checkpoint's directory."""
     size: int
@@ -163,9 +163,9 @@ class ProgressData(TypedDict):
     phase: Annotated[str, Field(max_length=200)]
     part: Annotated[str, Field(max_length=200)]
     """Part of the phase, e.g. one task of an evaluation."""
-    done: _Step
+    done: _TrainingStep
     """Completed units of the part, of `total`."""
-    total: _Step
+    total: _TrainingStep
     eta_s: NotRequired[Annotated[float, Field(ge=0, allow_inf_nan=False)] | None]
     """Estimated seconds until the part is complete."""
 
@@ -181,14 +181,14 @@ class SteeringData(TypedDict):
     action: Literal["rate", "rollback", "end"]
     """`rate`: set the learning rate; `rollback`: return to the best state; `end`: end training."""
     code: SteeringReason
-    step: _Step
+    step: _TrainingStep
     """Optimizer steps done."""
     held_out_kl: NotRequired[float | None]
     """Measured held-out KL in nats; None if it is not finite."""
     start_kl: NotRequired[float | None]
     best_kl: NotRequired[float | None]
-    best_step: NotRequired[_Step | None]
-    chosen_step: NotRequired[_Step | None]
+    best_step: NotRequired[_TrainingStep | None]
+    chosen_step: NotRequired[_TrainingStep | None]
     """For `end`: the step whose state becomes the model."""
     learning_rate: NotRequired[float | None]
     """Peak learning rate from this step on."""
@@ -206,7 +206,7 @@ class ErrorData(TypedDict):
 
 
 class _Event(FrozenModel):
-    time: _Time
+    time: _EventTime
     """Unix seconds."""
     level: Level = "info"
     type: str
@@ -304,7 +304,7 @@ ATTEMPT_EVENT: TypeAdapter[AttemptEvent] = TypeAdapter(AttemptEvent)
 class _Envelope(BaseModel):
     """Fields that every event has, even of an unknown kind."""
 
-    time: _Time
+    time: _EventTime
     data: dict[str, Any] = {}
 
 

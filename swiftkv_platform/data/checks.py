@@ -63,8 +63,8 @@ from swiftkv_platform.sources.layout import (
 from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec
 from swiftkv_platform.web.safe_json import exceeds_limits
 
-_TEXT = "text"
-_TEXT_FILES = frozenset({".txt", ".py"})
+_TEXT_FORMAT = "text"
+_TEXT_FILE_SUFFIXES = frozenset({".txt", ".py"})
 _HEAD_SIZES = (1 << 14, 1 << 17, 1 << 20)
 """Bytes read at the beginning of a JSON or CSV file: more if the first row is longer."""
 _MAX_FOOTER_BYTES = 16 << 20
@@ -244,8 +244,8 @@ class _SourceCheck:
     def _find_format(self, file: Path) -> str | None:
         """Return the row format of the file's first row; None if its columns cannot be read here."""
         kind = find_data_suffix(file.name)
-        if kind in _TEXT_FILES:
-            return _TEXT
+        if kind in _TEXT_FILE_SUFFIXES:
+            return _TEXT_FORMAT
         self.budget.spend_file()
         if _is_reader_missing(file):
             return None
@@ -356,7 +356,7 @@ class UploadedRows:
     sha256: str
     rows: int
     format: str
-    """Row format of its first row; `prompts` for rows that the teacher completes."""
+    """Format of the file's first row; `prompts` for rows that the teacher completes."""
     columns: tuple[str, ...]
 
 

@@ -111,8 +111,8 @@ _MAX_ELEMENT_LENGTH = 1 << 26
 _MAX_LINE_LENGTH = 1 << 26
 """Max bytes of a line; a longer one is treated as damage, such as an archive that decompresses endlessly."""
 _ROWS_PER_BATCH = 512
-_WHITESPACE = " \t\r\n"
-_DELIMITERS = {".csv": ",;\t|", ".tsv": "\t"}
+_JSON_WHITESPACE = " \t\r\n"
+_CSV_DELIMITERS = {".csv": ",;\t|", ".tsv": "\t"}
 """Possible cell delimiters by file suffix."""
 
 
@@ -222,7 +222,7 @@ class _JsonParser:
         """Return the next character that is not white space; "" at the end."""
         while True:
             begin = self._offset
-            while begin < len(self._text) and self._text[begin] in _WHITESPACE:
+            while begin < len(self._text) and self._text[begin] in _JSON_WHITESPACE:
                 begin += 1
             self._advance(begin)
             if self._offset < len(self._text):
@@ -363,7 +363,7 @@ def _read_csv_columns(file: Path, field: str) -> tuple[str, ...] | None:
 
 def parse_csv_columns(stream: BinaryIO, file: Path, field: str) -> tuple[str, ...] | None:
     """Return the columns of a CSV file from its first line at least; None if it is empty. Raises `DataError`."""
-    delimiters = _DELIMITERS[find_data_suffix(file.name) or ""]
+    delimiters = _CSV_DELIMITERS[find_data_suffix(file.name) or ""]
     _, header = next(_parse_csv_records(stream, file, delimiters, field), (0, None))
     return None if header is None else tuple(header)
 
@@ -418,14 +418,14 @@ _PARQUET = FileReader(
     lambda file, field: int(_open_parquet(file, field).metadata.num_rows),
     lambda file, field: tuple(_open_parquet(file, field).schema_arrow.names),
 )
-_TEXT = FileReader("row", _read_text, _make_row_counter(_read_text), lambda _file, _field: ("text",))
+_TEXT_READER = FileReader("row", _read_text, _make_row_counter(_read_text), lambda _file, _field: ("text",))
 READERS = {
     ".jsonl": _JSON_LINES,
     ".ndjson": _JSON_LINES,
     ".json": _JSON_LINES,
-    **{kind: _make_csv_reader(delimiters) for kind, delimiters in _DELIMITERS.items()},
+    **{kind: _make_csv_reader(delimiters) for kind, delimiters in _CSV_DELIMITERS.items()},
     ".parquet": _PARQUET,
-    ".txt": _TEXT,
-    ".py": _TEXT,
+    ".txt": _TEXT_READER,
+    ".py": _TEXT_READER,
 }
 """Readers by `layout.find_data_suffix` of a file's name."""

@@ -66,7 +66,7 @@ class RowReader:
     format: RowFormat
     required: tuple[str, ...]
     columns: tuple[str, ...]
-    """Every column that is read."""
+    """Columns that are read: `required`, then existing optional columns."""
 
     def __call__(self, row: Row) -> Content:
         """Return the row's text or conversation, which may be empty. Raises `RowError` for a value of a wrong type."""
@@ -83,20 +83,20 @@ class NonEmptyColumns:
     def __init__(self, read: Callable[[], Iterator[Row]]) -> None:
         self._read = read
         self._rows: Iterator[Row] | None = None
-        self._filled_by_layout: dict[frozenset[str], set[str]] = {}
+        self._filled_by_column_set: dict[frozenset[str], set[str]] = {}
 
-    def are_filled(self, layout: Collection[str], columns: Collection[str]) -> bool:
-        """Whether each of `columns` is non-empty in some row with the columns `layout`."""
-        wanted = _select_format_columns(layout)
-        filled = self._filled_by_layout.setdefault(wanted, set())
+    def are_filled(self, table_columns: Collection[str], columns: Collection[str]) -> bool:
+        """Whether each of `columns` is non-empty in some row with the set of columns `table_columns`."""
+        wanted = _select_format_columns(table_columns)
+        filled = self._filled_by_column_set.setdefault(wanted, set())
         while not filled.issuperset(columns):
             self._rows = self._read() if self._rows is None else self._rows
             row = next(self._rows, None)
             if row is None:
                 return False
-            found = self._filled_by_layout.get(_select_format_columns(row))
-            if found is None and len(self._filled_by_layout) < _MAX_LAYOUTS:
-                found = self._filled_by_layout.setdefault(_select_format_columns(row), set())
+            found = self._filled_by_column_set.get(_select_format_columns(row))
+            if found is None and len(self._filled_by_column_set) < _MAX_COLUMN_SETS:
+                found = self._filled_by_column_set.setdefault(_select_format_columns(row), set())
             if found is not None:
                 found.update(column for column, value in row.items() if not _is_empty(value))
         return True
@@ -104,12 +104,12 @@ class NonEmptyColumns:
 
 _MAX_LISTED_LENGTH = 500
 """Max characters of a list of columns in a message."""
-_MAX_LAYOUTS = 256
+_MAX_COLUMN_SETS = 256
 """Max sets of columns that a `NonEmptyColumns` tracks."""
 
 
 def _select_format_columns(columns: Iterable[str]) -> frozenset[str]:
-    return COLUMNS.intersection(columns)
+    return FORMAT_COLUMNS.intersection(columns)
 
 
 def _is_empty(value: Any) -> bool:
@@ -119,8 +119,8 @@ def _is_empty(value: Any) -> bool:
 def match_format(
     columns: Collection[str], formats: Sequence[RowFormat], non_empty: NonEmptyColumns | None = None
 ) -> tuple[RowFormat, tuple[str, ...], bool] | None:
-    """Return the first matching format, its matched set of columns, and whether those are non-empty. Formats with empty
-    columns are tried last; without `non_empty`, no column counts as empty."""
+    """Return (first matching format, its matched set of columns, whether these columns are non-empty); None without a
+    match. Formats with empty columns are tried last; without `non_empty`, no column counts as empty."""
     found = [(candidate, group) for candidate in formats for group in candidate.matches(columns)]
     for candidate, group in found:
         if non_empty is None or non_empty.are_filled(columns, group):
@@ -297,7 +297,7 @@ PROMPT_FORMATS = (
 )
 """Row formats that read only the prompt, which the teacher completes; in the same order."""
 
-COLUMNS = frozenset(
+FORMAT_COLUMNS = frozenset(
     column for formats in (FORMATS, PROMPT_FORMATS) for each in formats for group in each.columns for column in group
 )
 """Columns that decide which format fits."""

@@ -37,11 +37,11 @@ ROLES = {
     "function_response": "tool",
 }
 """Roles by their names in any convention."""
-_CALL_ROLES = frozenset({"function_call", "tool_call"})
+_TOOL_CALL_ROLES = frozenset({"function_call", "tool_call"})
 """Role names of assistant messages whose content is a call as JSON."""
 _CONTENT_KEYS = ("content", "value", "text")
 _PARSED_KEYS = frozenset({"role", "from", *_CONTENT_KEYS, "weight", "tool_calls", "function_call"})
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_TEXT_KEY_BY_PART_TYPE = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Key that holds the text of a content part, by the part's type."""
 
 
@@ -122,7 +122,7 @@ def _normalize_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 def _normalize_message(turn: Mapping[str, Any]) -> Message:
     name, role = _parse_role(turn)
     content, calls = _parse_content(turn), _parse_calls(turn)
-    if content and name in _CALL_ROLES:
+    if content and name in _TOOL_CALL_ROLES:
         calls, content = _normalize_calls(parse_json(content, f"the content of {name}")), None
     others = {key: value for key, value in turn.items() if key not in _PARSED_KEYS and value is not None}
     message = {"role": role, "content": (content or None) if calls else content, **others}
@@ -184,7 +184,7 @@ def _parse_content(turn: Mapping[str, Any]) -> str | None:
 
 
 def _parse_text_part(part: Any) -> str:
-    key = _TEXT_PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
+    key = _TEXT_KEY_BY_PART_TYPE.get(str(part.get("type"))) if isinstance(part, Mapping) else None
     text = part.get(key) if isinstance(part, Mapping) else None
     if not isinstance(text, str):
         raise RowError(f"a message has the part {part!r:.80}; only text parts are accepted")

@@ -25,7 +25,7 @@ from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import DataSpec
 
 _BYTES_PER_READ = 1 << 22
-_SPLITS = ("train", "held_out", "steering")
+_SPLIT_NAMES = ("train", "held_out", "steering")
 _WARNING_SHARE = 0.1
 """Share of dropped documents, or of truncated tokens, above which a source gets a warning."""
 
@@ -64,7 +64,7 @@ class PreparedData:
         samples = self.train.samples
         np.save(directory / "samples.npy", samples.starts)
         np.save(directory / "texts.npy", np.arange(len(samples)) if samples.text_ids is None else samples.text_ids)
-        for split in _SPLITS:
+        for split in _SPLIT_NAMES:
             rows: PackedRows = getattr(self, split)
             np.save(directory / f"{split}-members.npy", rows.members)
             np.save(directory / f"{split}-rows.npy", rows.row_starts)
@@ -96,7 +96,7 @@ class PreparedData:
                 max_length=description["max_length"],
                 pad_token_id=description["pad_token_id"],
             )
-            for split in (_SPLITS if has_steering else ("train", "held_out", "held_out"))
+            for split in (_SPLIT_NAMES if has_steering else ("train", "held_out", "held_out"))
         )
         statistics = DataStatistics.model_validate(description["statistics"])
         return cls(train, held_out, steering, statistics, description["fingerprint"])
@@ -209,8 +209,8 @@ def _describe_source(source: SourceStatistics) -> str:
     formats = ", ".join(f"{count} {name}" for name, count in source.formats.items())
     parts = [
         f"{source.rows} rows ({formats})",
-        f"{source.documents} documents of {source.tokens} tokens "
-        f"(median {source.lengths.median}, 95% below {source.lengths.p95 + 1}, longest {source.lengths.longest})",
+        f"{source.documents} documents, {source.tokens} tokens in total "
+        f"(median {source.lengths.median}, 95% below {source.lengths.p95 + 1}, max {source.lengths.longest})",
     ]
     if source.dropped:
         parts.append(f"{source.dropped} dropped (empty, or no loss targets)")

@@ -20,7 +20,7 @@ from typing import Any
 from swiftkv_platform.data.files import NumberedRow, Table, make_row_error
 from swiftkv_platform.errors import DataError, StorageError, SwiftKVError
 from swiftkv_platform.sources import UNBOUNDED, Boundary
-from swiftkv_platform.sources.cards import CARDS, check_card, check_hub_layout, check_saved_dataset
+from swiftkv_platform.sources.cards import CARD_FILES, check_card, check_hub_layout, check_saved_dataset
 from swiftkv_platform.sources.untrusted_files import INDEX_BYTES, UnusableFileError, read_object
 from swiftkv_platform.specs import DataSourceSpec
 
@@ -95,7 +95,7 @@ def _check_repository_cards(name: str, field: str) -> str | None:
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
     revision = None
-    for card in CARDS:
+    for card in CARD_FILES:
         try:
             file = Path(hf_hub_download(name, card, repo_type="dataset", revision=revision))
         except LocalEntryNotFoundError as error:
@@ -285,5 +285,5 @@ def _read_rows(dataset: Any, name: str, source_field: str, columns: Sequence[str
         why = f"the hub became unavailable after row {number - 1} of {name!r} ({error})"
         raise StorageError(f"{source_field}: {why}") from error
     except UnicodeDecodeError as error:
-        why = f" or one soon after it, has text that is not UTF-8 ({error.reason}); UTF-8 text is accepted"
+        why = f" or a row soon after has text that is not UTF-8 ({error.reason}); UTF-8 text is accepted"
         raise make_row_error(source_field, name, number, why, unit="row") from error

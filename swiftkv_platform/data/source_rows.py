@@ -17,7 +17,7 @@ import numpy as np
 from swiftkv_platform.contract.attempts import FILE_SUFFIX, StoredFile
 from swiftkv_platform.data.files import READERS, FileReader, NumberedRow, Row, Table, find_reader, make_row_error
 from swiftkv_platform.data.formats import (
-    COLUMNS,
+    FORMAT_COLUMNS,
     FORMATS,
     Content,
     NonEmptyColumns,
@@ -152,7 +152,7 @@ def _open_upload(remote: RemoteFiles, stored: StoredFile, name: str, field: str)
     return replace(_open_file(file, READERS[FILE_SUFFIX], field), origin=name)
 
 
-_PROMPTS = {
+_MAKE_PROMPTS_BY_SOURCE = {
     BUILTIN_CHATS: make_chat_prompts,
     BUILTIN_RECALL: make_recall_prompts,
     BUILTIN_LONG_RECALL: make_long_recall_prompts,
@@ -162,9 +162,9 @@ _PROMPTS = {
 def _open_builtin(source: DataSourceSpec, source_field: str) -> list[Table]:
     check_builtin(source, source_field)
     name = source.name_or_path
-    if name in _PROMPTS:
+    if name in _MAKE_PROMPTS_BY_SOURCE:
         is_unseen, is_held_out = source.split == "unseen", source.split == "held_out"
-        prompts = make_unseen_chat_prompts() if is_unseen else _PROMPTS[name](held_out=is_held_out)
+        prompts = make_unseen_chat_prompts() if is_unseen else _MAKE_PROMPTS_BY_SOURCE[name](held_out=is_held_out)
         return [_make_table(name, "prompt", prompts)]
     modules = list(read_standard_library())
     return [
@@ -337,7 +337,7 @@ class _RowParser:
 
     def _read_format_columns(self, table: Table) -> Iterator[Row]:
         """Return all rows, only the first ones of a streamed source, with just the columns that decide the format."""
-        columns = None if table.columns is None else [name for name in table.columns if name in COLUMNS]
+        columns = None if table.columns is None else [name for name in table.columns if name in FORMAT_COLUMNS]
         rows = (row for _, row in table.read_rows(columns))
         return islice(rows, _NUM_SEARCHED_ROWS if self.source.streaming else None)
 

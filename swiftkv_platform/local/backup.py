@@ -37,12 +37,12 @@ from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.storage.object_store import CHUNK_SIZE, PROBE_KEY, ObjectInfo, ObjectStore
 
 _SUMMARY_FILE = "backup.json"
-_OBJECTS_FILE = "objects.jsonl"
+_OBJECT_LIST_FILE = "objects.jsonl"
 _MAX_NAMED_OBJECTS = 3
 """Max missing objects that an error message names."""
 _ROWS_PER_BATCH = 500
 """Rows per SELECT or INSERT batch."""
-_EXCLUDED_TABLES = {LeaseRow.__tablename__, SessionRow.__tablename__}
+_TABLES_WITHOUT_BACKUP = {LeaseRow.__tablename__, SessionRow.__tablename__}
 """Tables with short-lived rows: leases and sessions."""
 
 
@@ -110,7 +110,7 @@ def back_up(database: Database, store: ObjectStore, directory: Path, *, objects:
             schema_revision=schema,
             store_uri=store.uri,
             tables=listed,
-            objects=ListedFile(lines=number, sha256=_compute_sha256(directory / _OBJECTS_FILE)),
+            objects=ListedFile(lines=number, sha256=_compute_sha256(directory / _OBJECT_LIST_FILE)),
             object_bytes=size,
             has_objects=objects,
         )
@@ -167,9 +167,9 @@ def restore(database: Database, store: ObjectStore, directory: Path, *, allow_mi
 
 
 def _copy_objects(store: ObjectStore, directory: Path, *, objects: bool) -> tuple[int, int]:
-    """Copy or list all objects; return their number and bytes. Skips objects deleted during the copy."""
+    """Copy or list all objects; return (number of objects, their bytes). Skips objects deleted during the copy."""
     number = size = 0
-    with (directory / _OBJECTS_FILE).open("w", encoding="utf-8") as file:
+    with (directory / _OBJECT_LIST_FILE).open("w", encoding="utf-8") as file:
         for info in store.list(""):
             if info.key == PROBE_KEY:
                 continue
@@ -201,7 +201,7 @@ def _read_summary(directory: Path) -> Backup:
 
 def _verify_checksums(directory: Path, backup: Backup) -> None:
     for path, listed in [
-        (directory / _OBJECTS_FILE, backup.objects),
+        (directory / _OBJECT_LIST_FILE, backup.objects),
         *((_get_table_path(directory, name), listed) for name, listed in backup.tables.items()),
     ]:
         if _compute_sha256(path) != listed.sha256:
@@ -209,7 +209,7 @@ def _verify_checksums(directory: Path, backup: Backup) -> None:
 
 
 def _read_objects(directory: Path) -> Iterator[ListedObject]:
-    with (directory / _OBJECTS_FILE).open(encoding="utf-8") as file:
+    with (directory / _OBJECT_LIST_FILE).open(encoding="utf-8") as file:
         for line in file:
             yield ListedObject.model_validate_json(line)
 
@@ -248,7 +248,7 @@ def _get_table_path(directory: Path, table: str) -> Path:
 
 def list_tables() -> list[Table]:
     """Return the tables of a backup, in order of foreign keys."""
-    return [table for table in Base.metadata.sorted_tables if table.name not in _EXCLUDED_TABLES]
+    return [table for table in Base.metadata.sorted_tables if table.name not in _TABLES_WITHOUT_BACKUP]
 
 
 def _write_rows(session: Session, table: Table, path: Path) -> int:

@@ -41,8 +41,8 @@ from swiftkv_platform.specs import REAL_TEACHER
 RECIPE, LLM_RECIPE = "builtin-python-5m", "builtin-smollm2-135m-demo"
 LLM_NAMES = ("smollm2", REAL_TEACHER)
 """Values of `--model` that select the 135M LLM."""
-PROMPT = 'def read_lines(path):\n    """Return the lines of a file."""\n    with open(path) as'
-QUESTIONS = (
+COMPLETION_PROMPT = 'def read_lines(path):\n    """Return the lines of a file."""\n    with open(path) as'
+CHAT_QUESTIONS = (
     "What is the capital of Japan?",  # not France: its top two tokens nearly tie, so rounding decides
     "Explain in two sentences why the sky is blue.",
     "Give me three tips for learning to swim.",
@@ -52,7 +52,7 @@ _CHAT_TIMEOUT_S = 300.0
 _LOG_TAIL_LINES = 30
 _MARKER_FILE = "this-is-a-demo"
 """File that marks a demo's home, so that the demo never empties a user's directory."""
-_SPEC_LABEL = "demo-spec"
+_SPEC_METADATA_KEY = "demo-spec"
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Observations:
     job_id: str = ""
     model_id: str = ""
     deployment_id: str = ""
-    prompt: str = PROMPT
+    prompt: str = COMPLETION_PROMPT
     generated_text: str = ""
     chat: list[dict[str, str]] = field(default_factory=list)
     """Questions with the completions of teacher and student."""
@@ -118,7 +118,7 @@ def run_demo(
 
 
 def _run_steps(output: Path, spec: dict[str, Any], stack: Stack, console: Console, *, is_llm: bool) -> dict[str, Any]:
-    observed = Observations(prompt=QUESTIONS[0] if is_llm else PROMPT, dtype=spec["model"].get("dtype"))
+    observed = Observations(prompt=CHAT_QUESTIONS[0] if is_llm else COMPLETION_PROMPT, dtype=spec["model"].get("dtype"))
     plot_path, plot_error = output.with_name("demo-loss.png"), None
     with observed.measure_phase("total"):
         print_heading(console, "Starting Ray and the control plane")
@@ -186,10 +186,10 @@ def _deploy_model(client: Client, job: Job, observed: Observations, console: Con
 
 def _generate_text(client: Client, observed: Observations, console: Console) -> None:
     print_heading(console, "Generating")
-    console.out(PROMPT, end="", style="bold", highlight=False)
+    console.out(COMPLETION_PROMPT, end="", style="bold", highlight=False)
     pieces = []
     with observed.measure_phase("generate"):
-        for piece in client.generate(PROMPT, stream=True, max_tokens=_MAX_TOKENS, temperature=0.0):
+        for piece in client.generate(COMPLETION_PROMPT, stream=True, max_tokens=_MAX_TOKENS, temperature=0.0):
             pieces.append(piece.text)
             console.out(piece.text, end="", highlight=False)
     console.print()
@@ -208,7 +208,7 @@ def _compare_answers(
         teacher_texts = _ask_questions(deployment.url, deployment.model)
     chat = [
         {"question": question, "teacher": teacher, "student": student}
-        for question, teacher, student in zip(QUESTIONS, teacher_texts, student_texts, strict=True)
+        for question, teacher, student in zip(CHAT_QUESTIONS, teacher_texts, student_texts, strict=True)
     ]
     observed.generated_text = student_texts[0]
     for turn in chat:
@@ -218,9 +218,9 @@ def _compare_answers(
 
 
 def _ask_questions(url: str | None, model: str) -> Sequence[str]:
-    """Return greedy completions of `QUESTIONS` from `/v1/chat/completions`."""
+    """Return greedy completions of `CHAT_QUESTIONS` from `/v1/chat/completions`."""
     texts = []
-    for question in QUESTIONS:
+    for question in CHAT_QUESTIONS:
         messages = [{"role": "user", "content": question}]
         body = {"model": model, "messages": messages, "max_tokens": _MAX_ANSWER_TOKENS, "temperature": 0.0}
         response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=_CHAT_TIMEOUT_S)
@@ -264,7 +264,7 @@ def build_llm_spec(*, short: bool = False) -> dict[str, Any]:
         spec["evaluation"] |= {"max_tokens": 256, "continuations": 0}
         spec["name"] += "-short"
     digest = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
-    return {**spec, "metadata": {_SPEC_LABEL: digest}}
+    return {**spec, "metadata": {_SPEC_METADATA_KEY: digest}}
 
 
 def make_demo_settings(home: Path) -> Settings:

@@ -17,7 +17,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.logs import get_logger
 
 Content = TypeVar("Content")
-Stamp = tuple[int, int, int, int] | None
+FileStamp = tuple[int, int, int, int] | None
 
 
 class OperatorFile(Generic[Content]):
@@ -36,9 +36,9 @@ class OperatorFile(Generic[Content]):
         self._field = field
         self._hint = hint
         self._lock = threading.Lock()
-        self._logged: tuple[Stamp, str] | None = None
+        self._logged: tuple[FileStamp, str] | None = None
         """Stamp and error of the invalid version that was logged last; None while the newest version is in use."""
-        self._read_stamp: Stamp = _read_stamp(path)
+        self._read_stamp: FileStamp = _read_stamp(path)
         self._content = self._load()
 
     @property
@@ -55,7 +55,7 @@ class OperatorFile(Generic[Content]):
         _ = self.content
         return self._logged is None
 
-    def _refresh(self, stamp: Stamp) -> None:
+    def _refresh(self, stamp: FileStamp) -> None:
         if stamp is not None and stamp == self._read_stamp:
             return  # reloaded by another thread
         try:
@@ -79,7 +79,7 @@ class OperatorFile(Generic[Content]):
             ) from error
 
 
-def _read_stamp(path: Path) -> Stamp:
+def _read_stamp(path: Path) -> FileStamp:
     """Return a value that changes with the file's content and permissions; None without a file."""
     try:
         status = path.stat()

@@ -32,20 +32,20 @@ from swiftkv_platform.specs.documents import load_yaml
 
 Algorithm = Literal["RS256", "ES256", "EdDSA"]
 """Signature algorithms with public keys; `none` and shared secrets (`HS*`) are never accepted."""
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_TENANT = re.compile(NAME_PATTERN)
+_LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+_TENANT_NAME = re.compile(NAME_PATTERN)
 
 
 def _validate_address(url: str) -> str:
     parts = urlsplit(url)
     if parts.query or parts.fragment or parts.username or not parts.hostname:
         raise ValueError(f"{url!r} is not a valid URL; use https://host/path")
-    if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in _LOOPBACK):
+    if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in _LOOPBACK_HOSTS):
         raise ValueError(f"{url!r} is not encrypted; use https://, or http:// on loopback")
     return url
 
 
-Address = Annotated[str, AfterValidator(_validate_address)]
+IssuerAddress = Annotated[str, AfterValidator(_validate_address)]
 
 
 class Issuer(FiniteModel):
@@ -53,12 +53,12 @@ class Issuer(FiniteModel):
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
     """Prefix of its callers' names: `{name}:{subject}`."""
-    issuer: Address
+    issuer: IssuerAddress
     """Value of `iss`, and the base URL of `.well-known/openid-configuration`."""
     audiences: Annotated[tuple[str, ...], Field(min_length=1)]
     """Accepted values of `aud`; a token must have one. List only audiences of this platform."""
     algorithms: Annotated[tuple[Algorithm, ...], Field(min_length=1)] = ("RS256", "ES256", "EdDSA")
-    jwks_uri: Address | None = None
+    jwks_uri: IssuerAddress | None = None
     """URL of its keys; None: from its discovery document."""
     leeway_s: Annotated[int, Field(ge=0, le=300)] = 60
     """Max clock difference in seconds."""
@@ -101,7 +101,7 @@ class Issuer(FiniteModel):
             return None
         if self.tenants is not None:
             return self.tenants.get(value)
-        return value if _TENANT.fullmatch(value) else None
+        return value if _TENANT_NAME.fullmatch(value) else None
 
     def find_roles(self, claims: Mapping[str, Any]) -> frozenset[str]:
         value = _find_claim(claims, self.scopes_claim)
@@ -145,7 +145,7 @@ _MIN_RSA_BITS = 2048
 _ALGORITHMS = {("RSA", None): "RS256", ("EC", "P-256"): "ES256", ("OKP", "Ed25519"): "EdDSA"}
 _ALGORITHM_ALIASES = {"Ed25519": "EdDSA"}
 
-Keys = Mapping[str, jwt.PyJWK]
+KeysById = Mapping[str, jwt.PyJWK]
 Clock = Callable[[], float]
 
 
@@ -156,7 +156,7 @@ class SigningKeys:
         self._issuer = issuer
         self._clock = clock
         self._lock = threading.Lock()
-        self._keys: Keys = {}
+        self._keys: KeysById = {}
         self._fetched_at: float | None = None
         self._last_fetch_at: float | None = None
         self._fetching: threading.Event | None = None
@@ -172,7 +172,7 @@ class SigningKeys:
             self._refresh()
         return known
 
-    def _get_valid_keys(self) -> Keys:
+    def _get_valid_keys(self) -> KeysById:
         """Return the cached keys; empty if they are too old."""
         return self._keys if self._compute_age() <= self._issuer.keys_max_age_s + self._issuer.keys_stale_s else {}
 
@@ -215,7 +215,7 @@ class SigningKeys:
             done.set()
 
 
-def fetch_keys(issuer: Issuer) -> Keys:
+def fetch_keys(issuer: Issuer) -> KeysById:
     """Fetch an issuer's supported keys by id. Raises `ValueError`, `httpx.HTTPError` and `httpx.InvalidURL`."""
     uri = issuer.jwks_uri
     if uri is None:

@@ -18,7 +18,7 @@ from swiftkv_platform.errors import InvalidInputError, UnauthenticatedError
 ID_HEADER = "webhook-id"
 TIMESTAMP_HEADER = "webhook-timestamp"
 SIGNATURE_HEADER = "webhook-signature"
-_VERSION = "v1"
+_SIGNATURE_VERSION = "v1"
 _BASE64_PREFIX = "whsec_"
 _MIN_SECRET_BYTES = 16
 
@@ -62,7 +62,7 @@ class Secret:
         """Return the `webhook-signature` header of a message."""
         signed = f"{message_id}.{timestamp}.".encode() + body
         digest = hmac.new(self._value, signed, hashlib.sha256).digest()
-        return f"{_VERSION},{base64.b64encode(digest).decode()}"
+        return f"{_SIGNATURE_VERSION},{base64.b64encode(digest).decode()}"
 
 
 def verify(headers: Mapping[str, str], body: bytes, secret: str, *, now: float, tolerance_s: float = 300.0) -> None:

@@ -33,7 +33,7 @@ _S3_SCHEME = "s3://"
 _TENANT_PLACEHOLDER = "{tenant}"
 _TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.()+-]*", re.ASCII)
 """Pattern of the harness's task names; no path with a directory matches."""
-_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*", re.ASCII)
+_HUB_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*", re.ASCII)
 _MAX_REVISION_LENGTH = 255
 
 
@@ -173,7 +173,7 @@ def list_file_ids(spec: JobSpec) -> list[str]:
 
 def _check_revision(revision: str) -> None:
     """Raise `InvalidInputError` for a revision that, as part of a path, could escape the hub's cache."""
-    if len(revision) > _MAX_REVISION_LENGTH or _REVISION.fullmatch(revision) is None:
+    if len(revision) > _MAX_REVISION_LENGTH or _HUB_REVISION.fullmatch(revision) is None:
         raise InvalidInputError(
             f"model.revision is {revision[:64]!a}; a branch, tag or commit of the hub is accepted",
             field="model.revision",

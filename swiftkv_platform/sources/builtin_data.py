@@ -75,7 +75,7 @@ _TOPICS = (
     "cartoons", "forests", "hospitals", "wool", "sharks", "fireworks", "the Nile", "elections", "ice cream", "horses",
     "lighthouses", "dinosaurs", "satellites", "olive oil", "marathons", "cameras", "ants", "snow", "theatre",
 )  # fmt: skip
-_REQUESTS = (
+_REQUEST_TEMPLATES = (
     "Explain {} to a ten-year-old.",
     "What are three interesting facts about {}?",
     "Write a short story about {}.",
@@ -113,7 +113,7 @@ _UNSEEN_REQUESTS = (
 )  # fmt: skip
 _NAMES = ("Anna", "Ben", "Chloe", "David", "Emma", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kofi", "Lena")
 _ITEMS = ("apples", "pencils", "books", "tickets", "stickers", "eggs", "coins", "cards")
-_FUNCTIONS = (
+_FUNCTION_DESCRIPTIONS = (
     "returns the largest number of a list",
     "counts the vowels of a string",
     "tells whether a number is prime",
@@ -147,9 +147,9 @@ def _is_held_out_topic(key: str) -> bool:
 
 def _make_prompts_by_topic() -> Iterator[tuple[str, str]]:
     """Yield (topic or other key that decides the split, prompt) for all chat prompts."""
-    for topic, request in product(_TOPICS, _REQUESTS):
+    for topic, request in product(_TOPICS, _REQUEST_TEMPLATES):
         yield topic, request.format(topic)
-    for function, language in product(_FUNCTIONS, _LANGUAGES):
+    for function, language in product(_FUNCTION_DESCRIPTIONS, _LANGUAGES):
         yield function, f"Write a {language} function that {function}."
         yield function, f"Explain with a short {language} example how one {function}."
     for number in range(400):
@@ -223,7 +223,7 @@ _REMARKS = (
     "In the {room} there was a smell of coffee and paint.",
     "{person} hummed a song while carrying the {item}.",
 )
-_FACTS = (
+_FACT_TEMPLATES = (
     ("{person}'s locker opens with {value}.", "With which digits does {person}'s locker open?", "locker", "digits"),
     ("The ticket code of {person} is {value}.", "Which ticket code does {person} have?", "ticket", "code"),
     ("{person} paid {value} coins.", "How many coins did {person} pay?", "payment", "coins"),
@@ -266,7 +266,7 @@ def _make_recall_text(
 ) -> tuple[list[str], tuple[str, str, str]]:
     """Draw a text. `num_remarks`: numbers of filler sentences to choose from. Returns its sentences, and three prompts
     that contain it."""
-    statement, question, subject, value_kind = rng.choice(_FACTS)
+    statement, question, subject, value_kind = rng.choice(_FACT_TEMPLATES)
     named = rng.sample(people, rng.choice((1, 2, 3, 4, 6)))
     sentences = [_make_remark(rng, people) for _ in range(rng.choice(num_remarks))]
     for person in named:

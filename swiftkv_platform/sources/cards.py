@@ -25,7 +25,7 @@ from swiftkv_platform.sources.untrusted_files import (
     read_small_file,
 )
 
-CARDS = ("README.md", ".huggingface.yaml")
+CARD_FILES = ("README.md", ".huggingface.yaml")
 """Files whose `configs` name data files; the second overrides the first."""
 _FRONT_MATTER = re.compile(r"\A\s*---[ \t]*\r?\n(.*?)\r?\n---", re.DOTALL)
 _BRACKETS, _MAX_DEPTH = re.compile(rb"[\[\]{}]"), 100
@@ -40,13 +40,13 @@ def check_hub_layout(directory: Path, field: str) -> None:
     script = directory / f"{directory.name}.py"
     if script.exists():
         raise _make_error(script, field, "is a script that builds the data set; use its rows in files")
-    for card in (directory / name for name in CARDS):
+    for card in (directory / name for name in CARD_FILES):
         if card.is_file():
             check_card(card, field)
 
 
 def check_card(path: Path, field: str) -> None:
-    """Check that the configurations of a card name only files of its own directory. `path`: one of `CARDS`. Raises
+    """Check that the configurations of a card name only files of its own directory. `path`: one of `CARD_FILES`. Raises
     `DataError` for an absolute path, one with `..`, a URL or a pickle, and for a card that cannot be read."""
     try:
         document = _read_metadata(path)

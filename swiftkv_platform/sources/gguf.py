@@ -28,11 +28,11 @@ _MAX_LIST_STRINGS = 1 << 21
 """Max strings in all lists of a file; a vocabulary of 256,000 tokens has about 500,000 merges."""
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRUCT_FORMAT_BY_TYPE = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Format characters of `struct` by GGUF's value type."""
 _STRING, _ARRAY = 8, 9
 
-_FAMILIES = {family.gguf_architecture: family for family in FAMILIES.values() if family.gguf_architecture}
+_FAMILY_BY_ARCHITECTURE = {family.gguf_architecture: family for family in FAMILIES.values() if family.gguf_architecture}
 """Families by the supported `general.architecture`."""
 _CONFIG_KEYS = {
     "block_count": "num_hidden_layers",
@@ -140,19 +140,19 @@ class _HeaderReader:
 
 
 def _get_scalar_format(kind: int) -> str:
-    if kind not in _SCALARS:
+    if kind not in _STRUCT_FORMAT_BY_TYPE:
         raise _UnreadableFileError(f"its header has a value of the unknown type {kind}")
-    return _SCALARS[kind]
+    return _STRUCT_FORMAT_BY_TYPE[kind]
 
 
 def _build_config(values: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
     # 1. check the architecture
     architecture = str(values.get("general.architecture"))
-    family = _FAMILIES.get(architecture)
+    family = _FAMILY_BY_ARCHITECTURE.get(architecture)
     if family is None:
         raise _UnreadableFileError(
-            f"its architecture is {architecture}; {', '.join(_FAMILIES)} are read from GGUF; for others, use a "
-            "Hugging Face model directory"
+            f"its architecture is {architecture}; {', '.join(_FAMILY_BY_ARCHITECTURE)} are read from GGUF; for others, "
+            "use a Hugging Face model directory"
         )
     if values.get(f"{architecture}.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in tensors:
         # transformers reads neither from GGUF, so the model would compute something else at every position.

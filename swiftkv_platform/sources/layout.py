@@ -24,8 +24,8 @@ _UNSUPPORTED_SUFFIXES = frozenset(
     {*COMPRESSIONS, ".7z", ".arrow", ".avro", ".feather", ".lz4", ".orc", ".rar", ".tar", ".tgz", ".xlsx", ".zip"}
 )
 """Suffixes of unsupported data formats, which are refused rather than skipped."""
-_SAVED_BY_DATASETS = ("dataset_dict.json", "state.json")
-_DESCRIPTIONS = frozenset({"dataset_infos.json", "dataset_info.json"})
+_SAVED_DATASET_FILES = ("dataset_dict.json", "state.json")
+_DESCRIPTION_FILES = frozenset({"dataset_infos.json", "dataset_info.json"})
 """Files that `datasets` writes next to the rows."""
 _HUB_SHARD = re.compile(r".+-\d{5}-of-\d{5}(-\w+)?\.parquet")
 """Names of a split's Parquet files on the hub."""
@@ -81,7 +81,7 @@ def _list_files(directory: Path) -> list[Path]:
             continue
         seen.add(real)
         subdirectories[:] = [name for name in subdirectories if not name.startswith(".")]
-        found += [Path(parent, name) for name in files if not name.startswith(".") and name not in _DESCRIPTIONS]
+        found += [Path(parent, name) for name in files if not name.startswith(".") and name not in _DESCRIPTION_FILES]
     return sorted(file for file in found if file.is_file())
 
 
@@ -214,7 +214,7 @@ def _list_names(names: Sequence[str]) -> str:
 
 def is_saved_dataset(directory: Path) -> bool:
     """Whether `datasets.Dataset.save_to_disk` wrote the directory."""
-    return any((directory / name).is_file() for name in _SAVED_BY_DATASETS)
+    return any((directory / name).is_file() for name in _SAVED_DATASET_FILES)
 
 
 def is_hub_layout(directory: Path) -> bool:

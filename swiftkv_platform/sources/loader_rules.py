@@ -158,7 +158,7 @@ def _is_chat_template(value: Any) -> bool:
 _TOKEN_FLAGS = {"lstrip", "rstrip", "single_word", "normalized", "special"}
 
 _USE_DEFAULT_NAME = "store it in the model's directory under its usual name"
-_CONFIG_REFUSED = {
+_REFUSED_CONFIG_KEYS = {
     "transformers_weights": "store the weights as model.safetensors",
     "configuration_files": "store the configuration as config.json",
     "speculators_config": "use the model that it names, without the draft",
@@ -179,7 +179,7 @@ _CONFIG_RULES = FileRules(
         **dict.fromkeys(("rope_parameters", "rope_scaling"), _is_rope_config),
         "quantization_config": _is_object,  # cleaned as an object
     },
-    refused=_CONFIG_REFUSED,
+    refused=_REFUSED_CONFIG_KEYS,
 )
 _GENERATION_RULES = FileRules(
     known={
@@ -188,7 +188,7 @@ _GENERATION_RULES = FileRules(
     },
     refused={},
 )
-_TOKENIZER_REFUSED = {
+_REFUSED_TOKENIZER_KEYS = {
     **dict.fromkeys(("vocab", "merges", "tokenizer_object", "gguf_file", "spm_file"), _USE_DEFAULT_NAME),
     "init_inputs": "remove it; use named arguments",
     "fast_tokenizer_files": "store the tokenizer as tokenizer.json",
@@ -215,10 +215,10 @@ _TOKENIZER_RULES = FileRules(
         "added_tokens_decoder": _is_token_by_id,
         "chat_template": _is_chat_template,
     },
-    refused=_TOKENIZER_REFUSED,
+    refused=_REFUSED_TOKENIZER_KEYS,
     keep_numbers=False,  # a number instead of a path is an open file
 )
-_SPECIAL_TOKEN_RULES = FileRules(known=_TOKEN_KEYS, refused=_TOKENIZER_REFUSED, keep_numbers=False)
+_SPECIAL_TOKEN_RULES = FileRules(known=_TOKEN_KEYS, refused=_REFUSED_TOKENIZER_KEYS, keep_numbers=False)
 
 _REFERENCE_KEY = re.compile(
     r"(^|_)(path|paths|file|files|filename|dir|directory|folder|repo|repo_id|repository|url|uri|name_or_path|checkpoint"

@@ -31,10 +31,10 @@ from swiftkv_platform.sources.untrusted_files import (
     read_object,
 )
 
-Cleaner = Callable[[Mapping[str, Any]], dict[str, Any]]
+CleanFile = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 _PICKLED_INDEX = "pytorch_model.bin.index.json"
-_CLEANERS: Mapping[str, Cleaner] = {
+_CLEAN_BY_FILE: Mapping[str, CleanFile] = {
     rules.CONFIG: rules.clean_config,
     rules.GENERATION: rules.clean_generation,
     rules.SPECIAL_TOKENS: rules.clean_special_tokens,
@@ -43,7 +43,8 @@ _CLEANERS: Mapping[str, Cleaner] = {
     _PICKLED_INDEX: rules.clean_index,
     rules.QUANTIZATION: rules.clean_settings,
 }
-"""Cleaners by file, except for `tokenizer_config.json`, which depends on other files."""
+"""Functions that return the accepted keys of a file, by file name; `tokenizer_config.json`, which depends on other
+files, has none."""
 _PREPROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files that vLLM reads for multimodal models."""
 _TEMPLATE_PATTERNS = ("chat_template.jinja", "additional_chat_templates/*.jinja")
@@ -118,7 +119,7 @@ def read_config(directory: Path, name: str = rules.CONFIG) -> dict[str, Any]:
 def _clean_files(directory: Path, names: tuple[str, ...] | None) -> dict[str, str]:
     """Return the text of each cleaned file; `names`: only of these."""
     documents: dict[str, dict[str, Any]] = {}
-    for name, clean in _CLEANERS.items():
+    for name, clean in _CLEAN_BY_FILE.items():
         if (names is None or name in names) and (values := _read_json(directory, name)) is not None:
             documents[name] = clean(values)
     has_file = (directory / rules.TOKENIZER).is_file()

@@ -30,7 +30,7 @@ BUCKET_NAME_RULE = "3 to 63 lower-case letters, digits, dots, hyphens"
 TEMPORARY_PREFIX = ".tmp-"
 """Prefix of unfinished files in a directory store; no segment of a key may start with it."""
 _MAX_KEY_BYTES = 1024
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_URL_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f]")
 _HUB_ID = re.compile(r"(?:(?P<organization>[A-Za-z0-9_][A-Za-z0-9_.-]*)/)?[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 _MAX_NAME_BYTES = 2048
@@ -173,10 +173,10 @@ def check_name(name: str, field: str) -> None:
         raise _make_error(name, field, f"has {len(encoded)} bytes, and at most {_MAX_NAME_BYTES} are accepted")
     if max(map(len, encoded.split(b"/"))) > _MAX_SEGMENT_BYTES:
         raise _make_error(name, field, f"has more than {_MAX_SEGMENT_BYTES} bytes between two slashes")
-    scheme = _SCHEME.match(name)
+    scheme = _URL_SCHEME.match(name)
     if scheme is not None and not name.startswith(_S3_SCHEME):
         raise _make_error(
-            name, field, f"begins with {scheme[0]}; a path without it, {_S3_SCHEME} or a hub id is accepted"
+            name, field, f"begins with {scheme[0]}; use a path without this scheme, an {_S3_SCHEME} address or a hub id"
         )
 
 
@@ -201,7 +201,7 @@ def _expand_user(name: str, field: str) -> Path:
         return Path(name).expanduser()
     except RuntimeError as error:  # the home directory of an unknown user
         raise _make_error(
-            name, field, "begins with a user that does not exist on this machine; use an absolute path"
+            name, field, "begins with ~ and a user that does not exist on this machine; use an absolute path"
         ) from error
 
 
@@ -213,7 +213,7 @@ def _make_error(name: str, field: str, why: str) -> InvalidInputError:
 Section = TypeVar("Section", bound=BaseModel)
 NameKind = Literal["model", "data", "location"]
 """A location is a path or `s3://` address, never a hub id."""
-NameChange = Callable[[str, NameKind, str], str]
+ChangeName = Callable[[str, NameKind, str], str]
 """(name, its kind, its field in the spec) -> new name."""
 
 
@@ -272,7 +272,7 @@ def _make_source_absolute(source: Any) -> Any:
     return {**source, "name_or_path": make_absolute(name, "data", "data.sources")} if isinstance(name, str) else source
 
 
-def _map_names(spec: JobSpec, change: NameChange) -> JobSpec:
+def _map_names(spec: JobSpec, change: ChangeName) -> JobSpec:
     """Return the spec with `change` applied to every name that may be a path; unchanged sections are not copied."""
     model = _update(spec.model, name_or_path=change(spec.model.name_or_path, "model", "model.name_or_path"))
     sources = tuple(
@@ -284,7 +284,7 @@ def _map_names(spec: JobSpec, change: NameChange) -> JobSpec:
     return _update(spec, model=model, data=data, evaluation=evaluation)
 
 
-def _map_task(task: str | TaskSpec, field: str, change: NameChange) -> str | TaskSpec:
+def _map_task(task: str | TaskSpec, field: str, change: ChangeName) -> str | TaskSpec:
     name, data_dir = get_task_name_and_data_dir(task)
     if is_task_file_name(name):
         name = change(name, "location", field)

@@ -48,17 +48,17 @@ class WebhookSpec(FrozenModel):
         return not self.on or status in self.on
 
 
-_HUB = re.compile(r"hf://(?P<repository>[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})")
-_BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.*'()=+@,-]+)+")
-_DIRECTORY = re.compile(r"(/[^/\x00-\x1f]+)+")
+_HUB_TARGET = re.compile(r"hf://(?P<repository>[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})")
+_BUCKET_TARGET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.*'()=+@,-]+)+")
+_DIRECTORY_TARGET = re.compile(r"(/[^/\x00-\x1f]+)+")
 
 
 def parse_target_kind(target: str) -> Literal["hub", "store"]:
     """Return `hub` for a hub repository, `store` for a bucket or directory. Raises `ValueError` for other targets."""
     has_dot_segments = any(part in (".", "..") for part in target.split("/"))
-    if _HUB.fullmatch(target) and not has_dot_segments:
+    if _HUB_TARGET.fullmatch(target) and not has_dot_segments:
         return "hub"
-    if (_BUCKET.fullmatch(target) or _DIRECTORY.fullmatch(target)) and not has_dot_segments:
+    if (_BUCKET_TARGET.fullmatch(target) or _DIRECTORY_TARGET.fullmatch(target)) and not has_dot_segments:
         return "store"
     raise ValueError(
         f"{target[:120]!r} is not a valid target; use hf://organization/name, s3://bucket/prefix or an absolute "
@@ -68,7 +68,7 @@ def parse_target_kind(target: str) -> Literal["hub", "store"]:
 
 def get_repository_name(target: str) -> str:
     """Return `organization/name` of `hf://organization/name`."""
-    match = _HUB.fullmatch(target)
+    match = _HUB_TARGET.fullmatch(target)
     assert match is not None, "not a hub repository"
     return match["repository"]
 

@@ -104,7 +104,7 @@ class EarlyExit:
         return cls(**value)
 
 
-_EXIT_OFF = EarlyExit()
+_NO_EARLY_EXIT = EarlyExit()
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class SamplingParams:
     """Like `logprobs` for prompt tokens, which then run all layers."""
     truncate_prompt_tokens: int | None = None
     """Keep only this many last tokens of the prompt; -1: as many as fit with `max_tokens`."""
-    early_exit: EarlyExit = _EXIT_OFF
+    early_exit: EarlyExit = _NO_EARLY_EXIT
     """Early exit of generated tokens: a mode (`off`, `threshold`, `lossless`) or `EarlyExit(...)`."""
 
     num_lookup_tokens: int = 0
@@ -202,7 +202,7 @@ class SamplingParams:
                 )
             object.__setattr__(self, "allowed_token_ids", allowed)
         object.__setattr__(self, "logit_bias", _validate_logit_bias(self.logit_bias))
-        if self.early_exit is not _EXIT_OFF:
+        if self.early_exit is not _NO_EARLY_EXIT:
             object.__setattr__(self, "early_exit", EarlyExit.parse(self.early_exit))
         if self.structured_outputs is not None:
             object.__setattr__(self, "structured_outputs", StructuredOutputs.parse(self.structured_outputs))

@@ -85,7 +85,7 @@ class StructuredOutputs:
     def __post_init__(self) -> None:
         given = self._list_constraints()
         if len(given) != 1:
-            names = ", ".join(_CONSTRAINTS)
+            names = ", ".join(_CONSTRAINT_FIELDS)
             raise InvalidInputError(
                 f"structured_outputs has {' and '.join(given) or 'no constraint'}; give exactly one of {names}",
                 field=self.source or "structured_outputs",
@@ -198,7 +198,7 @@ class StructuredOutputs:
         return InvalidInputError(f"{self.name} {why}", field=self.name)
 
     def _list_constraints(self) -> list[str]:
-        return [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
+        return [name for name in _CONSTRAINT_FIELDS if getattr(self, name) not in (None, False)]
 
     def _format_constraint(self, value: Any) -> str:
         """Raises `ValueError`, `TypeError`, `RecursionError`."""
@@ -226,7 +226,7 @@ def check_supported(schema: Mapping[str, Any], name: str) -> None:
         raise InvalidInputError(message, field=name)
 
 
-_CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")
+_CONSTRAINT_FIELDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 def _parse_json(text: str) -> Any:

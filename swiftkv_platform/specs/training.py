@@ -10,7 +10,7 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from swiftkv_platform.specs.base import Count, Epochs, NonNegative, Positive, Range, SignedSeed, Size, Spec
 
-_NAME = re.compile(
+_PARENT_NAME = re.compile(
     r"(?P<model>mdl_[0-9A-Za-z]+)"
     r"|(?P<job>job_[0-9A-Za-z]+):(?:(?P<step>\d{1,12})|ckpt_(?P<named>\d{8,12})_(?P<attempt>\d{4,8}))"
 )
@@ -29,7 +29,7 @@ class ParentName:
     @classmethod
     def parse(cls, text: str) -> ParentName:
         """Parse a reference. Raises `ValueError` for an invalid one."""
-        match = _NAME.fullmatch(text)
+        match = _PARENT_NAME.fullmatch(text)
         if match is None:
             raise ValueError(
                 f"{text[:80]!r} is neither a model nor a checkpoint; use a model's id (mdl_...), JOB:STEP "

@@ -10,8 +10,8 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.sources.names import BUCKET_NAME, BUCKET_NAME_RULE, find_key_fault
 from swiftkv_platform.storage.object_store import LocalObjectStore, ObjectStore
 
-_BUCKETS = {"s3", "gs", "az"}
-_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
+_BUCKET_SCHEMES = {"s3", "gs", "az"}
+_URI_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def open_store(uri: str, *, patient: bool = True) -> ObjectStore:
@@ -23,9 +23,9 @@ def open_store(uri: str, *, patient: bool = True) -> ObjectStore:
 
     Raises `InvalidInputError` for any other address.
     """
-    scheme = _SCHEME.match(uri)
+    scheme = _URI_SCHEME.match(uri)
     name = scheme.group(1).lower() if scheme else "file"
-    if name in _BUCKETS:
+    if name in _BUCKET_SCHEMES:
         from swiftkv_platform.storage.bucket_store import BucketStore
 
         bucket, prefix = _parse_bucket(uri)

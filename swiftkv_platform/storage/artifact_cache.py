@@ -26,9 +26,9 @@ from swiftkv_platform.storage.object_store import ObjectStore
 
 _VERIFIED = ".verified"
 """Suffix of the file with sizes and modification times of a copy's files when verified."""
-_LOCK = ".lock"
+_LOCK_SUFFIX = ".lock"
 """Suffix of a copy's lock file: shared lock for use, exclusive lock for eviction."""
-_FETCHING = ".fetching"
+_FETCH_LOCK_SUFFIX = ".fetching"
 """Suffix of the lock file of the process that checks or fetches a copy."""
 _ABANDONED_AFTER_S = 24 * 3600.0
 
@@ -71,7 +71,7 @@ class ArtifactCache:
         ensure_private_directory(self._directory)
         lock = self._get_lock_path(path.name).open("w")
         try:
-            with path.with_name(path.name + _FETCHING).open("w") as fetching:
+            with path.with_name(path.name + _FETCH_LOCK_SUFFIX).open("w") as fetching:
                 fcntl.flock(fetching, fcntl.LOCK_EX)
                 fcntl.flock(lock, fcntl.LOCK_SH)  # other processes may use the copy too
                 if not self._is_intact(path):
@@ -126,7 +126,7 @@ class ArtifactCache:
             return True
 
     def _get_lock_path(self, digest: str) -> Path:
-        return self._directory / (digest + _LOCK)
+        return self._directory / (digest + _LOCK_SUFFIX)
 
 
 def _describe_files(directory: Path) -> dict[str, list[int]]:

@@ -31,8 +31,8 @@ from swiftkv_platform.sources.untrusted_files import UnusableFileError, check_le
 from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore, join_key, read_small_file, validate_key
 from swiftkv_platform.web.safe_json import exceeds_limits
 
-_PARALLEL_FILES = 4
-_PARALLEL_PARTS = 4
+_MAX_CONCURRENT_FILES = 4
+_MAX_CONCURRENT_PARTS = 4
 _PART_SIZE = 64 << 20
 """Bytes per part; each part is fetched over one connection."""
 _MAX_REASON_LENGTH = 300
@@ -69,7 +69,7 @@ def describe_directory(directory: Path) -> dict[str, ManifestFile]:
     names = {path.relative_to(directory).as_posix(): path for path in sorted(_list_files(directory))}
     if not names:
         raise InvalidInputError.for_field("directory", str(directory), ", which has no files")
-    with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
+    with ThreadPoolExecutor(_MAX_CONCURRENT_FILES) as pool:
         return dict(zip(names, pool.map(_describe_file, names.values()), strict=True))
 
 
@@ -87,7 +87,7 @@ def upload_files(
     files = describe_directory(directory)
     done, total = 0, sum(file.size for file in files.values())
     progress(done, total)
-    with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
+    with ThreadPoolExecutor(_MAX_CONCURRENT_FILES) as pool:
         uploads = pool.map(lambda name: store.upload_file(directory / name, join_key(prefix, name)), files)
         for file, _ in zip(files.values(), uploads, strict=True):
             done += file.size
@@ -248,7 +248,7 @@ def _replace(destination: Path, store: ObjectStore, prefix: str, manifest: Manif
         fresh = Path(workspace) / "new"
         fresh.mkdir()
         files = [(store, join_key(prefix, name), fresh / name, file) for name, file in manifest.files.items()]
-        for _ in _call_in_parallel(_PARALLEL_FILES, fetch_file, files):
+        for _ in _call_in_parallel(_MAX_CONCURRENT_FILES, fetch_file, files):
             pass
         (fresh / MANIFEST).write_bytes(to_canonical_json(manifest))
         if destination.exists():
@@ -281,7 +281,7 @@ def fetch_file(store: ObjectStore, key: str, path: Path, expected: ManifestFile)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"")
         with path.open("rb", buffering=0) as file:  # unbuffered: read only what is written
-            for length in _call_in_parallel(_PARALLEL_PARTS, _fetch_part, parts):
+            for length in _call_in_parallel(_MAX_CONCURRENT_PARTS, _fetch_part, parts):
                 size += length
                 while (left := size - file.tell()) and (chunk := file.read(min(left, CHUNK_SIZE))):
                     digest.update(chunk)

@@ -37,7 +37,7 @@ _EVENT_NAME = re.compile(r"(\d{8,})\.json")
 _NUM_READERS = 16
 _KEYS_PER_LIST = 1000
 """Keys in one page of S3's list."""
-_MAX_READ_PER_PART = 800
+_MAX_READ_EVENTS_PER_PART = 800
 """Max already read events per part, so that a page of the list also has new ones."""
 
 
@@ -314,7 +314,7 @@ def _split_unread(attempt: AttemptId, cursor: Mapping[str, int]) -> list[_KeyRan
     parts, known = [_KeyRange()], 0
     for writer in sorted(cursor, key=lambda name: f"{name}/"):
         num_read = cursor[writer]
-        if known + num_read > _MAX_READ_PER_PART:
+        if known + num_read > _MAX_READ_EVENTS_PER_PART:
             parts[-1] = replace(parts[-1], before=f"{attempt.events_prefix}/{writer}/")
             parts.append(_KeyRange(after=attempt.event_key(writer, num_read)))
             known = 0

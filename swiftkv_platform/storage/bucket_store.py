@@ -39,10 +39,10 @@ from swiftkv_platform.storage.object_store import (
 if TYPE_CHECKING:
     from obstore.store import S3Credential
 
-_CODE = re.compile(r"<Code>(\w+)</Code>")
-_STATUS = re.compile(r"status code: (\d{3})")
+_ERROR_CODE = re.compile(r"<Code>(\w+)</Code>")
+_HTTP_STATUS = re.compile(r"status code: (\d{3})")
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|container does not exist")
-_NO_CREDENTIALS = re.compile(r"http://(169\.254\.|metadata)|session\.get_credentials")
+_MISSING_CREDENTIALS_ERROR = re.compile(r"http://(169\.254\.|metadata)|session\.get_credentials")
 """Errors without credentials: requests to metadata servers, and boto3's message."""
 _REFUSED_CODES = {
     "401",
@@ -141,7 +141,7 @@ def _read_s3_endpoint() -> str | None:
 
 def has_response(error: Exception) -> bool:
     """Whether the server responded to the failed request."""
-    return _STATUS.search(str(error)) is not None
+    return _HTTP_STATUS.search(str(error)) is not None
 
 
 def was_retried(error: Exception) -> bool:
@@ -157,20 +157,20 @@ def is_missing(error: Exception) -> bool:
 def is_refused(error: Exception) -> bool:
     """Whether the bucket is missing, or access is denied."""
     text = str(error)
-    found = _CODE.search(text)
+    found = _ERROR_CODE.search(text)
     return bool(_NO_BUCKET.search(text) or (found and found[1] in _REFUSED_CODES) or "status code: 403" in text)
 
 
 def describe_error(error: Exception, scheme: str, bucket: str) -> str:
     """Return why a request failed and what to do about it."""
     service, text = SERVICES[scheme], str(error)
-    found = _CODE.search(text) or _STATUS.search(text)
+    found = _ERROR_CODE.search(text) or _HTTP_STATUS.search(text)
     code = found.group(1) if found else None
     if isinstance(error, OSError) and error.errno is not None:  # of this machine's file
         return f"{type(error).__name__}: {error}"
     if _NO_BUCKET.search(text):
         return f"bucket {bucket!r} does not exist; create it, or use another one"
-    if _NO_CREDENTIALS.search(text):
+    if _MISSING_CREDENTIALS_ERROR.search(text):
         return f"no complete credentials found; set {service.credentials}"
     if code in _REFUSED_CODES or "status code: 403" in text:
         return f"the server refuses the credentials ({code}); check {service.credentials}"
@@ -187,7 +187,7 @@ _PATIENT_RETRIES, _IMPATIENT_RETRIES = 10, 2
 """About 30 seconds, and 1 second, of retries."""
 _PART_SIZE, _MAX_PARTS = 8 << 20, 10_000
 """Min bytes per part of a multipart upload, and S3's max parts; four are uploaded concurrently."""
-_PAGE = 1000
+_KEYS_PER_PAGE = 1000
 """Keys in one page of S3's list."""
 
 
@@ -246,7 +246,7 @@ class BucketStore:
     def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
         directory = validate_prefix(prefix)
         with self._translate_errors("list", prefix):
-            for page in self._client.list(directory or None, offset=start_after, chunk_size=_PAGE):
+            for page in self._client.list(directory or None, offset=start_after, chunk_size=_KEYS_PER_PAGE):
                 for entry in page:
                     info = ObjectInfo(entry["path"], entry["size"])
                     if (start_after is None or info.key > start_after) and not self._is_directory(info):

@@ -63,8 +63,8 @@ def open_source_bucket(source: S3Source, missing: type[InvalidInputError], *, fi
         raise missing.for_field(field, source.name, f": {error.message}") from error
 
 
-_WEIGHTS = ".safetensors"
-_SEARCH_ONLY = getattr(os, "O_PATH", os.O_RDONLY)
+_WEIGHTS_SUFFIX = ".safetensors"
+_OPEN_DIRECTORY_FLAG = getattr(os, "O_PATH", os.O_RDONLY)
 """Flag to open a parent directory, which need not be readable."""
 
 
@@ -83,7 +83,7 @@ class IncomingFile:
     @property
     def is_small(self) -> bool:
         """Whether it is copied to this machine and validated; weights are copied from store to store only."""
-        return not self.name.endswith(_WEIGHTS)
+        return not self.name.endswith(_WEIGHTS_SUFFIX)
 
     def checked_stream(self) -> Iterator[bytes]:
         """Yield its bytes, at most `size`. Raises `ModelError` if its size has changed."""
@@ -146,13 +146,13 @@ def check_sizes(files: Sequence[IncomingFile], max_bytes: int, *, field: str) ->
         if file.is_small:
             small += file.size
             if file.size > IMPORT_SMALL_FILE_BYTES.default:
-                most_small = f"only weights (*{_WEIGHTS}) may have more than {IMPORT_SMALL_FILE_BYTES.default}"
+                most_small = f"only weights (*{_WEIGHTS_SUFFIX}) may have more than {IMPORT_SMALL_FILE_BYTES.default}"
                 raise _make_file_error(
                     field, file.name, f"has {file.size} bytes, and {most_small}; remove it from the source"
                 )
     total = sum(file.size for file in files)
     for size, limit, which in (
-        (small, IMPORT_SMALL_FILES_BYTES.default, f"files other than weights (*{_WEIGHTS})"),
+        (small, IMPORT_SMALL_FILES_BYTES.default, f"files other than weights (*{_WEIGHTS_SUFFIX})"),
         (total, max_bytes, "files"),
     ):
         if size > limit:
@@ -209,10 +209,10 @@ def _stream_file(real: Path, name: str, field: str) -> Iterator[bytes]:
 def _open_without_links(real: Path) -> int:
     """Open a file by its real path, one directory after another, so that no link is followed. Does not block on
     pipes."""
-    holder = os.open(real.anchor, _SEARCH_ONLY | os.O_DIRECTORY)
+    holder = os.open(real.anchor, _OPEN_DIRECTORY_FLAG | os.O_DIRECTORY)
     try:
         for part in real.parts[1:-1]:
-            inner = os.open(part, _SEARCH_ONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=holder)
+            inner = os.open(part, _OPEN_DIRECTORY_FLAG | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=holder)
             os.close(holder)
             holder = inner
         return os.open(real.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=holder)

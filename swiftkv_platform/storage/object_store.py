@@ -83,10 +83,10 @@ class ObjectStore(Protocol):
         """
 
     def delete(self, key: str) -> None:
-        """Remove the object; a missing one is no error."""
+        """Remove the object; a missing object is ignored."""
 
     def delete_many(self, keys: builtins.list[str]) -> None:
-        """Remove these objects; missing ones are no error."""
+        """Remove these objects; missing objects are ignored."""
 
     def delete_prefix(self, prefix: str) -> None:
         """Remove every object below `prefix`, which must not be empty."""

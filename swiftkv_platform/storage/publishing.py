@@ -26,8 +26,8 @@ from swiftkv_platform.storage.object_store import ObjectStore, read_small_file
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-CARD = "README.md"
-_IN_PROGRESS = "publishing.json"
+MODEL_CARD_FILE = "README.md"
+_IN_PROGRESS_MARKER = "publishing.json"
 """Object that marks an incomplete target: the manifest of the model being copied."""
 _FIELD = "publish.to"
 
@@ -58,7 +58,7 @@ def publish(
         StorageError: the target cannot be written.
     """
     manifest = read_manifest(source, key)
-    extra = {} if CARD in manifest.files else {CARD: card(manifest).encode()}
+    extra = {} if MODEL_CARD_FILE in manifest.files else {MODEL_CARD_FILE: card(manifest).encode()}
     extra[MANIFEST] = to_canonical_json(manifest)
     files = _fetch_files(source, key, manifest, progress)
     if parse_target_kind(target) == "hub":
@@ -101,15 +101,15 @@ def _publish_to_store(
     target_directory: _TargetDirectory,
 ) -> None:
     """Copy a model to a store. The manifest is deleted first and written last, so that a partial copy is incomplete."""
-    for name in (_IN_PROGRESS, *manifest.files, *extra):
+    for name in (_IN_PROGRESS_MARKER, *manifest.files, *extra):
         target_directory.check_path(name)
     before = _read_manifest(target, MANIFEST)
     if before == manifest:
         return
-    marked = _read_manifest(target, _IN_PROGRESS)
+    marked = _read_manifest(target, _IN_PROGRESS_MARKER)
     if before is None and marked is None and next(target.list(""), None) is not None:
         raise ConflictError.for_field(_FIELD, target.uri, ", which has other files than a model; use an empty target")
-    target.put_bytes(_IN_PROGRESS, extra[MANIFEST])
+    target.put_bytes(_IN_PROGRESS_MARKER, extra[MANIFEST])
     target.delete(MANIFEST)
     for stale in {name for each in (before, marked) if each is not None for name in each.files} - {*manifest.files}:
         target.delete(target_directory.check_path(stale))
@@ -117,7 +117,7 @@ def _publish_to_store(
         target.upload_file(path, target_directory.check_path(name))
     for name in sorted(extra, key=lambda name: name == MANIFEST):
         target.put_bytes(target_directory.check_path(name), extra[name])
-    target.delete(_IN_PROGRESS)
+    target.delete(_IN_PROGRESS_MARKER)
 
 
 def _read_manifest(store: ObjectStore, key: str) -> Manifest | None:
@@ -175,7 +175,7 @@ def _publish_to_hub(
 def _check_repository(api: HfApi, repository: str) -> None:
     """Raise `ConflictError` if the repository has files but no model of this platform."""
     present = set(api.list_repo_files(repository))
-    if present - {CARD, ".gitattributes"} and MANIFEST not in present:
+    if present - {MODEL_CARD_FILE, ".gitattributes"} and MANIFEST not in present:
         why = ", which has other files than a model of this platform; use another name"
         raise ConflictError.for_field(_FIELD, f"hf://{repository}", why)
 

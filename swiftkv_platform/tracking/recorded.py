@@ -22,12 +22,12 @@ from swiftkv_platform.client.errors import UnreachableError
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 
 _FILE_HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
-_BLOCK = 32768
-_HEADER = struct.Struct("<IHB")
+_BLOCK_BYTES = 32768
+_FRAGMENT_HEADER = struct.Struct("<IHB")
 """Header of a fragment of a record: checksum, length and type, as in LevelDB's log format."""
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
-_DIRECTORY = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
-_LAST_STEP = """query LastStep($project: String!, $entity: String, $name: String!) {
+_RUN_DIRECTORY_NAME = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
+_LAST_STEP_QUERY = """query LastStep($project: String!, $entity: String, $name: String!) {
   model(name: $project, entityName: $entity) { bucket(name: $name, missingOk: true) { historyTail } } }"""
 
 
@@ -52,7 +52,7 @@ class RecordedRun:
 
     @property
     def _parsed_name(self) -> re.Match[str]:
-        match = _DIRECTORY.fullmatch(self.path.name)
+        match = _RUN_DIRECTORY_NAME.fullmatch(self.path.name)
         if match is None:
             raise InvalidInputError(
                 f"{self.path.name!r} is not the directory of a W&B run; use one named run-YYYYMMDD_HHMMSS-ID",
@@ -96,7 +96,7 @@ def fetch_last_step(project: str, entity: str | None, run_id: str) -> int:
     try:
         response = httpx.post(
             f"{server}/graphql",
-            json={"query": _LAST_STEP, "variables": variables, "operationName": "LastStep"},
+            json={"query": _LAST_STEP_QUERY, "variables": variables, "operationName": "LastStep"},
             headers={"Authorization": f"Basic {authorization}"},
             timeout=30.0,
         )
@@ -127,15 +127,15 @@ def upload_run(run: RecordedRun) -> str | None:
 
 def _read_records(data: bytes) -> Iterator[bytes]:
     offset, record = len(_FILE_HEADER), b""
-    while offset + _HEADER.size <= len(data):
-        if _BLOCK - offset % _BLOCK < _HEADER.size:
-            offset += _BLOCK - offset % _BLOCK
+    while offset + _FRAGMENT_HEADER.size <= len(data):
+        if _BLOCK_BYTES - offset % _BLOCK_BYTES < _FRAGMENT_HEADER.size:
+            offset += _BLOCK_BYTES - offset % _BLOCK_BYTES
             continue
-        checksum, length, kind = _HEADER.unpack_from(data, offset)
-        fragment = data[offset + _HEADER.size : offset + _HEADER.size + length]
+        checksum, length, kind = _FRAGMENT_HEADER.unpack_from(data, offset)
+        fragment = data[offset + _FRAGMENT_HEADER.size : offset + _FRAGMENT_HEADER.size + length]
         if checksum != zlib.crc32(fragment, zlib.crc32(bytes([kind]))):
             return
-        offset += _HEADER.size + length
+        offset += _FRAGMENT_HEADER.size + length
         record += fragment
         if kind in {_FULL, _LAST}:
             yield record
@@ -147,12 +147,12 @@ def _frame_records(records: list[bytes]) -> bytes:
     for record in records:
         begun, rest = False, record
         while rest or not begun:
-            space = _BLOCK - len(framed) % _BLOCK
-            if space < _HEADER.size:
+            space = _BLOCK_BYTES - len(framed) % _BLOCK_BYTES
+            if space < _FRAGMENT_HEADER.size:
                 framed += bytes(space)
                 continue
-            piece, rest = rest[: space - _HEADER.size], rest[space - _HEADER.size :]
+            piece, rest = rest[: space - _FRAGMENT_HEADER.size], rest[space - _FRAGMENT_HEADER.size :]
             kind = (_MIDDLE if rest else _LAST) if begun else (_FIRST if rest else _FULL)
-            framed += _HEADER.pack(zlib.crc32(piece, zlib.crc32(bytes([kind]))), len(piece), kind) + piece
+            framed += _FRAGMENT_HEADER.pack(zlib.crc32(piece, zlib.crc32(bytes([kind]))), len(piece), kind) + piece
             begun = True
     return bytes(framed)

@@ -43,8 +43,8 @@ class Table:
     rows: tuple[tuple[str | float | None, ...], ...]
 
 
-_KEY = "WANDB_API_KEY"
-_RETRIES = 100_000
+_API_KEY_VARIABLE = "WANDB_API_KEY"
+_MAX_UPLOAD_RETRIES = 100_000
 """Retries of an upload by wandb's process, at most a minute apart. With wandb's default, data would be dropped silently
 after about 20 minutes."""
 
@@ -112,8 +112,8 @@ class WandbTracker:
                 init_timeout=self._timeout_s,
                 finish_timeout=self._timeout_s,
                 finish_timeout_raises=mode == "online",
-                x_file_stream_retry_max=_RETRIES,
-                x_graphql_retry_max=_RETRIES,
+                x_file_stream_retry_max=_MAX_UPLOAD_RETRIES,
+                x_graphql_retry_max=_MAX_UPLOAD_RETRIES,
             ),
         )
         self.files = Path(self._run.settings.sync_dir)
@@ -181,7 +181,7 @@ class WandbTracker:
 def _resolve_mode(spec: WandbSpec) -> Literal["online", "offline"]:
     """Resolve `auto`: online if an API key is set."""
     if spec.mode == "auto":
-        return "online" if os.environ.get(_KEY) else "offline"
+        return "online" if os.environ.get(_API_KEY_VARIABLE) else "offline"
     return "online" if spec.mode == "online" else "offline"
 
 
@@ -201,7 +201,7 @@ def _set_wandb_directories(directory: Path) -> None:
 
 def _describe_error(error: Exception) -> str:
     """Return the error's text without the API key."""
-    text, key = f"{type(error).__name__}: {error}", os.environ.get(_KEY)
+    text, key = f"{type(error).__name__}: {error}", os.environ.get(_API_KEY_VARIABLE)
     return text.replace(key, "***") if key else text
 
 

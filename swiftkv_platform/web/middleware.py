@@ -80,7 +80,7 @@ class SecurityHeaders(Middleware):
         await self._app(scope, receive, send_with_headers)
 
 
-_METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
+_KNOWN_METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 
 
 class RequestTimer(Middleware):
@@ -97,7 +97,7 @@ class RequestTimer(Middleware):
         def report(status: int) -> None:
             nonlocal is_reported
             is_reported = True
-            method = scope["method"] if scope["method"] in _METHODS else "other"
+            method = scope["method"] if scope["method"] in _KNOWN_METHODS else "other"
             route = getattr(scope.get("route"), "path", None) or "unmatched"
             self._on_response(method, route, status, time.perf_counter() - started_at)
 
@@ -119,7 +119,7 @@ MAX_REFUSAL_DELAY_S = 2.0
 LARGE_BODY_BYTES = 1 << 16
 
 _DELAYED_IF_LARGE = frozenset({401, 403, 422})
-"""Statuses that are delayed if the request's body is large, since the rest of it is still received."""
+"""Statuses whose responses are delayed if the request's body is large, since its rest is still received."""
 
 
 class RefusalBackoff(Middleware):

@@ -22,7 +22,7 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 from swiftkv_platform.client import Client, Job
-from swiftkv_platform.local.demo import PROMPT, build_job_spec, convert_signals_to_exit
+from swiftkv_platform.local.demo import COMPLETION_PROMPT, build_job_spec, convert_signals_to_exit
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.settings import Settings
 from tests.support.browsers import CHROMIUM, FLAGS
@@ -174,7 +174,7 @@ def _asked(client: Client, deployment: str) -> Iterator[None]:
 
     def ask() -> None:
         while not done.wait(0.2):
-            list(client.deployments.generate(deployment, PROMPT, max_tokens=24))
+            list(client.deployments.generate(deployment, COMPLETION_PROMPT, max_tokens=24))
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -196,7 +196,7 @@ def _planned(page: Page) -> None:
 
 def _answered(page: Page) -> None:
     page.get_by_label("Kind").select_option("text")
-    page.get_by_label("Prompt").fill(PROMPT)
+    page.get_by_label("Prompt").fill(COMPLETION_PROMPT)
     page.get_by_label("Max tokens").fill("64")
     page.get_by_role("button", name="Generate").click()
     page.get_by_role("button", name="New conversation").wait_for()

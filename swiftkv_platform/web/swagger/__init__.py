@@ -12,7 +12,7 @@ from fastapi.responses import FileResponse
 
 from swiftkv_platform.web.middleware import PAGE_HEADERS, PageFiles
 
-FILES = Path(__file__).parent
+SWAGGER_DIRECTORY = Path(__file__).parent
 LICENSE = {"name": "Apache 2.0", "identifier": "Apache-2.0"}
 """The `license_info` of both applications."""
 OPEN: dict[str, Any] = {"security": []}
@@ -23,8 +23,8 @@ def add_docs(app: FastAPI) -> None:
     """Serve `/docs` without network, for an application made with `docs_url=None` and `redoc_url=None`."""
     app.add_api_route("/docs", _page, include_in_schema=False)
     app.mount("/docs/assets/vendor", PageFiles(packages=[("fastapi_offline", "static")]))
-    app.mount("/docs/assets", PageFiles(directory=FILES))
+    app.mount("/docs/assets", PageFiles(directory=SWAGGER_DIRECTORY))
 
 
 async def _page() -> FileResponse:
-    return FileResponse(FILES / "index.html", headers=dict(PAGE_HEADERS))
+    return FileResponse(SWAGGER_DIRECTORY / "index.html", headers=dict(PAGE_HEADERS))

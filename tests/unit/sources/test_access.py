@@ -62,7 +62,7 @@ def test_everything_else_is_refused_by_field(shelves: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("file:///rows.jsonl", "begins with file://; a path without it, s3:// or a hub id"),
+        ("file:///rows.jsonl", "begins with file://; use a path without this scheme, an s3:// address or a hub id"),
         ("https://example.org/rows.jsonl", "begins with https://"),
         ("S3://bucket/rows", "begins with S3://"),
         ("s3://", "names no bucket"),

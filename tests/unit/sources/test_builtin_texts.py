@@ -10,7 +10,7 @@ import pytest
 from swiftkv_platform.evaluation.harness import builtin
 from swiftkv_platform.sources.builtin_data import (
     _PEOPLE,
-    _REQUESTS,
+    _REQUEST_TEMPLATES,
     _TOPICS,
     _UNSEEN_REQUESTS,
     is_held_out_module,
@@ -47,7 +47,7 @@ def test_every_machine_makes_the_same_requests(
 def test_the_sides_of_chats_share_no_topic() -> None:
     training, held_out = set(make_chat_prompts(held_out=False)), set(make_chat_prompts(held_out=True))
     for topic in _TOPICS:
-        requests = {request.format(topic) for request in _REQUESTS}
+        requests = {request.format(topic) for request in _REQUEST_TEMPLATES}
         assert requests <= training or requests <= held_out
     assert 0.1 < len(held_out) / len(training | held_out) < 0.3
 
@@ -57,7 +57,7 @@ def test_unseen_requests_share_no_subject_and_no_four_words_with_training() -> N
     training, unseen = make_chat_prompts(held_out=False), make_unseen_chat_prompts()
     assert len(set(unseen)) == len(unseen) > 150
     asked = {topic for topic in _TOPICS if any(re.search(rf"\b{topic}\b", text) for text in unseen)}
-    assert not [topic for topic in asked for request in _REQUESTS if request.format(topic) in training]
+    assert not [topic for topic in asked for request in _REQUEST_TEMPLATES if request.format(topic) in training]
 
     def phrases(texts: list[str]) -> set[tuple[str, ...]]:
         words = [re.findall(r"[\w'-]+", text.lower()) for text in texts]

@@ -150,7 +150,7 @@ class Together(InMemoryObjectStore):
     def __init__(self) -> None:
         super().__init__()
         self.ranges: list[tuple[int, int | None]] = []
-        self._all = threading.Barrier(artifacts._PARALLEL_PARTS)
+        self._all = threading.Barrier(artifacts._MAX_CONCURRENT_PARTS)
 
     def stream(
         self, key: str, chunk_size: int = CHUNK_SIZE, *, start: int = 0, stop: int | None = None

@@ -114,9 +114,9 @@ class TrainedRun:
 
     spec: JobSpec
     """Spec of the run, with resolved defaults."""
-    start: Mapping[str, Tensor]
+    initial_tensors: Mapping[str, Tensor]
     """Trained tensors by name, before training."""
-    end: Mapping[str, Tensor]
+    final_tensors: Mapping[str, Tensor]
     """Trained tensors by name, of the model that a job would publish."""
     tokens: int
     """Number of loss targets."""
@@ -254,12 +254,15 @@ def summarize_totals(totals: HeldOutTotals) -> PointResult:
 
 
 def measure_needles(runs: TrainingRuns, run: TrainedRun, needles: list[Needles], *, swiftkv: bool) -> dict[int, float]:
-    model = runs.load(run.spec, run.end).swiftkv(swiftkv)
+    model = runs.load(run.spec, run.final_tensors).swiftkv(swiftkv)
     return {one.length: one.measure_share_found(model) for one in needles}
 
 
 def measure_point(runs: TrainingRuns, run: TrainedRun, needles: list[Needles]) -> PointResult:
-    start, end = runs.compare_on_held_out(run.spec, run.start), runs.compare_on_held_out(run.spec, run.end)
+    start, end = (
+        runs.compare_on_held_out(run.spec, run.initial_tensors),
+        runs.compare_on_held_out(run.spec, run.final_tensors),
+    )
     exits = build_exit_bins(end.exit_head)
     return {
         "swiftkv": run.spec.swiftkv.model_dump(mode="json"),

@@ -102,7 +102,7 @@ IMPORT_DEPTH = Limit(Scope.REQUEST, "directory depth of an imported model", 8)
 IMPORT_SMALL_FILE_BYTES = Limit(Scope.REQUEST, "bytes of one file of an imported model, except *.safetensors", 64 * MIB)
 IMPORT_SMALL_FILES_BYTES = Limit(
     Scope.REQUEST,
-    "bytes of all files of an imported model, except *.safetensors, that are copied to /tmp",
+    "bytes of an imported model copied to /tmp: all files except *.safetensors",
     256 * MIB,
 )
 IMPORTS_OF_TENANT = Limit(Scope.TENANT, "concurrent imports of models", 2)

@@ -62,35 +62,41 @@ class StoredInputs:
     the machine that prepared it, which may be lost.)"""
 
     store_uri: str
-    rows: str
+    rows_key: str
     """Key of the prepared rows."""
-    start: str | None
+    calibrated_start_key: str | None
     """Key of the calibrated start, which the workers publish before they train; None for a copied start."""
 
     @property
     def needs_calibration(self) -> bool:
         """Whether the calibrated start does not exist yet."""
-        return self.start is not None and not is_complete(open_store(self.store_uri), self.start)
+        return self.calibrated_start_key is not None and not is_complete(
+            open_store(self.store_uri), self.calibrated_start_key
+        )
 
     def fetch_rows(self, directory: Path) -> None:
-        fetch_directory(open_store(self.store_uri), self.rows, directory)
+        fetch_directory(open_store(self.store_uri), self.rows_key, directory)
 
     def fetch_calibrated_start(self, directory: Path) -> None:
         """Download the calibrated start, if any, next to the rows' `directory`."""
-        if self.start is not None:
-            fetch_directory(open_store(self.store_uri), self.start, _get_start_directory(directory))
+        if self.calibrated_start_key is not None:
+            fetch_directory(open_store(self.store_uri), self.calibrated_start_key, _get_start_directory(directory))
 
     def publish_calibrated_start(self, tensors: Path) -> None:
         """Upload the calibrated start, weight files in the directory `tensors`."""
-        assert self.start is not None, "called for a job that calibrates"
-        publish_directory(open_store(self.store_uri), tensors, self.start, kind="data", lineage={}, metrics={})
+        assert self.calibrated_start_key is not None, "called for a job that calibrates"
+        publish_directory(
+            open_store(self.store_uri), tensors, self.calibrated_start_key, kind="data", lineage={}, metrics={}
+        )
 
     def open(self, directory: Path) -> PreparedInputs:
         """Open the downloaded inputs; tensors are read on access."""
         from swiftkv_platform.data.prepared import PreparedData
         from swiftkv_platform.model.weights.checkpoint import Checkpoint
 
-        start = None if self.start is None else Checkpoint.from_directory(_get_start_directory(directory))
+        start = (
+            None if self.calibrated_start_key is None else Checkpoint.from_directory(_get_start_directory(directory))
+        )
         return PreparedInputs(PreparedData.load(directory), start)
 
 

@@ -118,8 +118,8 @@ def _attend_varlen(
 class _PagedKeyValues:
     """Keys and values of a sequence's context, in slots of the cache."""
 
-    key: PagedTensor
-    value: PagedTensor
+    keys: PagedTensor
+    values: PagedTensor
     sequence: SequenceQueries
 
     def read_parts(self, first: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -127,20 +127,20 @@ class _PagedKeyValues:
         dim]."""
         runs = self.sequence.find_slot_runs(first, end)
         scattered = end - first < MIN_AVERAGE_RUN_TOKENS * len(runs)
-        together = [runs] if scattered or self.key.quantized_dtype is not None else [[run] for run in runs]
-        return [(self.key.read(some)[None], self.value.read(some)[None]) for some in together]
+        together = [runs] if scattered or self.keys.quantized_dtype is not None else [[run] for run in runs]
+        return [(self.keys.read(some)[None], self.values.read(some)[None]) for some in together]
 
 
 @dataclass(frozen=True)
 class _ExpandedKeyValues:
     """Keys and values of a sequence's context, from index `start` of [1, num_heads, sum of context lengths, dim] on."""
 
-    key: torch.Tensor
-    value: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
     start: int
 
     def read_parts(self, first: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        keys, values = (x[:, :, self.start + first : self.start + end] for x in (self.key, self.value))
+        keys, values = (x[:, :, self.start + first : self.start + end] for x in (self.keys, self.values))
         return [(keys, _pad_values(values, keys))]
 
 

@@ -32,7 +32,7 @@ class FairShare:
     """A sender's or tenant's share of a resource: the amount it holds, and its current limit."""
 
     name: str
-    held: int
+    used: int
     limit: int
 
 
@@ -57,7 +57,7 @@ def find_exceeded_share(
         ),
         FairShare(f"tenant {sender.tenant!r}", of_tenant, _compute_limit(2 * max_amount, of_all - of_tenant)),
     )
-    return next((share for share in shares if share.held + amount > share.limit), None)
+    return next((share for share in shares if share.used + amount > share.limit), None)
 
 
 def _compute_limit(max_amount: int, held_by_others: int) -> int:
@@ -78,7 +78,7 @@ class FairLimit:
         share = find_exceeded_share(sender, 1, self._held, self._most)
         if share is not None:
             raise QueueFullError(
-                f"queue full: {share.held} of {share.limit} {self._calls} of {share.name} {self._state}; "
+                f"queue full: {share.used} of {share.limit} {self._calls} of {share.name} {self._state}; "
                 "try again later"
             )
         self._held[sender] += 1

@@ -250,9 +250,9 @@ class EngineFrontend(ABC):
         share = find_exceeded_share(sender, num_sequences, held, self.max_sequences_per_caller)
         if share is not None:
             raise QueueFullError(
-                f"queue full: {share.held} of {share.limit} sequences of {share.name} are running or waiting, and the "
+                f"queue full: {share.used} of {share.limit} sequences of {share.name} are running or waiting, and the "
                 f"request has {num_sequences}; try again later",
-                retry_after_s=self._wait_estimator.estimate_wait_s(share.held + num_sequences - share.limit),
+                retry_after_s=self._wait_estimator.estimate_wait_s(share.used + num_sequences - share.limit),
             )
         if config.max_queue_s is not None:
             # Senders are served in turn. So another sender's queue counts only up to the length of this sender's.
@@ -315,7 +315,7 @@ class EngineFrontend(ABC):
         share = find_exceeded_share(sender, 1, waiting, limit)
         if share is not None:
             raise QueueFullError(
-                f"queue full: {share.held} prompt tokens of {share.name} are waiting; the limit is {share.limit}; try "
+                f"queue full: {share.used} prompt tokens of {share.name} are waiting; the limit is {share.limit}; try "
                 "again later"
             )
 

@@ -276,15 +276,17 @@ def _locate_positions(position_ids: torch.Tensor, counted: torch.Tensor) -> tupl
     return positions - prompts, prompts
 
 
-def _sum_by_sample(figures: torch.Tensor, counted: torch.Tensor, layout: _SampleLayout) -> tuple[SampleSums, ...]:
+def _sum_by_sample(
+    figures: torch.Tensor, counted: torch.Tensor, sample_layout: _SampleLayout
+) -> tuple[SampleSums, ...]:
     """Sum `figures` [4, num_positions], see `_compute_figures`, for each sample with `counted` positions in rows [rows,
     max_length]."""
-    number = len(layout.lengths)
-    owner = torch.from_numpy(np.repeat(np.arange(number), layout.lengths)).to(figures.device)[counted.flatten()]
+    number = len(sample_layout.lengths)
+    owner = torch.from_numpy(np.repeat(np.arange(number), sample_layout.lengths)).to(figures.device)[counted.flatten()]
     return tuple(
         SampleSums(sample, text, int(positions), teacher_nll, student_nll, kl, int(agreements))
         for sample, text, (teacher_nll, student_nll, kl, agreements, positions) in zip(
-            layout.samples, layout.texts, _sum_by_group(owner, number, figures), strict=True
+            sample_layout.samples, sample_layout.texts, _sum_by_group(owner, number, figures), strict=True
         )
         if positions
     )

@@ -296,9 +296,11 @@ def _build_gates(
     return tuple(sorted(gates, key=lambda gate: gate.severity, reverse=True))
 
 
-def _build_held_out_gate(name: str, subject: str, value: float, limit: float, known: HeldOutIntervals | None) -> Gate:
+def _build_held_out_gate(
+    name: str, subject: str, value: float, limit: float, intervals: HeldOutIntervals | None
+) -> Gate:
     is_minimum = name == "top1_agreement"
-    interval, num_units = (None, 0) if known is None else (getattr(known, name), known.num_units)
+    interval, num_units = (None, 0) if intervals is None else (getattr(intervals, name), intervals.num_units)
     field = f"{'min' if is_minimum else 'max'}_{name}"
     return _build_gate(field, subject, value, limit, interval, num_units, is_minimum=is_minimum)
 

@@ -22,9 +22,10 @@ from swiftkv_platform.model.context import TokenSelection
 class DeepWriter(Protocol):
     """Writer of the deep tokens' K and V in a pass, to which layers >= l attend."""
 
-    def write(self, group: int, own: KeyValue) -> CacheContents:
-        """Write `own` and return a group's K and V over the whole context. `own` has the selected tokens' K and V from
-        their own hidden states, as the cache stores them: [num_rows, num_heads, num_selected, dim] each."""
+    def write(self, group: int, key_value: KeyValue) -> CacheContents:
+        """Write a group's `key_value` and return the group's K and V over the whole context. `key_value`: K and V of
+        the selected tokens from their own hidden states, as the cache stores them, each [num_rows, num_heads,
+        num_selected, dim]."""
         ...
 
     def write_shared(self, group: int) -> None:
@@ -56,7 +57,7 @@ class DeepGroup:
 class DeepSuffix:
     """A `DeepWriter` for a pass whose rows end with their deep tokens."""
 
-    shared: Sequence[KeyValue]
+    shared_key_values: Sequence[KeyValue]
     """K and V of all tokens from x, per group; empty if every token is deep."""
     first: int | torch.Tensor
     """Index of the first deep token, for all rows or per row, int64 [batch]; `num_tokens` if no token is deep."""
@@ -67,11 +68,11 @@ class DeepSuffix:
     first_cache_layer: int = 0
     """Cache layer of the first group."""
 
-    def write(self, group: int, own: KeyValue) -> CacheContents:
-        return self._store(group, (self._merge(group, 0, own[0]), self._merge(group, 1, own[1])))
+    def write(self, group: int, key_value: KeyValue) -> CacheContents:
+        return self._store(group, (self._merge(group, 0, key_value[0]), self._merge(group, 1, key_value[1])))
 
     def write_shared(self, group: int) -> None:
-        self._store(group, self.shared[group])
+        self._store(group, self.shared_key_values[group])
 
     def _store(self, group: int, key_value: KeyValue) -> CacheContents:
         if self.cache is None:
@@ -83,8 +84,11 @@ class DeepSuffix:
         selection, first = self.selection or TokenSelection(), self.first
         # `own` has exactly the deep tokens: concatenate
         if selection.rows is None and isinstance(first, int) and own.shape[2] == self.num_tokens - first:
-            return own if first == 0 else torch.cat((self.shared[group][kv_index][:, :, :first], own), dim=2)
-        shared, positions = self.shared[group][kv_index], selection.get_positions(self.num_tokens, own.device)
+            return own if first == 0 else torch.cat((self.shared_key_values[group][kv_index][:, :, :first], own), dim=2)
+        shared, positions = (
+            self.shared_key_values[group][kv_index],
+            selection.get_positions(self.num_tokens, own.device),
+        )
         own = own.to(shared.dtype)
         # tokens of unselected rows exited at layer l: they keep K and V from x
         if selection.rows is not None:

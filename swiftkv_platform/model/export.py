@@ -104,7 +104,7 @@ def export(
                 return _export_quantized(source, target, quantize, calibration, progress)
             with atomic_directory(target) as partial:
                 writer = ShardWriter(partial, "weights")
-                writer.add_checkpoint(source.checkpoint, "weights", files, source.kept, progress)
+                writer.add_checkpoint(source.checkpoint, "weights", files, source.kept_tensors, progress)
                 writer.finish()
                 copy_companion_files(source.directory, partial)
                 source.config.save_pretrained(partial)
@@ -202,7 +202,7 @@ class _ExportSource:
     config: Any
     """Configuration to write."""
     checkpoint: Checkpoint
-    kept: frozenset[str]
+    kept_tensors: frozenset[str]
     """Names of the tensors to keep."""
 
     @classmethod
@@ -224,7 +224,7 @@ def _export_quantized(
     calibration: Iterable[TokenBatch] | None,
     progress: Progress,
 ) -> Path:
-    config, stored, kept = source.config, source.checkpoint, source.kept
+    config, stored, kept = source.config, source.checkpoint, source.kept_tensors
     resolve_tied_head(config, stored)
     checkpoint = dequantize_checkpoint(stored) if is_quantized(config) else stored
     if any(info.dtype in (torch.int8, torch.int32) for info in stored.headers.values()):

@@ -493,12 +493,12 @@ class DeepSpanWriter:
     """A `DeepWriter` for contexts with conversation spans: returns the K and V from x of all tokens, followed by the
     selected tokens' own."""
 
-    shared: Sequence[KeyValue]
+    shared_key_values: Sequence[KeyValue]
 
-    def write(self, group: int, own: KeyValue) -> KeyValue:
+    def write(self, group: int, key_value: KeyValue) -> KeyValue:
         keys, values = (
             torch.cat((shared, part.to(shared.dtype)), dim=2)
-            for shared, part in zip(self.shared[group], own, strict=True)
+            for shared, part in zip(self.shared_key_values[group], key_value, strict=True)
         )
         return keys, values
 

@@ -87,14 +87,14 @@ def _compute_training_bytes(model: Architecture, layer_map: LayerMap, setup: Tra
 
 
 def _find_sufficient_workers(
-    model: Architecture, layer_map: LayerMap, setup: TrainingSetup, given: float
+    model: Architecture, layer_map: LayerMap, setup: TrainingSetup, device_bytes: float
 ) -> int | None:
-    """Double the number of workers until training fits devices of `given` bytes. None if `_MAX_WORKERS` do not fit."""
+    """Double the number of workers until training fits devices of `device_bytes`. None if `_MAX_WORKERS` do not fit."""
     num_workers = setup.num_workers * 2
     while num_workers <= _MAX_WORKERS:
         larger = replace(setup, num_workers=num_workers)
         larger = replace(larger, batch_size=max(setup.batch_size, larger.rows_per_pass))
-        if _compute_training_bytes(model, layer_map, larger)[0] <= given:
+        if _compute_training_bytes(model, layer_map, larger)[0] <= device_bytes:
             return num_workers
         num_workers *= 2
     return None
@@ -106,32 +106,32 @@ def compute_teacher_bytes(config: ConfigSource, dtype: str) -> int:
 
 
 def check_row_generation_memory(spec: JobSpec, config: ConfigSource) -> None:
-    """Raise `InvalidInputError` if the teacher generates rows of a source but does not fit into a worker's memory, that
-    of the named GPU or `memory_per_worker`. Each worker's engine holds the whole teacher."""
-    on_gpu, given = spec.resources.gpus_per_worker > 0, DEVICE_MEMORY.get(spec.resources.accelerator_type or "")
-    needed = compute_teacher_bytes(config, spec.model.dtype)
-    if on_gpu and given is not None:
+    """Raise `InvalidInputError` if the teacher generates rows of a source but does not fit into a worker's memory (that
+    of the named GPU, or `memory_per_worker`). Each worker's engine holds the whole teacher."""
+    on_gpu, gpu_bytes = spec.resources.gpus_per_worker > 0, DEVICE_MEMORY.get(spec.resources.accelerator_type or "")
+    teacher_bytes = compute_teacher_bytes(config, spec.model.dtype)
+    if on_gpu and gpu_bytes is not None:
         setup = ServingSetup(
-            memory_bytes=int(given),
+            memory_bytes=int(gpu_bytes),
             sequence_length=spec.data.max_length or 1,
             weights_dtype=spec.model.dtype,
             kv_cache_dtype=spec.model.dtype,
         )
         if plan_serving(config, setup).dense.num_sequences < 1:
-            refuse_row_generation(spec, needed, given * (1 - setup.reserved), "of GPU memory")
+            refuse_row_generation(spec, teacher_bytes, gpu_bytes * (1 - setup.reserved), "of GPU memory")
     memory = spec.resources.memory_per_worker
-    if memory is not None and memory < needed:
-        refuse_row_generation(spec, needed, memory, "of host memory (resources.memory_per_worker)")
+    if memory is not None and memory < teacher_bytes:
+        refuse_row_generation(spec, teacher_bytes, memory, "of host memory (resources.memory_per_worker)")
 
 
-def refuse_row_generation(spec: JobSpec, needed: float, given: float, where: str) -> None:
+def refuse_row_generation(spec: JobSpec, teacher_bytes: float, worker_bytes: float, memory_kind: str) -> None:
     """Raise `InvalidInputError` for the first source whose rows the teacher generates, if any."""
     for index, source in enumerate(spec.data.sources):
         if source.complete is not None:
             raise InvalidInputError(
-                f"data.sources[{index}].complete makes every worker load the whole teacher, {needed / 1e9:.1f} GB in "
-                f"{spec.model.dtype} plus its KV cache, but a worker has {given / 1e9:.1f} GB {where}: use more "
-                "memory, a smaller teacher, or text generated elsewhere",
+                f"data.sources[{index}].complete makes every worker load the whole teacher, {teacher_bytes / 1e9:.1f} "
+                f"GB in {spec.model.dtype} plus its KV cache, but a worker has {worker_bytes / 1e9:.1f} GB "
+                f"{memory_kind}: use more memory, a smaller teacher, or text generated elsewhere",
                 field=f"data.sources.{index}.complete",
                 value=source.name_or_path,
             )

@@ -178,10 +178,10 @@ def choose_metric(spec: TaskSpec, name: str, metrics: Mapping[str, bool | None])
     raise make_task_error(f"{name} has no metric for which higher is better; set `metric` to one of {known}")
 
 
-def _is_same_metric(wanted: str, key: str) -> bool:
+def _is_same_metric(metric: str, other: str) -> bool:
     """Whether two names are the same metric; a missing filter matches any filter."""
-    both_filtered = "," in wanted and "," in key
-    return wanted == key if both_filtered else wanted.partition(",")[0] == key.partition(",")[0]
+    both_filtered = "," in metric and "," in other
+    return metric == other if both_filtered else metric.partition(",")[0] == other.partition(",")[0]
 
 
 def iter_subtasks(name: str, answers: Mapping[str, Any]) -> Iterator[str]:

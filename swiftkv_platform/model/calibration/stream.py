@@ -87,12 +87,12 @@ class _Recorder:
         first = getattr(attention, attention.locate_teacher_rows(attention.config, method.recorded[0])[0])
         self.handles.append(first.register_forward_pre_hook(lambda _, inputs: setattr(self, "input", inputs[0])))
 
-    def _record_output(self, attention: Any, name: str, keep: Callable[[torch.Tensor], None]) -> None:
+    def _record_output(self, attention: Any, name: str, store: Callable[[torch.Tensor], None]) -> None:
         module, rows = attention.locate_teacher_rows(attention.config, name)
 
         def hook(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
             output = output if rows is None else output[..., rows]
-            keep(output.flatten(0, -2).double())
+            store(output.flatten(0, -2).double())
 
         self.handles.append(getattr(attention, module).register_forward_hook(hook))
 

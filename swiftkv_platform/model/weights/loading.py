@@ -263,6 +263,7 @@ def check_finite(name: str, tensor: torch.Tensor, source: str | Path) -> None:
 
 
 def _are_equal(checkpoint: Checkpoint, name: str, other: str) -> bool:
+    """Whether the tensors `name` and `other` of a checkpoint are equal."""
     checkpoint = dequantize_checkpoint(checkpoint)
     shape = checkpoint.headers[name].shape
     if shape != checkpoint.headers[other].shape:

@@ -129,12 +129,12 @@ class ShardWriter:
         checkpoint: Checkpoint,
         prefix: str,
         files: FilePlacement,
-        kept: Collection[str] | None = None,
+        kept_tensors: Collection[str] | None = None,
         progress: Progress = lambda _done, _total: None,
     ) -> None:
-        """Put the files of a checkpoint into the directory: as `files` says if all their tensors are `kept` (None: all
-        are), else rewritten with those that are."""
-        kept = checkpoint.shards.keys() if kept is None else kept
+        """Add the weight files of a checkpoint. A file whose tensors are all in `kept_tensors` (None: all tensors) is
+        linked or copied, see `files`; other files are rewritten with their kept tensors."""
+        kept = checkpoint.shards.keys() if kept_tensors is None else kept_tensors
         wanted = {shard: [name for name in names if name in kept] for shard, names in checkpoint.names_by_shard.items()}
         targets = make_shard_names((shard for shard, names in wanted.items() if names), prefix)
         for done, (shard, file) in enumerate(targets.items(), start=1):

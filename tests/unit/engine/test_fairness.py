@@ -39,14 +39,14 @@ def test_who_comes_second_gets_half_and_the_share_is_named() -> None:
     for sender, name, own, most in ((EVE, "caller 'eve'", 72, 72), (AL, "caller 'al'", 0, 36)):
         share = find_exceeded_share(sender, 37, held, 72)
         assert share is not None
-        assert (share.name, share.held, share.limit) == (name, own, most)
+        assert (share.name, share.used, share.limit) == (name, own, most)
 
 
 def test_the_keys_of_a_tenant_count_together() -> None:
     held = Counter({Sender("t", str(number)): 20 for number in range(8)})
     share = find_exceeded_share(Sender("t", "new"), 2, held | Counter({ANN: 100}), 100)
     assert share is not None
-    assert (share.name, share.held, share.limit) == ("tenant 't'", 160, 150)
+    assert (share.name, share.used, share.limit) == ("tenant 't'", 160, 150)
     assert find_exceeded_share(Sender("third", "new"), 50, held, 100) is None
 
 

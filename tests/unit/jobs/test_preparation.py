@@ -30,7 +30,7 @@ def test_a_later_attempt_trains_on_the_rows_of_the_first(job: Job, tmp_path: Pat
     first, later = (request(attempt, job.spec(**COPIED)) for attempt in (1, 2))
     store = job.store
     plan, stored = prepare(first, store.uri)
-    assert stored.rows == AttemptId("job", 1).data_prefix == find_prepared_rows(store, later)
+    assert stored.rows_key == AttemptId("job", 1).data_prefix == find_prepared_rows(store, later)
     job.write([{"text": "something else altogether"}])
     assert prepare(later, store.uri) == (plan, stored)
     stored.fetch_rows(tmp_path / "rows")
@@ -46,9 +46,9 @@ def test_a_later_attempt_and_a_repeated_one_start_where_the_first_did(job: Job, 
     spec, store = job.spec(), job.store
     first, again, later = (request(attempt, spec) for attempt in (1, 1, 2))
     _, stored = prepare(first, store.uri)
-    assert stored.start == AttemptId("job", 1).start_prefix("tiny")
+    assert stored.calibrated_start_key == AttemptId("job", 1).start_prefix("tiny")
     assert stored.needs_calibration
-    assert prepare(later, store.uri)[1].start == AttemptId("job", 2).start_prefix("tiny")
+    assert prepare(later, store.uri)[1].calibrated_start_key == AttemptId("job", 2).start_prefix("tiny")
     stored.fetch_rows(tmp_path / "rows")
     (tmp_path / "found").mkdir()
     calibrate(spec, str(job.teacher), PreparedData.load(tmp_path / "rows").train, tmp_path / "found", device="cpu")

@@ -36,7 +36,7 @@ from swiftkv_platform.limits import (
 
 
 def get_default_home() -> Path:
-    """Return `~/.swiftkv`, the default directory of database, object store, logs and pids."""
+    """Return `~/.swiftkv`, the default directory of database, object store, logs and pid files."""
     return Path.home() / ".swiftkv"
 
 

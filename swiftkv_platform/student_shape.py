@@ -333,7 +333,7 @@ class ShapeRequest:
 
 
 def parse_layers(text: str) -> list[int]:
-    """Parse ascending layers, e.g. "0-2,4" -> [0, 1, 2, 4]. Raises `InvalidInputError` for another form."""
+    """Parse a list of ascending layers, e.g. "0-2,4" -> [0, 1, 2, 4]. Raises `InvalidInputError` for another form."""
     written = text.replace(" ", "")
     layers: list[int] = []
     readable = len(text) <= MAX_LIST_LENGTH and _RANGES_PATTERN.fullmatch(written) is not None

@@ -54,7 +54,7 @@ def choose_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Te
 
 
 def _replace_rows(values: torch.Tensor, indices: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
-    """Return `values` with `rows` at `indices`, which are ascending."""
+    """Return `values` after replacing its rows at the ascending `indices` by `rows`."""
     if len(indices) == len(values):
         return rows
     return values.index_copy(0, make_index_tensor(indices, values.device), rows)

@@ -120,7 +120,7 @@ def has_onednn_bfloat16() -> bool:
 
 
 def _replace_modules(root: nn.Module, predicate: Callable[[Any], bool], make: Callable[[Any], nn.Module]) -> None:
-    """Replace all modules below `root` for which `predicate` is True by `make` of them."""
+    """Replace all modules below `root` for which `predicate` is True by `make(module)`."""
     for parent in list(root.modules()):
         for name, child in list(parent.named_children()):
             if predicate(child):

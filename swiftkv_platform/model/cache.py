@@ -31,7 +31,7 @@ from swiftkv_platform.student_shape import LayerMap
 
 SCALE_DTYPE = torch.bfloat16
 PAYLOAD_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-"""CacheContents data types by `kv_cache_dtype`; `auto` stores the model's own dtype."""
+"""Dtypes of quantized caches by `kv_cache_dtype`; `auto` stores the model's own dtype instead."""
 _MAX_PAYLOAD = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _SMALLEST_SCALE = torch.finfo(torch.bfloat16).tiny
 _FP8_SHIFT = 2.0**120

@@ -122,15 +122,15 @@ def build_without_weights(source: str | Path) -> Iterator[None]:
 
 @contextmanager
 def convert_errors(
-    source: str | Path, what: str, field: str = MODEL_FIELD, errors: tuple[type[Exception], ...] = (Exception,)
+    source: str | Path, problem: str, field: str = MODEL_FIELD, errors: tuple[type[Exception], ...] = (Exception,)
 ) -> Iterator[None]:
-    """Turn `errors` of transformers in the block into a `ModelError` that says `what`."""
+    """Turn `errors` of transformers in the block into a `ModelError` that names the `problem`."""
     try:
         yield
     except SwiftKVError:
         raise
     except errors as error:
-        raise ModelError.for_field(field, str(source), f": {what} ({format_error(error)})") from error
+        raise ModelError.for_field(field, str(source), f": {problem} ({format_error(error)})") from error
 
 
 def format_error(error: Exception) -> str:

@@ -97,7 +97,7 @@ class Masks:
     by_layer: tuple[Any, ...]
     """Masks for the attention backend: [batch, 1, num_tokens, context_len], or None for plain causal."""
     causal_flag: bool = False
-    """Whether the backend runs None with a causal flag, which aligns the first query with the first key (SDPA)."""
+    """Whether a None mask becomes the backend's causal flag, which aligns the first query with the first key (SDPA)."""
     context_lens: tuple[int, ...] = ()
     """Number of keys per layer. A preallocated cache has more keys than tokens until it is full."""
 

@@ -144,13 +144,13 @@ def _read_head_attention(family: Family, fields: ConfigFields, num_key_value_hea
             value=kv_heads,
         )
     size = fields.get_count("head_dim", default=family.head_dim or max(hidden // heads, 1))
-    bias = fields.has_property(family.input_bias)
+    bias = fields.get_family_flag(family.input_bias)
     norms = {"head": (size, size), "all heads": (heads * size, kv_heads * size), None: (0, 0)}[family.query_key_norms]
     return AttentionShape(
         query=(Linear(hidden, heads * size, bias),),
         key_value=(Linear(hidden, kv_heads * size, bias),) * 2,
         expansion=(),
-        output=(Linear(heads * size, hidden, fields.has_property(family.output_bias)),),
+        output=(Linear(heads * size, hidden, fields.get_family_flag(family.output_bias)),),
         num_heads=heads,
         query_size=size,
         value_size=size,
@@ -166,7 +166,7 @@ def _read_latent_attention(family: Family, fields: ConfigFields, _num_key_value_
     nope, rope = fields.get_count("qk_nope_head_dim", default=128), fields.get_count("qk_rope_head_dim", default=64)
     value, rank = fields.get_count("v_head_dim", default=128), fields.get_count("kv_lora_rank", default=512)
     query_rank = fields.get_optional_count("q_lora_rank") if fields.has_key("q_lora_rank") else 1536
-    bias = fields.has_property(family.input_bias)
+    bias = fields.get_family_flag(family.input_bias)
     query: tuple[Linear, ...] = (Linear(hidden, heads * (nope + rope)),)
     if query_rank is not None:
         query = (Linear(hidden, query_rank, bias), Linear(query_rank, heads * (nope + rope)))
@@ -174,7 +174,7 @@ def _read_latent_attention(family: Family, fields: ConfigFields, _num_key_value_
         query=query,
         key_value=(Linear(hidden, rank + rope, bias),),
         expansion=(Linear(rank, heads * (nope + value)),),
-        output=(Linear(heads * value, hidden, fields.has_property(family.output_bias)),),
+        output=(Linear(heads * value, hidden, fields.get_family_flag(family.output_bias)),),
         num_heads=heads,
         query_size=nope + rope,
         value_size=value,
@@ -193,7 +193,7 @@ def _make_gated_mlp(
 
 def _read_gated_mlp(family: Family, fields: ConfigFields, _layer: int) -> tuple[Linear, ...]:
     hidden, intermediate = fields.get_count("hidden_size"), fields.get_count("intermediate_size")
-    bias = fields.has_property(family.mlp_bias)
+    bias = fields.get_family_flag(family.mlp_bias)
     if family.has_fused_projections:
         return Linear(hidden, 2 * intermediate, bias), Linear(intermediate, hidden, bias)
     return _make_gated_mlp(hidden, intermediate, bias=bias)
@@ -235,7 +235,7 @@ def _read_deepseek_mlp(family: Family, fields: ConfigFields, layer: int) -> tupl
     shared = intermediate * fields.get_count("n_shared_experts", default=2)
     routed = _read_experts(fields, intermediate, "n_routed_experts", "num_experts", defaults=(64, None))
     _check_expert_groups(fields, routed[0].out_features)
-    hidden, bias = fields.get_count("hidden_size"), fields.has_property(family.mlp_bias)
+    hidden, bias = fields.get_count("hidden_size"), fields.get_family_flag(family.mlp_bias)
     return (*routed, *_make_gated_mlp(hidden, shared, bias=bias))
 
 

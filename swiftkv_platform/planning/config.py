@@ -19,7 +19,7 @@ from swiftkv_platform.student_shape import STUDENT_KEYS
 
 MODEL_FIELD = "model.name_or_path"
 _MAX_VALUE = 1 << 40
-"""Largest count that is accepted in a configuration."""
+"""Max accepted count in a configuration."""
 
 ConfigSource = str | Path | Mapping[str, Any]
 """A `config.json`, the directory that holds one, or its content."""
@@ -81,8 +81,8 @@ class ConfigFields:
             raise make_config_error(name, value, "true and false are accepted")
         return value
 
-    def has_property(self, flag: ConfigFlag | FixedFlag) -> bool:
-        """Whether a property of the family holds here."""
+    def get_family_flag(self, flag: ConfigFlag | FixedFlag) -> bool:
+        """Return the value of a family's flag in this configuration."""
         return flag.value if isinstance(flag, FixedFlag) else self.get_flag(flag.key, default=flag.default)
 
     def get_text(self, *names: str, default: str | None = None) -> str:
@@ -93,7 +93,7 @@ class ConfigFields:
         raise make_config_error(names[0], self._config.get(names[0]), "a string is accepted")
 
     def has_key(self, name: str) -> bool:
-        """Whether the key is there; it may be null."""
+        """Whether the configuration has the key, possibly with the value null."""
         return name in self._config
 
     def get_sequence(self, name: str) -> Sequence[Any] | None:
@@ -104,7 +104,7 @@ class ConfigFields:
 
 
 MAX_LAYERS = 1024
-"""Most layers of a model; each becomes an object when a configuration is read."""
+"""Max layers of a model: each becomes an object when a configuration is read."""
 _MAX_COUNT = (1 << 31) - 1
 _DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _FP8_METHODS = ("fbgemm_fp8", "fp8")
@@ -233,7 +233,8 @@ class _CheckedValues:
                 raise make_config_error(f"{self._prefix}{key}", self._config[key], accepted, file=self._file)
 
     def check_required_keys(self, keys: Iterable[str], required: Mapping[str, Sequence[str]]) -> None:
-        """Check that the keys required by the value of the first of `keys` that is set are there."""
+        """Raise `ModelError` for missing keys that the value of the first set key of `keys` requires. `required`: required
+        keys by value."""
         for key in [key for key in keys if key in self._config][:1]:
             for needed in required[self._config[key]]:
                 if self._config.get(needed) is None:
@@ -312,7 +313,7 @@ def _or_null(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def make_config_error(key: str, value: Any, accepted: str, *, file: str = "config.json") -> ModelError:
-    """Return an error about a key of a file; `accepted` says what would be."""
+    """Make an error about a key of a file. `accepted`: sentence about the accepted values."""
     text = repr(value)
     shown = text if len(text) <= 80 else f"{text[:80]}..."
     return ModelError(f"{file} has {key} {shown}; {accepted}", field=key, value=value)

@@ -24,7 +24,7 @@ from swiftkv_platform.student_shape import LayerMap, StudentShape
 
 @dataclass(frozen=True)
 class ServingSetup:
-    """One replica."""
+    """Settings of one replica."""
 
     memory_bytes: int
     """Memory of one GPU."""

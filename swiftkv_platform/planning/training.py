@@ -21,7 +21,7 @@ from swiftkv_platform.planning.prefill import attention_pairs, resolve_layer_map
 from swiftkv_platform.student_shape import LayerMap, StudentShape
 
 SampleCounts = tuple[tuple[int, int], ...]
-"""Pairs (length, number of samples)."""
+"""Lengths of samples with their counts: (length, number of samples)."""
 
 
 @dataclass(frozen=True)
@@ -269,13 +269,13 @@ class WorkerMemory(FrozenModel):
     gathered: int
     """Temporary copies of weights: gathered from all workers' shards, or cast to bfloat16 for the forward pass."""
     activations: int
-    """Tensors kept for the backward pass by the student's layers."""
+    """Activations that the student's layers keep for the backward pass."""
     loss: int
-    """Chunks of logits and hidden states around them."""
+    """Chunks of logits in the losses, and the hidden states that they are computed from."""
     remembered: int
     """Host-memory copy of the initial weights, which every trial of the learning-rate search restores."""
     peak: int
-    """Largest sum at any time."""
+    """Peak of the bytes in use at the same time."""
     host: int
     """Bytes in host memory under `cpu_offload`."""
 

@@ -222,7 +222,7 @@ for _family in FAMILIES.values():
 
 
 BASE_PREFIX = "base_model/"
-"""Prefix of the base's tensor names; other names have no slash."""
+"""Prefix of the tensor names of an adapter's base model; other tensor names have no slash."""
 _UNSUPPORTED_PREFIXES = ("s3://", "builtin:")
 
 

@@ -29,7 +29,7 @@ class FirstDeepTokens(PromptLogprobsCheck):
         self._vllm_config = vllm_config
         self._is_pin_memory = is_pin_memory
         self._prompt_lengths: dict[int, int] = {}
-        """Prompt lengths by row of the batch."""
+        """Prompt length of each row of the batch."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         if batch_update is None:

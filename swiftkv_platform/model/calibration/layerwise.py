@@ -23,7 +23,7 @@ MAX_ACTIVATION_BYTES = 4 << 30
 
 
 class LayerSource(Protocol):
-    """A student, and the source of its weights."""
+    """A student, and functions that load and free its weights module by module."""
 
     model: Any
 

@@ -100,7 +100,7 @@ def resolve_model_directory(
 GGUF_CACHE = Path(HF_HOME) / "swiftkv" / "gguf"
 """Cache of converted directories by digest of their file, next to the hub's cache, which operators size and mount."""
 _CONVERSION_VERSION = 2
-"""Version of the conversion, part of a directory's name."""
+"""Version of the conversion from GGUF, part of the name of a converted directory."""
 _COPY_CHUNK_BYTES = 1 << 24
 
 

@@ -83,7 +83,7 @@ class Checkpoint(LazyTensors):
     """The tensors of a checkpoint and the files that hold them."""
 
     source: str
-    """Directory or hub id, as given."""
+    """Directory or hub id, as the caller named it."""
     shards: dict[str, str]
     """File name by tensor."""
     hub_arguments: dict[str, Any] = field(default_factory=dict)
@@ -183,13 +183,13 @@ def read_rows(tensors: Mapping[str, torch.Tensor], name: str, rows: slice | None
 
 
 def expand_ranges(part: Part | None, num_dims: int) -> tuple[slice, ...]:
-    """Return `part` as one range for each dimension of a tensor; None selects the whole tensor."""
+    """Return `part` as one range per dimension of a tensor; None selects the whole tensor."""
     given = part if isinstance(part, tuple) else (slice(None) if part is None else part,)
     return (*given, *[slice(None)] * (num_dims - len(given)))
 
 
 def select_hub_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the arguments of a `from_pretrained` that locate a model on the hub."""
+    """Return the arguments of a `from_pretrained` call that locate a model on the hub."""
     return {key: arguments[key] for key in _HUB_ARGUMENTS if arguments.get(key) is not None}
 
 
@@ -206,7 +206,7 @@ def _find_file(source: str | Path, filename: str, hub: dict[str, Any]) -> str | 
 
 
 def _read_weight_map(index: Path) -> dict[str, str] | None:
-    """File name by tensor; None where the index is no such object."""
+    """Return the file name of each tensor in an index; None if the index is not an object of strings."""
     try:
         shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):

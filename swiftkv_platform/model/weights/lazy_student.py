@@ -112,7 +112,7 @@ class LazyStudent:
             yield name, self.read(name)
 
     def set_start_values(self, start: Mapping[str, Tensor]) -> None:
-        """Read the student's own tensors from `start` from now on."""
+        """Use `start` as the initial values of the tensors that the student adds to its teacher's."""
         self._start = start
 
     def attach(self, module: nn.Module) -> None:
@@ -249,7 +249,7 @@ class StartingTensor:
 
     name: str
     sources: tuple[str, ...]
-    """Teacher tensors of which this tensor is the mean."""
+    """Teacher tensors whose mean is the initial value."""
     rows: slice | None = None
     """Rows of the sources to use; None: all."""
     heads: tuple[int, int] | None = None

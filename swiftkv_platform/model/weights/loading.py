@@ -39,7 +39,7 @@ _MAX_SHOWN_NAMES = 3
 _IGNORED_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")
 """Buffers that old checkpoints store."""
 _LOAD_ERRORS = (OSError, ValueError, LookupError, AttributeError, TypeError, AssertionError, SafetensorError)
-"""Errors of loading, except out of memory."""
+"""Exceptions of a failed `from_pretrained`, except out of memory."""
 
 Load = Callable[..., Any]
 """A `from_pretrained` function."""
@@ -238,7 +238,7 @@ def _misfit_error(checkpoint: Checkpoint, model: Any, what: str, which: list[str
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _TIED_NAMES = {_HEAD: _EMBEDDING, _EMBEDDING: _HEAD}
-"""Alternative names of tied tensors."""
+"""Names of tied tensors, each with the name of the tensor that it shares values with."""
 _COMPARED_ROWS = 1024
 """Number of rows of head and embedding that are compared at a time."""
 

@@ -93,7 +93,7 @@ class DequantizedCheckpoint(Checkpoint):
         return shapes
 
     def read_integers(self, name: str) -> IntegerWeight | None:
-        """Read a weight as integers with a scale for each row or group of inputs; None if it is not stored so."""
+        """Read a weight as integers with a scale for each row or group of inputs; None if it is stored differently."""
         stored, scales = self.stored, f"{name}{_SCALE_SUFFIXES[0]}"
         packed = f"{name}{PACKED_SUFFIX}" in stored.shards
         if not packed and (name not in stored.shards or stored.headers[name].dtype != torch.int8):
@@ -196,7 +196,7 @@ _PROJECTION_PATTERN = re.compile(r"(.*_proj|.*_with_mqa|w[123])(_decode)?(_swift
 _QKV_PATTERN = r".*self_attn\.(?!o_proj)\w+"
 """Projections that make queries, keys and values. vLLM fuses them, so they all have one form."""
 DAMPING = 0.05
-"""Share of the mean squared input that is added to each input's, in calibrated rounding."""
+"""Damping of calibrated rounding: share of the Gram matrix's mean diagonal that is added to the diagonal."""
 _GPTQ_BLOCK_COLUMNS = 128
 """Number of columns that are rounded before the error is propagated to later columns."""
 

@@ -233,8 +233,8 @@ class _CheckedValues:
                 raise make_config_error(f"{self._prefix}{key}", self._config[key], accepted, file=self._file)
 
     def check_required_keys(self, keys: Iterable[str], required: Mapping[str, Sequence[str]]) -> None:
-        """Raise `ModelError` for missing keys that the value of the first set key of `keys` requires. `required`: required
-        keys by value."""
+        """Raise `ModelError` for missing keys that the value of the first set key of `keys` requires. `required`:
+        required keys by value."""
         for key in [key for key in keys if key in self._config][:1]:
             for needed in required[self._config[key]]:
                 if self._config.get(needed) is None:

@@ -120,7 +120,7 @@ class Gate:
         return Caller(key.tenant, key.name, key.max_priority, quota, path, traceparent, address)
 
     async def admit_async(self, request: Request) -> Caller:
-        """Call `admit`, for a token in a thread, since it may fetch the issuer's keys. Raises as `admit`."""
+        """Call `admit`; with a token in a thread, since `admit` may fetch the issuer's keys. Raises as `admit`."""
         if self._authenticator is not None and has_token(_get_credential(request)):
             return await run_in_threadpool(self.admit, request)
         return self.admit(request)

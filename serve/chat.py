@@ -26,7 +26,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 _TEMPLATE_VARIABLES_FIELD = "chat_template_kwargs"
 _TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, KeyError, RecursionError)
-"""Errors of a template for a conversation that it does not support."""
+"""Errors that a chat template raises for an unsupported conversation."""
 
 
 async def tokenize_chat(

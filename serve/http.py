@@ -272,7 +272,7 @@ def _make_body_reader(state: ReplicaState, own_max_bytes: int | None) -> BodyRea
 
 
 MAX_ERRORS = 16
-"""Max invalid fields that a response lists; the others are counted."""
+"""Max invalid fields that a response lists; further fields are counted."""
 MAX_CONTENT_TYPE_LENGTH = 100
 """Max characters of a content type that a response repeats."""
 

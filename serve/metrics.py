@@ -92,7 +92,7 @@ class Metrics:
         self._count("swaps", outcome=outcome)
 
     def count_request(self, model: str) -> None:
-        """Count a request, admitted or not. `model`: the one chosen for it."""
+        """Count a request, admitted or not. `model`: model chosen for the request."""
         self._count("requests", model=model)
 
     def count_refusal(self, error: SwiftKVError, model: str) -> None:

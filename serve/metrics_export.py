@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=Metric)
 
 _MAX_MODELS = 32
-"""Max models per replica with separate series; others are counted as `other`."""
+"""Max models per replica with separate series; further models are counted as `other`."""
 _OTHER_MODELS_LABEL = "other"
 _GAUGE_INTERVAL_S = 5.0
 """Seconds between updates of gauges. Ray drops a gauge that was not set for 20 s."""

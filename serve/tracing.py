@@ -116,7 +116,7 @@ class RequestTracer:
 
 
 def _iterate_phases(output: RequestOutput) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, start, end) of each phase so far, in seconds since the request's arrival."""
+    """Yield (name, start, end) of each past phase, in seconds since the request's arrival."""
     metrics = output.metrics
     if metrics.queue_time is None:
         yield "queue", 0.0, metrics.total

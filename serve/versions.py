@@ -252,7 +252,7 @@ class VersionSwapper:
         self._load = load
         self._served: ServedConfig | None = None
         self._requested: Mapping[str, Any] | None = None
-        """Document of the next version to load; a later one replaces it."""
+        """Document of the next version to load; a later document replaces it."""
         self._processing: asyncio.Task[None] | None = None
         self._draining: set[asyncio.Task[None]] = set()
 

@@ -79,7 +79,7 @@ def get_max_running_seqs(config: EngineConfig) -> tuple[int, int]:
 
 
 def make_engine_args(directory: Path, config: EngineConfig, model: ModelDescription) -> dict[str, Any]:
-    """Return keyword arguments of `AsyncEngineArgs`; the others keep vLLM's defaults."""
+    """Return keyword arguments of `AsyncEngineArgs`; missing arguments keep vLLM's defaults."""
     args: dict[str, Any] = {
         "model": str(directory),
         "dtype": _select_dtype(config, model),

@@ -243,7 +243,7 @@ def _is_object(text: str) -> bool:
 DONE = "[DONE]"
 
 FormatChunk = Callable[[int, "RequestOutput", "RequestOutput | None"], Awaitable[dict[str, Any]]]
-"""(choice, output so far, previous output or None) -> entry of `choices` in the chunk."""
+"""Function: (choice, output up to now, previous output or None) -> entry of `choices` in the chunk."""
 
 
 def make_head(prefix: str, kind: str, collector: OutputCollector, version: ModelVersion) -> dict[str, Any]:

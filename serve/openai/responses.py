@@ -145,7 +145,7 @@ class ResponsesRequest(OpenAIFields, json_schema_extra=limit_schema("responses")
         Field(min_length=1, max_length=MAX_MESSAGES),
         BeforeValidator(_to_items, json_schema_input_type=str | list[Item]),
     ]
-    """Text of a user message, or the conversation so far."""
+    """Text of a user message, or the conversation up to now."""
     instructions: str | None = None
     """A message of role `system` before the input."""
     max_output_tokens: WholeNumber | None = None

@@ -260,7 +260,7 @@ class ParsedCall:
 
 @dataclass
 class ParsedAnswer:
-    """Text and calls of a completion as parsed so far."""
+    """Text and calls of a completion, as far as it is parsed."""
 
     text: str = ""
     calls: list[ParsedCall] = field(default_factory=list)
@@ -362,7 +362,7 @@ class ToolCallParser(ABC):
         self._emit_text(text)
 
     def _emit_text(self, text: str) -> None:
-        """Emit text, but hold back whitespace at its end."""
+        """Emit text without trailing whitespace, which is emitted with the next text."""
         self._flush_arguments()
         text = self._space + text
         visible = text.rstrip()

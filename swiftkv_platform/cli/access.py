@@ -87,7 +87,7 @@ def create(
     file: KeysFile = None,
     json: Json = False,
 ) -> None:
-    """Create an API key. It is printed once; the file stores only its hash."""
+    """Create an API key. The key is printed once; the file stores only its hash."""
     path = _resolve_keys_file(file)
     token = create_key(
         path,

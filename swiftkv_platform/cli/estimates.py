@@ -26,9 +26,8 @@ _GPU_ADVICE = "does not fit; add workers, or reduce training.micro_batch_size or
 
 
 def describe_estimate(found: Resource, spec: JobSpec, machine_bytes: int | None) -> dict[str, str | None]:
-    """Return sentences by subject; None if unknown. `machine_bytes`: memory of the machine that runs all workers, if
-    known.
-    """
+    """Return sentences of an estimate by subject; None if unknown. `machine_bytes`: memory of the machine that runs all
+    workers, if known."""
     scope = {"scope": "first trial of the sweep" if spec.sweep is not None else None}
     data = {"data": "; ".join(map(_format_source, found.sources or ()))}
     if found.num_hidden_layers is None:  # the teacher's configuration is on the hub

@@ -220,7 +220,7 @@ def resume(
 
 @jobs_app.command()
 def delete(job_id: JobId, url: Url = None, json: Json = False) -> None:
-    """Delete a finished job with its model, checkpoints and logs. Fails while any of them is in use."""
+    """Delete a finished job with its model, checkpoints and logs. Fails while one of these is in use."""
     with connect(url) as client:
         client.jobs.delete(job_id)
     print_deleted(job_id, json=json)
@@ -535,7 +535,7 @@ def _poll_wait_reason(
 
 
 def _print_wait_reason(job: Job, console: Console, last_reason: str | None) -> str | None:
-    """Print why the job is queued, or its phase, unless it is unchanged since `last_reason`. Returns it."""
+    """Print why the job is queued, or its phase, unless the text equals `last_reason`. Returns the text."""
     if job.status == "queued":
         reason = job.status_reason.message if job.status_reason else "no reason reported"
         line = ": ".join(filter(None, ("queued", describe_queue(job), reason)))

@@ -592,7 +592,7 @@ class Jobs(Collection):
         return self._update_known_job(self._transport.send(Job, method, path, **options, repeatable=True))
 
     def _update_known_job(self, fresh: Job) -> Job:
-        """Update this client's object of the job from `fresh`, and return it."""
+        """Return the client's object of a job, updated from `fresh`, or `fresh` if the job is new."""
         known = self._known_jobs.get(fresh.id)
         if known is None:
             self._known_jobs[fresh.id] = fresh

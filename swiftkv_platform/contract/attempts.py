@@ -208,13 +208,13 @@ class Parent(FrozenModel):
     """`mdl_...` or `job_...:ckpt_...`."""
     kind: Literal["model", "checkpoint"]
     key: str
-    """Key of its directory."""
+    """Key of the directory in the object store."""
     job_id: str
     """Job that made it. For an imported model: a job of another platform, or empty."""
     step: int | None = None
     """Optimizer step of a checkpoint."""
     sha256: str
-    """Digest of its manifest."""
+    """SHA-256 digest of the manifest."""
 
 
 FILES_PREFIX = "files"

@@ -115,7 +115,7 @@ class CheckpointData(TypedDict):
     size: int
     """Total bytes of its files."""
     sha256: str
-    """Digest of its manifest."""
+    """SHA-256 digest of the manifest."""
 
 
 @with_config(_KEEP_UNKNOWN_KEYS)

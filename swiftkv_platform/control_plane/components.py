@@ -71,12 +71,12 @@ class Components:
         }
 
 
-def retained_rows(request: Request) -> RetentionRepository:
+def get_retention_repository(request: Request) -> RetentionRepository:
     return RetentionRepository(request.app.state.components.database)
 
 
 def get_from_state(name: str) -> Any:
-    """Dependency on a part of the application's state."""
+    """Return a FastAPI dependency on the attribute `name` of the application's state."""
 
     def find(request: Request) -> Any:
         return getattr(request.app.state, name)
@@ -85,7 +85,7 @@ def get_from_state(name: str) -> Any:
 
 
 ComponentsDep = Annotated[Components, get_from_state("components")]
-DeletionsDep = Annotated[RetentionRepository, Depends(retained_rows)]
+DeletionsDep = Annotated[RetentionRepository, Depends(get_retention_repository)]
 SpansDep = Annotated[Spans, get_from_state("spans")]
 NodesDep = Annotated[CachedCall[Sequence[Node] | None], get_from_state("nodes")]
 """Nodes of the jobs' cluster; None if Ray does not answer."""

@@ -141,7 +141,7 @@ class SourceEstimate:
     num_files: int | None = None
     num_bytes: int | None = None
     formats: tuple[str, ...] = ()
-    """Row formats of the first rows of its files."""
+    """Row formats of the first rows of the source's files."""
     not_checked: str | None = None
     """Files whose rows were not read, and why; None if the first row of every file was read, or only workers can read
     the source."""

@@ -256,7 +256,7 @@ class SourceCollector:
         return f"data.sources[{self.index}]"
 
     def _render_rows(self, rows: Iterable[SourceRow]) -> Iterator[tuple[RenderedDocument, bool | None]]:
-        """Yield rendered documents, each with whether its source holds it out (None if the source has no splits)."""
+        """Yield (rendered document, whether the source holds it out); (document, None) if the source has no splits."""
         for row in rows:
             self._rows += 1
             self._formats[row.format] += 1

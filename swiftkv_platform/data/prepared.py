@@ -184,7 +184,7 @@ class DataStatistics(FrozenModel):
     sources: tuple[SourceStatistics, ...]
 
     def format_messages(self) -> Iterator[tuple[str, bool]]:
-        """Yield a sentence about each source and each split, and whether it is a warning."""
+        """Yield (sentence, whether the sentence is a warning) for each source and each split."""
         for index, source in enumerate(self.sources):
             yield (
                 f"data.sources[{index}] {source.name_or_path}: {_describe_source(source)}",

@@ -40,15 +40,15 @@ class Principal(FrozenModel):
     """Callers see only the jobs, models and deployments of their tenant."""
     scopes: frozenset[Scope]
     operator: bool = False
-    """Whether it can read the audit trail of all tenants; the scope `admin` grants only that of its tenant."""
+    """Whether the caller can read the audit trail of all tenants; the scope `admin` grants the own tenant's only."""
     expires_at: Annotated[int, Field(ge=0, le=MAX_TIME)] | None = None
-    """Unix seconds from which it is not valid; None: never."""
+    """Unix seconds from which the credential is invalid; None: never."""
     requests_per_minute: Annotated[int, Field(ge=1)] | None = None
     """Max requests per minute and replica; None: no limit."""
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
     """Max prompt and completion tokens together per minute and replica; None: no limit."""
     max_priority: int = 0
-    """Best priority of its requests: the min number, since lower numbers go first."""
+    """Highest priority that requests may have: the min number, since lower numbers run first."""
 
     @property
     def credential(self) -> str:
@@ -57,7 +57,7 @@ class Principal(FrozenModel):
 
     @property
     def can_read_audit(self) -> bool:
-        """Whether it can read the audit trail, at least of its tenant."""
+        """Whether the caller can read the audit trail, at least of the own tenant."""
         return self.operator or Scope.ADMIN in self.scopes
 
     def require(self, scope: Scope) -> None:

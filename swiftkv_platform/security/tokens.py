@@ -52,23 +52,23 @@ class Issuer(FiniteModel):
     """A trusted issuer, and the mapping of its claims to tenant and scopes."""
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
-    """Prefix of its callers' names: `{name}:{subject}`."""
+    """Name of the issuer, and prefix of its callers' names: `{name}:{subject}`."""
     issuer: IssuerAddress
     """Value of `iss`, and the base URL of `.well-known/openid-configuration`."""
     audiences: Annotated[tuple[str, ...], Field(min_length=1)]
     """Accepted values of `aud`; a token must have one. List only audiences of this platform."""
     algorithms: Annotated[tuple[Algorithm, ...], Field(min_length=1)] = ("RS256", "ES256", "EdDSA")
     jwks_uri: IssuerAddress | None = None
-    """URL of its keys; None: from its discovery document."""
+    """URL of the issuer's keys; None: as in the issuer's discovery document."""
     leeway_s: Annotated[int, Field(ge=0, le=300)] = 60
     """Max clock difference in seconds."""
     keys_max_age_s: Annotated[int, Field(ge=1, le=86_400)] = 3600
-    """Seconds after which its keys are fetched again; a removed key is accepted until then."""
+    """Seconds after which the issuer's keys are fetched again; a removed key is accepted until then."""
     keys_stale_s: Annotated[int, Field(ge=0, le=7 * 86_400)] = 86_400
     """Seconds beyond `keys_max_age_s` for which cached keys are used while the issuer is unavailable."""
     subject_claim: str = "sub"
     tenant: Annotated[str, Field(pattern=NAME_PATTERN)] | None = None
-    """Tenant of all its callers."""
+    """Tenant of all callers of the issuer."""
     tenant_claim: str | None = None
     """Claim with the caller's tenant, instead of `tenant`; `a.b` is `b` in `a`."""
     tenants: Mapping[str, Annotated[str, Field(pattern=NAME_PATTERN)]] | None = None

@@ -49,7 +49,7 @@ class Access:
     """Whether tasks may run code that a model generates."""
     tenant: str | None = None
     files: Mapping[str, StoredFile] | None = None
-    """Uploaded files of the tenant that its spec names, by id."""
+    """Uploaded files of the tenant that the job's spec names, by id."""
 
     @property
     def is_restricted(self) -> bool:

@@ -214,7 +214,7 @@ Section = TypeVar("Section", bound=BaseModel)
 NameKind = Literal["model", "data", "location"]
 """A location is a path or `s3://` address, never a hub id."""
 ChangeName = Callable[[str, NameKind, str], str]
-"""(name, its kind, its field in the spec) -> new name."""
+"""Function: (name, kind of the name, field of the spec with the name) -> new name."""
 
 
 def make_absolute(name: str, kind: NameKind, field: str) -> str:

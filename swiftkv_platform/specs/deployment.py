@@ -36,9 +36,9 @@ class CandidateSpec(FiniteModel):
     """A second model in every replica, with its own weights and KV cache."""
 
     model: ModelName
-    """`mdl_` id; the `model` of its responses."""
+    """`mdl_` id of the candidate; `model` in responses that the candidate generates."""
     share: Share = 0.0
-    """Share of requests that it serves, chosen at random; a request may also name either model."""
+    """Share of requests that the candidate serves, chosen at random; a request may also name either model."""
 
 
 FieldName = Annotated[str, Field(pattern=r"^(\*|[A-Za-z_][A-Za-z0-9_]*)$", max_length=64)]

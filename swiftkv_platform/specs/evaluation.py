@@ -47,7 +47,7 @@ def is_task_file_name(name: str) -> bool:
 
 
 def get_task_name_and_data_dir(task: str | TaskSpec) -> tuple[str, str | None]:
-    """Return name and `data_dir` of an entry of `EvaluationSpec.tasks`."""
+    """Return (name, `data_dir` or None) of an entry of `EvaluationSpec.tasks`."""
     return (task, None) if isinstance(task, str) else (task.name, task.data_dir)
 
 

@@ -57,15 +57,15 @@ class StoredCheckpoint:
     attempt: int
     step: int
     key: str
-    """Key of its directory."""
+    """Key of the directory in the object store."""
     size: int
-    """Bytes of its files."""
+    """Bytes of all files."""
     sha256: str
-    """Digest of its manifest."""
+    """SHA-256 digest of the manifest."""
     created_at: float
     """Unix seconds."""
     held_out_kl: float | None = None
-    """Held-out KL of its state, in nats; None if it was not measured."""
+    """Held-out KL of the checkpoint, in nats; None if it was not measured."""
 
 
 MAX_LOG_BYTES = 16 << 20
@@ -306,7 +306,7 @@ class _KeyRange:
     before: str | None = None
     """Prefix after the last key; None: to the end."""
     num_read: int = 0
-    """Events read so far of its busiest writer."""
+    """Number of already read events of the writer with most events."""
 
 
 def _split_unread(attempt: AttemptId, cursor: Mapping[str, int]) -> list[_KeyRange]:

@@ -75,18 +75,18 @@ class IncomingFile:
     name: str
     """Path relative to the source, with `/`."""
     size: int
-    """Bytes when it was listed; apparent size of a sparse file."""
+    """Bytes when the file was listed; apparent size of a sparse file."""
     stream: Callable[[], Iterator[bytes]]
     """Reads the file to its end, even if it has grown."""
     field: str
 
     @property
     def is_small(self) -> bool:
-        """Whether it is copied to this machine and validated; weights are copied from store to store only."""
+        """Whether the file is copied to this machine and validated; weights are only copied from store to store."""
         return not self.name.endswith(_WEIGHTS_SUFFIX)
 
     def checked_stream(self) -> Iterator[bytes]:
-        """Yield its bytes, at most `size`. Raises `ModelError` if its size has changed."""
+        """Yield the file's bytes, at most `size`. Raises `ModelError` if the file's size has changed."""
         left = self.size
         for piece in self.stream():
             if len(piece) > left:

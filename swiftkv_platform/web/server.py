@@ -71,7 +71,7 @@ def make_server_options(limits: ConnectionLimits, *, shutdown_timeout_s: int = _
     max_by_files = max(int(_raise_open_file_limit() * _CONNECTIONS_PER_FILE), 1)
     limits = replace(limits, max_connections=min(limits.max_connections, max_by_files))
     return {
-        "http": type("LimitedConnection", (Connection,), {"limits": limits, "idle": {}, "num_open": Counter()}),
+        "http": type("LimitedConnection", (Connection,), {"limits": limits, "idle_peers": {}, "num_open": Counter()}),
         "ws": "none",
         "access_log": False,
         "proxy_headers": False,  # the applications read them themselves, by their own settings
@@ -95,8 +95,8 @@ class Connection(HttpToolsProtocol):
     are too many connections while it is idle. It is idle while the server processes no request of it."""
 
     limits = ConnectionLimits()
-    idle: dict[Connection, None]
-    """Idle connections of the server, the one that is idle for longest first."""
+    idle_peers: dict[Connection, None]
+    """Idle connections of the server, longest idle first."""
     num_open: Counter[str]
     """Number of open connections per client address."""
 
@@ -153,7 +153,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._in_message = True
         super().on_message_begin()
-        if self in self.idle and not self._is_new:
+        if self in self.idle_peers and not self._is_new:
             self._start_timer(self.limits.head_s)
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -166,7 +166,7 @@ class Connection(HttpToolsProtocol):
             raise ValueError("too many requests before the first response")
         super().on_headers_complete()
         self._overhead_bytes = 0
-        self.idle.pop(self, None)
+        self.idle_peers.pop(self, None)
         _cancel(self._idle_timer)
 
     def on_body(self, body: bytes) -> None:
@@ -176,7 +176,7 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._in_message = False
         super().on_message_complete()
-        if self in self.idle:
+        if self in self.idle_peers:
             self._start_timer(self.limits.keep_alive_s)
 
     def send_400_response(self, msg: str) -> None:
@@ -238,11 +238,11 @@ class Connection(HttpToolsProtocol):
         _cancel(self._unread_timer)
         unread = self.transport.get_write_buffer_size()
         if unread:
-            self._unread_timer = self.loop.call_later(self.limits.unread_s, self._abort_if_unread, unread)
+            self._unread_timer = self.loop.call_later(self.limits.unread_s, self._abort_if_still_unread, unread)
 
-    def _abort_if_unread(self, before: int) -> None:
+    def _abort_if_still_unread(self, unread_before: int) -> None:
         unread = self.transport.get_write_buffer_size()
-        if unread > max(before - _MIN_READ_BYTES, 0):
+        if unread > max(unread_before - _MIN_READ_BYTES, 0):
             self.transport.abort()
         else:
             self._watch_reading()
@@ -250,9 +250,9 @@ class Connection(HttpToolsProtocol):
     # Idle connections
 
     def _mark_idle(self, seconds: float) -> None:
-        self.idle.pop(self, None)
+        self.idle_peers.pop(self, None)
         if self._is_counted:
-            self.idle[self] = None
+            self.idle_peers[self] = None
         self._start_timer(seconds)
 
     def _start_timer(self, seconds: float) -> None:
@@ -270,7 +270,7 @@ class Connection(HttpToolsProtocol):
 
     def _close_longest_idle(self, address: str | None) -> None:
         """Close the connection that is idle for longest, among all or those of an address."""
-        oldest = next((each for each in self.idle if address in (None, each.address)), self)
+        oldest = next((each for each in self.idle_peers if address in (None, each.address)), self)
         oldest._stop_counting()  # `connection_lost` comes later
         oldest.transport.abort()
 
@@ -278,7 +278,7 @@ class Connection(HttpToolsProtocol):
         if self._is_counted:
             self._is_counted = False
             self.connections.discard(self)
-            self.idle.pop(self, None)
+            self.idle_peers.pop(self, None)
             self.num_open[self.address] -= 1
             if not self.num_open[self.address]:
                 del self.num_open[self.address]

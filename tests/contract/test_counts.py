@@ -103,7 +103,7 @@ def test_a_write_among_3000_deployments_reads_few_of_them(
         "keep": keep,
         "delete": lambda: registry.set_deployment_state(own.spec.id, DeploymentState(DeploymentStatus.DELETING)),
         "remove": lambda: registry.remove_deployment(own.spec.id),
-        "demand": lambda: JobRepository(database, TenantPolicies()).held(TENANT),
+        "demand": lambda: JobRepository(database, TenantPolicies()).sum_tenant_demand(TENANT),
     }
     for name, write in writes.items():
         with fetched(monkeypatch) as numbers:

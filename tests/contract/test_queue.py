@@ -58,7 +58,7 @@ def test_the_queue_is_what_the_jobs_say(jobs: JobRepository) -> None:
         found = jobs.queue_snapshot(most=most, now=now, without=without)
         assert found == snapshot_of(made, most=most, now=now, without=without)
     for tenant in "abc":
-        assert jobs.held(tenant) == found.held.get(tenant, Demand())
+        assert jobs.sum_tenant_demand(tenant) == found.used.get(tenant, Demand())
         queue = [item.id for item in snapshot_of(made, most=60, now=99.0).waiting.get(tenant, ())]
         assert jobs.queue_places(tenant) == {job_id: place for place, job_id in enumerate(queue, 1)}
     held = {job.id: job.attempt.number for job in made if job.status.holds_cluster}
@@ -82,7 +82,7 @@ def test_of_many_who_claim_at_once_no_more_get_a_place_than_there_are(jobs: JobR
     claimed = [job for found in claims for job in found]
     assert len(claimed) == 6
     assert {job.id for job in claimed} == {item.id for item in jobs.on_cluster()}
-    assert max(demand.jobs for demand in jobs.queue_snapshot(most=1, now=0.0).held.values()) <= 4
+    assert max(demand.jobs for demand in jobs.queue_snapshot(most=1, now=0.0).used.values()) <= 4
 
 
 def test_a_claim_takes_neither_what_has_changed_nor_what_follows_a_job_that_does_not_fit(

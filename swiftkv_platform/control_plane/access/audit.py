@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ulid import ULID
 
 from swiftkv_platform.control_plane.base import Clock, Page, Slice
-from swiftkv_platform.control_plane.database.paging import Repository, fetch_rows, to_dataclass, unknown_cursor_error
+from swiftkv_platform.control_plane.database.paging import Repository, fetch_rows, make_cursor_error, to_dataclass
 from swiftkv_platform.control_plane.database.session import TRANSACTION_HOOK
 from swiftkv_platform.control_plane.database.tables import AuditRow, DeploymentRow, FileRow, JobRow
 from swiftkv_platform.errors import DatabaseUnavailableError, RateLimitedError
@@ -101,7 +101,7 @@ class AuditTrail(Repository):
             if page.after is not None:
                 seen = session.get(AuditRow, page.after)
                 if seen is None or filters.tenant not in (None, seen.tenant):
-                    raise unknown_cursor_error(page.after)
+                    raise make_cursor_error(page.after)
             rows = fetch_rows(session, query, AuditRow.id, page, after=page.after)
             return Slice([to_dataclass(AuditEntry, row) for row in rows.items], rows.has_more)
 

@@ -67,7 +67,7 @@ def fetch_page(
     if page.after is not None:
         seen = session.get(table, page.after)
         if seen is None or seen.tenant != tenant:
-            raise unknown_cursor_error(page.after)
+            raise make_cursor_error(page.after)
     query: Select[Any] = select(table).where(table.tenant == tenant, *where)
     return fetch_rows(session, query, table.id, page, after=page.after)
 
@@ -142,7 +142,7 @@ def fetch_column(
 
 
 def _order_after(query: Select[Any], key: InstrumentedAttribute[Any], page: Page, after: Any) -> Select[Any]:
-    """Order the query as the page says, after the value `after` of `key`."""
+    """Order the query by the column `key` in the page's order, beginning after the value `after`."""
     ascending = page.order == "asc"
     if after is not None:
         query = query.where(key > after if ascending else key < after)
@@ -156,7 +156,7 @@ def split_into_batches(values: Sequence[Item]) -> Iterator[Sequence[Item]]:
 
 
 def parse_readable(rows: Iterable[Row], read: Callable[[Row], Item]) -> tuple[list[Item], list[str]]:
-    """Return the rows converted by `read`, and the ids of unreadable rows."""
+    """Return (rows converted by `read`, ids of unreadable rows)."""
     items: list[Item] = []
     left_out: list[str] = []
     for row in rows:
@@ -168,7 +168,7 @@ def parse_readable(rows: Iterable[Row], read: Callable[[Row], Item]) -> tuple[li
     return items, left_out
 
 
-def unreadable_row_error(kind: str, row_id: str, error: ValidationError | TypeError) -> UnreadableRowError:
+def make_unreadable_row_error(kind: str, row_id: str, error: ValidationError | TypeError) -> UnreadableRowError:
     """Return the error for a row that does not have the format of this version of the program."""
     why = "its state is not an object"
     if isinstance(error, ValidationError):
@@ -182,7 +182,7 @@ def unreadable_row_error(kind: str, row_id: str, error: ValidationError | TypeEr
     )
 
 
-def unknown_cursor_error(value: str) -> InvalidInputError:
+def make_cursor_error(value: str) -> InvalidInputError:
     return InvalidInputError.for_field(
         "after", value, ", which is not in this list; pass the `last_id` of an earlier page"
     )

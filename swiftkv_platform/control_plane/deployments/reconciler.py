@@ -122,11 +122,11 @@ class ReplicaScheduler:
 
 
 def find_released(
-    before: Iterable[ResolvedDeployment], after: Iterable[ResolvedDeployment]
+    previous: Iterable[ResolvedDeployment], current: Iterable[ResolvedDeployment]
 ) -> Iterator[tuple[ResolvedDeployment, Demand]]:
-    """Yield (deployment, demand of the replicas that it loses) when the deployments `after` replace `before`."""
-    now = {spec.id: spec for spec in after}
-    for spec in before:
+    """Yield (deployment, demand of the replicas that it loses) when the deployments `current` replace `previous`."""
+    now = {spec.id: spec for spec in current}
+    for spec in previous:
         then, held = now.get(spec.id), Demand.for_deployment(spec)
         left = (
             held

@@ -19,9 +19,9 @@ from swiftkv_platform.control_plane.database.paging import (
     fetch_page,
     fetch_rows,
     get_owned,
+    make_unreadable_row_error,
     parse_readable,
     split_into_batches,
-    unreadable_row_error,
 )
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import DeploymentRow, ModelRow, PromotionRow
@@ -223,7 +223,7 @@ def read_deployment(row: DeploymentRow) -> Deployment:
         spec = ResolvedDeployment.model_validate(row.spec, context=STORED_CONTEXT)
         return Deployment(spec, row.tenant, row.created_at, _STATE_ADAPTER.validate_python(row.state), row.version)
     except (ValidationError, TypeError) as error:
-        raise unreadable_row_error("deployment", row.id, error) from error
+        raise make_unreadable_row_error("deployment", row.id, error) from error
 
 
 def write_deployment(row: DeploymentRow, spec: ResolvedDeployment, state: DeploymentState) -> None:

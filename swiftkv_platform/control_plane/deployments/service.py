@@ -65,8 +65,8 @@ class DeploymentService:
             }
         )
 
-        def admit(held: Demand) -> None:
-            self.check_limits(spec, caller.tenant, held)
+        def admit(used: Demand) -> None:
+            self.check_limits(spec, caller.tenant, used)
 
         deployment = Deployment(spec, caller.tenant, int(self.parts.clock()))
         policy = self.parts.policies.get(caller.tenant)
@@ -98,13 +98,13 @@ class DeploymentService:
         seen = self.parts.deployments.get_deployment(deployment_id, tenant=caller.tenant)
         patch = self._resolve_models(changes, caller)
 
-        def change(present: Deployment, held: Demand) -> tuple[ResolvedDeployment, DeploymentState]:
+        def change(present: Deployment, used: Demand) -> tuple[ResolvedDeployment, DeploymentState]:
             if expected is None:
                 _check_conflicts(patch, seen, present)
             else:
                 expected.check_version(f"deployment {deployment_id}", present.version)
             spec = _validate_document(apply_merge_patch(present.spec.model_dump(), patch))
-            self.check_limits(spec, caller.tenant, held, before=present.spec)
+            self.check_limits(spec, caller.tenant, used, previous_spec=present.spec)
             return apply_change(present, spec)
 
         return self.parts.deployments.change_deployment(deployment_id, change, tenant=caller.tenant)
@@ -145,17 +145,17 @@ class DeploymentService:
         return placed
 
     def check_limits(
-        self, spec: ResolvedDeployment, tenant: str, held: Demand, *, before: ResolvedDeployment | None = None
+        self, spec: ResolvedDeployment, tenant: str, used: Demand, *, previous_spec: ResolvedDeployment | None = None
     ) -> None:
-        """Refuse a deployment that asks for more than `before`, if that exceeds a limit. `held`: demand of the tenant's
-        jobs and its other deployments.
+        """Refuse a deployment that requests more than `previous_spec`, if the increase exceeds a limit. `used`: demand
+        of the tenant's jobs and other deployments.
 
         Raises `InvalidInputError` above the operator's limit, `ForbiddenError` for a chat template without the grant,
         `OverQuotaError` if the deployment alone exceeds its tenant's quota, and `QuotaExceededError` if it does
-        together with `held`.
+        together with `used`.
         """
         policy = self.parts.policies.get(tenant)
-        had_template = None if before is None else before.chat_template
+        had_template = None if previous_spec is None else previous_spec.chat_template
         if (
             self.settings.requires_credentials
             and spec.chat_template not in (None, had_template)
@@ -167,7 +167,7 @@ class DeploymentService:
                 field="chat_template",
             )
         wanted = Demand.for_deployment(spec)
-        more = wanted if before is None else wanted.subtract_to_zero(Demand.for_deployment(before))
+        more = wanted if previous_spec is None else wanted.subtract_to_zero(Demand.for_deployment(previous_spec))
         max_replicas = self.settings.max_deployment_replicas
         if max_replicas is not None and more.replicas and spec.max_replicas > max_replicas:
             raise InvalidInputError(
@@ -185,7 +185,7 @@ class DeploymentService:
                 field=name,
                 value=requested,
             )
-        together = (held + wanted).find_exceeded_limit(policy, adding=more)
+        together = (used + wanted).find_exceeded_limit(policy, adding=more)
         if together is not None:
             name, requested, limit = together
             raise QuotaExceededError(

@@ -84,7 +84,7 @@ RequestKind = Literal["reading", "changing", "submitting", "fetching", "followin
 (fetching), polling for an event stream (following), and finding a deployment (asking). Requests wait only for
 requests of the same kind."""
 
-FREE_S = 0.001
+UNPAUSED_S = 0.001
 """Request seconds that cause no pause."""
 PAUSE_RATIO = 2.0
 """Seconds of pause per second of the request before it: two thirds of the time remain for other tenants."""
@@ -129,6 +129,6 @@ class TenantConcurrencyLimiter:
                 yield
             finally:
                 now = time.monotonic()
-                self._paused_until[key] = now + min(max(now - began - FREE_S, 0.0) * PAUSE_RATIO, MAX_PAUSE_S)
+                self._paused_until[key] = now + min(max(now - began - UNPAUSED_S, 0.0) * PAUSE_RATIO, MAX_PAUSE_S)
         finally:
             semaphore.release()

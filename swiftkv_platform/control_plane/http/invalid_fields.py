@@ -90,7 +90,7 @@ def _is_type_error(item: Mapping[str, Any]) -> bool:
 
 
 def _descend(annotation: Any, part: str | int) -> tuple[Any, bool]:
-    """Return the annotation at the next part of a location, and whether that part is only a label added by Pydantic."""
+    """Return (annotation at the next part of a location, whether that part is only a label added by Pydantic)."""
     # 1. index of a list  2. field of a model  3. label of a model  4. key of a mapping, or another label
     if isinstance(part, int):
         return _get_item_annotation(annotation), False

@@ -26,7 +26,7 @@ from swiftkv_platform.web.limiters import ConcurrencyLimiter, ConcurrencyLimits
 
 ReadEvents = Callable[[str, Page], Slice[Event]]
 """Function: (job id, page) -> events of the job."""
-Turn = Callable[[], AbstractAsyncContextManager[None]]
+AcquireReadSlot = Callable[[], AbstractAsyncContextManager[None]]
 _LOG_POLL_INTERVAL_S = 0.5
 _EVENTS_PER_READ = 100
 _MAX_CACHED_EVENTS = 1000
@@ -37,13 +37,13 @@ class EventTail:
     """Cache of the newest events of one job, for as long as it has followers.
 
     Args:
-        turn: slot of the tenant that a read holds.
+        acquire_read_slot: opens a context in which a read counts against its tenant's concurrent reads.
         after: id of the event after which reading starts.
     """
 
-    def __init__(self, read: ReadEvents, turn: Turn, job_id: str, after: str | None) -> None:
+    def __init__(self, read: ReadEvents, acquire_read_slot: AcquireReadSlot, job_id: str, after: str | None) -> None:
         self._read = read
-        self._turn = turn
+        self._acquire_read_slot = acquire_read_slot
         self._job_id = job_id
         self._newest = after
         self._next: dict[str | None, Event] = {}
@@ -76,7 +76,7 @@ class EventTail:
             await asyncio.sleep(_LOG_POLL_INTERVAL_S)
             page = Page(self._newest, _EVENTS_PER_READ, order="asc")
             try:
-                async with self._turn():
+                async with self._acquire_read_slot():
                     found = await run_in_threadpool(self._read, self._job_id, page)
             except Exception as error:
                 self._error = error
@@ -98,7 +98,7 @@ class EventFollowers:
 
     def __init__(self, read: ReadEvents, limiter: TenantConcurrencyLimiter) -> None:
         self._read = read
-        self._turns = limiter
+        self._read_limiter = limiter
         self._tails: dict[str, tuple[EventTail, asyncio.Task[None]]] = {}
 
     async def follow(
@@ -106,9 +106,9 @@ class EventFollowers:
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of a tenant's job after the event `after`, up to the one that ends the job. Raises what
         reading raises. `has_ended`: whether the job has already ended, and its last event is stored."""
-        turn = partial(self._turns.acquire, tenant, "following")
+        acquire_read_slot = partial(self._read_limiter.acquire, tenant, "following")
         while True:
-            async with turn():
+            async with acquire_read_slot():
                 found = await run_in_threadpool(self._read, job_id, Page(after, _EVENTS_PER_READ, order="asc"))
             for event in found.items:
                 yield event
@@ -117,17 +117,17 @@ class EventFollowers:
                 continue
             if has_ended:
                 return
-            with self._tail(job_id, turn, after) as tail:
+            with self._tail(job_id, acquire_read_slot, after) as tail:
                 while not has_ended and (events := await tail.after(after)) is not None:
                     for event in events:
                         yield event
                         after, has_ended = event.id, has_ended or _is_last_event(event)
 
     @contextmanager
-    def _tail(self, job_id: str, turn: Turn, after: str | None) -> Iterator[EventTail]:
+    def _tail(self, job_id: str, acquire_read_slot: AcquireReadSlot, after: str | None) -> Iterator[EventTail]:
         """Open the job's tail, which lives from its first follower to its last."""
         if job_id not in self._tails:
-            tail = EventTail(self._read, turn, job_id, after)
+            tail = EventTail(self._read, acquire_read_slot, job_id, after)
             self._tails[job_id] = tail, asyncio.create_task(tail.run())
         tail, task = self._tails[job_id]
         tail.followers += 1
@@ -234,7 +234,7 @@ class LogFollowers:
 
     def __init__(self, parts: Components, limits: ConcurrencyLimits, limiter: TenantConcurrencyLimiter) -> None:
         self._parts = parts
-        self._turns = limiter
+        self._read_limiter = limiter
         self.limiter = ConcurrencyLimiter("followed logs", limits)
         """Limit of followers; each holds a connection to Ray."""
 
@@ -245,7 +245,7 @@ class LogFollowers:
     async def _follow_attempts(self, job_id: str, tenant: str) -> AsyncGenerator[bytes, None]:
         number, sent, is_out = 1, 0, False
         while True:
-            async with self._turns.acquire(tenant, "following"):
+            async with self._read_limiter.acquire(tenant, "following"):
                 job, saved = await run_in_threadpool(self._load_job_and_log, job_id, tenant, number)
             try:
                 pieces = None if is_out else _follow_live_log(self._parts, job, number, sent)

@@ -55,7 +55,7 @@ class FairQueue:
         If the first job of a tenant exceeds its quota or cannot be scheduled, no job of that tenant is chosen, since
         smaller jobs that overtake it could block it forever. A job that the nodes can never hold is skipped.
         """
-        held = defaultdict(Demand, snapshot.held)
+        used = defaultdict(Demand, snapshot.used)
         queues = {tenant: deque(jobs) for tenant, jobs in snapshot.waiting.items()}
         self._raise_to_least_share(queues)
         chosen: list[QueuedJob] = []
@@ -66,13 +66,13 @@ class FairQueue:
             fitting = [
                 tenant
                 for tenant, queue in queues.items()
-                if queue and self.fits(tenant, held[tenant], queue[0].demand) and admission.fits(queue[0].id)
+                if queue and self.fits(tenant, used[tenant], queue[0].demand) and admission.fits(queue[0].id)
             ]
             if not fitting:
                 break
-            tenant = min(fitting, key=lambda name: self._rank(name, held[name], snapshot.total, queues[name][0]))
+            tenant = min(fitting, key=lambda name: self._rank(name, used[name], snapshot.total, queues[name][0]))
             job = queues[tenant].popleft()
-            held[tenant] += job.demand
+            used[tenant] += job.demand
             self._shares_given[tenant] += job.demand.dominant_share(snapshot.total) / self._policies.get(tenant).weight
             chosen.append(job)
             admission.reserve(job.id)
@@ -85,7 +85,7 @@ class FairQueue:
         chosen, taken = list[Job](), set[str]()
         for job in stuck:
             for tenant, (first, *_) in snapshot.waiting.items():
-                holds = snapshot.held.get(tenant, Demand())
+                holds = snapshot.used.get(tenant, Demand())
                 may_start = tenant not in {job.tenant, *taken} and self.fits(tenant, holds, first.demand)
                 if may_start and admission.could_fit(first.id) and admission.fits(first.id):
                     chosen.append(job)
@@ -95,12 +95,12 @@ class FairQueue:
                     break
         return chosen
 
-    def fits(self, tenant: str, held: Demand, demand: Demand) -> bool:
-        """Whether a tenant that holds `held` may have `demand` in addition."""
-        return (held + demand).find_exceeded_limit(self._policies.get(tenant), adding=demand) is None
+    def fits(self, tenant: str, used: Demand, demand: Demand) -> bool:
+        """Whether a tenant that uses `used` may have `demand` in addition."""
+        return (used + demand).find_exceeded_limit(self._policies.get(tenant), adding=demand) is None
 
-    def _rank(self, tenant: str, held: Demand, total: Demand, first: QueuedJob) -> tuple[float, float, str]:
-        return held.dominant_share(total) / self._policies.get(tenant).weight, self._shares_given[tenant], first.id
+    def _rank(self, tenant: str, used: Demand, total: Demand, first: QueuedJob) -> tuple[float, float, str]:
+        return used.dominant_share(total) / self._policies.get(tenant).weight, self._shares_given[tenant], first.id
 
     def _raise_to_least_share(self, queues: Collection[str]) -> None:
         """Raise each tenant's share to the smallest share of the waiting tenants, so that idle time earns no credit."""
@@ -445,8 +445,8 @@ class Preemption:
 
     def _exceed_share(self, name: str, jobs: Sequence[Job], nodes: Sequence[Node]) -> bool:
         total = sum(node.total.get(name, 0.0) for node in nodes)
-        held = sum(max_resources(job.spec)[name] for job in jobs)
-        return held > total - limit_deployments(total, self._share)
+        used = sum(max_resources(job.spec)[name] for job in jobs)
+        return used > total - limit_deployments(total, self._share)
 
 
 def _make_placement_reason(job: Job) -> Reason:
@@ -456,8 +456,8 @@ def _make_placement_reason(job: Job) -> Reason:
 
 
 def _make_time_slice_reason(job: Job, now: float) -> Reason:
-    held = now - (job.attempt.submitted_at or now)
-    message = f"attempt {job.attempt.number} used its time slice ({held:.0f} s), and a job of another tenant is waiting"
+    used = now - (job.attempt.submitted_at or now)
+    message = f"attempt {job.attempt.number} used its time slice ({used:.0f} s), and a job of another tenant is waiting"
     return Reason(ReasonCode.PREEMPTED, message)
 
 

@@ -27,11 +27,11 @@ from swiftkv_platform.control_plane.database.paging import (
     fetch_page,
     fetch_rows,
     get_owned,
+    make_cursor_error,
+    make_unreadable_row_error,
     parse_readable,
     split_into_batches,
     to_dataclass,
-    unknown_cursor_error,
-    unreadable_row_error,
 )
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import EventRow, IdempotencyRow, JobRow, ModelRow, PointRow, UseRow
@@ -120,9 +120,9 @@ class QueuedJob:
 
 @dataclass(frozen=True)
 class QueueSnapshot:
-    """The queue, and what tenants hold of the cluster."""
+    """The queue, and the cluster resources that each tenant uses."""
 
-    held: Mapping[str, Demand]
+    used: Mapping[str, Demand]
     """Sum over each tenant's jobs on the cluster and deployments."""
     total: Demand
     """Sum over all deployments, and jobs on the cluster and in the queue."""
@@ -131,7 +131,7 @@ class QueueSnapshot:
 
 
 Claim = Callable[[str, Demand, Demand], bool]
-"""(tenant, held, demand) -> whether a tenant that holds `held` may have `demand` in addition."""
+"""(tenant, used, demand) -> whether a tenant that uses `used` may have `demand` in addition."""
 T = TypeVar("T")
 _JOB_ADAPTER = TypeAdapter(Job)
 _COLUMNS: Sequence[InstrumentedAttribute[Any]] = (
@@ -268,15 +268,15 @@ class JobRepository(Repository):
         first = ready.order_by(JobRow.priority, JobRow.id).limit(most)
         waiting: dict[str, builtins.list[QueuedJob]] = {}
         with self._database.reading() as session:
-            held, asked = sum_job_demand(session, STATUSES_ON_CLUSTER), sum_job_demand(session, queued)
+            used, asked = sum_job_demand(session, STATUSES_ON_CLUSTER), sum_job_demand(session, queued)
             for tenant, demand in sum_deployment_demand(session).items():
-                held[tenant] = held.get(tenant, Demand()) + demand
-            total = sum((*held.values(), *asked.values()), Demand())
+                used[tenant] = used.get(tenant, Demand()) + demand
+            total = sum((*used.values(), *asked.values()), Demand())
             for tenant in asked:  # each one's first jobs are adjacent in the index
                 rows = session.execute(first, {"of": tenant})
                 if jobs := [QueuedJob(row.id, Demand(1, row.gpus, row.cpus)) for row in rows]:
                     waiting[tenant] = jobs
-        return QueueSnapshot(held, total, waiting)
+        return QueueSnapshot(used, total, waiting)
 
     def queue_places(self, tenant: str) -> Mapping[str, int]:
         """Return the position of each of the tenant's queued jobs, by priority, then by age; the first has 1."""
@@ -285,7 +285,7 @@ class JobRepository(Repository):
             ids = session.scalars(queued.order_by(JobRow.priority, JobRow.id))
             return {job_id: place for place, job_id in enumerate(ids, 1)}
 
-    def held(self, tenant: str) -> Demand:
+    def sum_tenant_demand(self, tenant: str) -> Demand:
         """Return the demand of the tenant's jobs on the cluster and of its deployments."""
         with self._database.reading() as session:
             return sum_demand(session, tenant)
@@ -313,17 +313,17 @@ class JobRepository(Repository):
                 self._database.lock(session, deployments_lock_key(tenant))
             check_fence(session, fence)
             # 2. Count what jobs and deployments use.
-            held = sum_job_demand(session, STATUSES_ON_CLUSTER)
-            room = most - sum(demand.jobs for demand in held.values())
+            used = sum_job_demand(session, STATUSES_ON_CLUSTER)
+            room = most - sum(demand.jobs for demand in used.values())
             deployments = sum_deployment_demand(session, tenants=tenants)
             for tenant in tenants:
-                held[tenant] = held.get(tenant, Demand()) + deployments.get(tenant, Demand())
+                used[tenant] = used.get(tenant, Demand()) + deployments.get(tenant, Demand())
             # 3. Claim slot by slot, in the order of the queue.
             for job, event in starts:
                 demand = Demand.for_job(job.spec)
                 if room <= 0 or job.tenant in refused:
                     continue
-                if not fits(job.tenant, held[job.tenant], demand):
+                if not fits(job.tenant, used[job.tenant], demand):
                     refused.add(job.tenant)
                     continue
                 updated = replace(job, version=job.version + 1)
@@ -333,7 +333,7 @@ class JobRepository(Repository):
                 self._add_events(session, updated, [event])
                 claimed.append(updated)
                 room -= 1
-                held[job.tenant] += demand
+                used[job.tenant] += demand
         return claimed
 
     def watch(self, job_id: str, until: float) -> None:
@@ -393,7 +393,7 @@ class JobRepository(Repository):
             if page.after is not None:
                 seen = session.scalar(select(EventRow).where(EventRow.id == page.after, EventRow.job_id == job_id))
                 if seen is None:
-                    raise unknown_cursor_error(page.after)
+                    raise make_cursor_error(page.after)
                 after = seen.sequence
             query = select(EventRow).where(EventRow.job_id == job_id)
             rows = fetch_rows(
@@ -457,7 +457,7 @@ def _parse_job(row: JobRow) -> Job:
         columns = {column.key: getattr(row, column.key) for column in _COLUMNS}
         return _JOB_ADAPTER.validate_python({**row.state, **columns}, context=STORED_CONTEXT)
     except (ValidationError, TypeError) as error:
-        raise unreadable_row_error("job", row.id, error) from error
+        raise make_unreadable_row_error("job", row.id, error) from error
 
 
 def _read_attempt_number(state: Any) -> int | None:
@@ -469,7 +469,7 @@ def _read_attempt_number(state: Any) -> int | None:
 def _parse_step_cursor(cursor: str) -> int:
     """Return the step of a cursor. Raises `InvalidInputError` if it cannot be one."""
     if not cursor.isdecimal() or len(cursor) > _MAX_STEP_DIGITS:
-        raise unknown_cursor_error(cursor)
+        raise make_cursor_error(cursor)
     return int(cursor)
 
 

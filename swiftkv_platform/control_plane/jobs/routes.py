@@ -84,7 +84,7 @@ class JobPresenter:
     ) -> None:
         self._parts, self._settings, self._ray, self._nodes = parts, settings, ray, nodes
         self._reports_cluster = request.method == "GET"  # requests that change a job do not wait for Ray
-        self._find_queue_places, self._find_held = cache(parts.jobs.queue_places), cache(parts.jobs.held)
+        self._find_queue_places, self._sum_demand = cache(parts.jobs.queue_places), cache(parts.jobs.sum_tenant_demand)
 
     def present(self, job: Job) -> JobResponse:
         """Return a job's response, for a queued job with its place in the queue and the reason why it waits."""
@@ -103,7 +103,7 @@ class JobPresenter:
             place=place,
             running=self._num_running,
             slots=self._settings.max_running_jobs,
-            exceeded=(self._find_held(job.tenant) + demand).find_exceeded_limit(policy, adding=demand),
+            exceeded=(self._sum_demand(job.tenant) + demand).find_exceeded_limit(policy, adding=demand),
             now=now,
             away=self._ray_problem if self._reports_cluster else None,
             lacking=request.wait_reason if cannot_fit else None,

@@ -216,7 +216,7 @@ def _check_student(copy: Path, stored: Mapping[str, ManifestFile], sizes: Mappin
     told = {name: file.size for name, file in manifest.files.items()}
     wrong = sorted(name for name in {*found, *told} if found.get(name) != told.get(name))
     if wrong:
-        raise _manifest_mismatch_error(source, wrong)
+        raise _make_manifest_mismatch_error(source, wrong)
     for name in stored:
         _check_digest(manifest, stored, name, source)
     return manifest
@@ -225,10 +225,10 @@ def _check_student(copy: Path, stored: Mapping[str, ManifestFile], sizes: Mappin
 def _check_digest(known: Manifest, stored: Mapping[str, ManifestFile], name: str, source: str) -> None:
     """Raise `InvalidInputError` if a file differs from the source's manifest."""
     if known.files and known.files[name] != stored[name]:
-        raise _manifest_mismatch_error(source, [name])
+        raise _make_manifest_mismatch_error(source, [name])
 
 
-def _manifest_mismatch_error(source: str, names: Sequence[str]) -> InvalidInputError:
+def _make_manifest_mismatch_error(source: str, names: Sequence[str]) -> InvalidInputError:
     which = f"whose {', '.join(names[:3])} differs from its {MANIFEST}"
     return _source_error(source, f"{which}; copy the original directory again")
 

@@ -43,7 +43,7 @@ class FoundParent:
     job: Job | None
     """None for an imported model."""
     spec: JobSpec
-    """Spec that it was trained by; for a sweep's model, the spec of its trial."""
+    """Spec of the parent's training; for a sweep's model, the spec of its trial."""
     attempt: int
 
 
@@ -65,7 +65,7 @@ class Parents:
         return self._find_model(name.model, tenant) if name.model is not None else self._find_checkpoint(name, tenant)
 
     def list_ancestors(self, job_id: str | None, tenant: str) -> list[AncestorResponse]:
-        """List a job's parent, the parent of that parent's job, and so on, as far as jobs are stored."""
+        """List the parents of a job, of the parent's job, and so on, until a job is not stored."""
         found: list[AncestorResponse] = []
         while job_id is not None and len(found) < _MAX_ANCESTORS:
             try:
@@ -110,8 +110,8 @@ class Parents:
         wanted = [each for each in newest_first if each.step == name.step and name.attempt in (None, each.attempt)]
         newest = next(iter(self.objects.read_checkpoints(wanted, 1)), None)
         if newest is None:
-            known = self.objects.read_checkpoints(newest_first, _MAX_NAMED_STEPS)
-            raise _make_error(str(name), f"{job.id} has no such checkpoint; {_describe_steps(known)}")
+            checkpoints = self.objects.read_checkpoints(newest_first, _MAX_NAMED_STEPS)
+            raise _make_error(str(name), f"{job.id} has no such checkpoint; {_describe_checkpoint_steps(checkpoints)}")
         parent = Parent(
             name=str(ParentName(job=job.id, step=newest.step, attempt=newest.attempt)),
             kind="checkpoint",
@@ -145,7 +145,7 @@ def make_publishing_spec(found: FoundParent, changes: Mapping[str, Any]) -> JobS
 def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | None) -> None:
     """Raise `InvalidInputError`, naming the field to change, for a job that cannot continue from its parent.
 
-    Without the teacher's `num_hidden_layers`, l is compared as it was given.
+    Without the teacher's `num_hidden_layers`, l is compared as the specs have it.
     """
     parent, parent_spec = found.parent, found.spec
     of_parent = _list_student_fields(parent_spec, num_hidden_layers)
@@ -209,10 +209,10 @@ def _find_training_spec(model: Model, job: Job | None) -> JobSpec:
         raise _make_error(model.id, "its lineage does not contain the spec of its training") from error
 
 
-def _describe_steps(known: Sequence[StoredCheckpoint]) -> str:
-    if not known:
+def _describe_checkpoint_steps(checkpoints: Sequence[StoredCheckpoint]) -> str:
+    if not checkpoints:
         return "it has none; use a job whose checkpoints have not been removed"
-    return f"it has steps {', '.join(map(str, sorted({each.step for each in known})))}"
+    return f"it has steps {', '.join(map(str, sorted({each.step for each in checkpoints})))}"
 
 
 def _make_error(name: str, problem: str) -> InvalidInputError:

@@ -72,7 +72,7 @@ class RegistryService:
         """Return an alias's history. Raises `NotFoundError` for an unknown alias."""
         found = self.registry.list_promotions(tenant=tenant, alias=alias)
         if not found:
-            raise _unknown_alias_error(alias)
+            raise _make_unknown_alias_error(alias)
         return found
 
     def promote(
@@ -115,7 +115,7 @@ class RegistryService:
             # 1. check the alias's version  2. find the model, for a rollback the one before the current  3. the change
             newest = next(history, None)
             if newest is None and model is None:
-                raise _unknown_alias_error(alias)
+                raise _make_unknown_alias_error(alias)
             version = 0 if newest is None else newest.version
             if expected is not None:
                 expected.check_version(f"alias {alias!r}", version)
@@ -164,7 +164,7 @@ def _iterate_rollback_targets(newest_first: Iterable[Promotion]) -> Iterator[str
             yield promotion.model
 
 
-def _unknown_alias_error(alias: str) -> NotFoundError:
+def _make_unknown_alias_error(alias: str) -> NotFoundError:
     return NotFoundError(f"there is no alias {alias!r}; GET /aliases lists them", field="alias", value=alias)
 
 

@@ -99,7 +99,7 @@ class EngineWorker:
             self._directory.cleanup()
             raise WorkerError(f"the interpreter {str(python)!r} does not run ({error})") from error
         try:
-            self.settings: dict[str, Any] = self._request(arguments)
+            self.settings: dict[str, Any] = self._send_command(arguments)
             """Versions and resulting settings of vLLM."""
         except BaseException:
             self.close()
@@ -114,7 +114,7 @@ class EngineWorker:
         Raises:
             WorkerError: the worker has exited or exceeded the time limit.
         """
-        token_times: list[list[float]] = self._request({"prompts": prompts, "max_tokens": max_tokens})
+        token_times: list[list[float]] = self._send_command({"prompts": prompts, "max_tokens": max_tokens})
         lengths = [len(times) for times in token_times]
         if lengths != list(max_tokens):
             raise WorkerError(f"vLLM generated {lengths} tokens instead of {list(max_tokens)}")
@@ -139,7 +139,7 @@ class EngineWorker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _request(self, message: Mapping[str, Any]) -> Any:
+    def _send_command(self, message: Mapping[str, Any]) -> Any:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")

@@ -41,7 +41,7 @@ def main() -> None:
         pipeline = openvino_genai.LLMPipeline(directory, "CPU", **options)
     _write_response(answers, {"openvino": openvino.__version__, "threads": threads, "form": arguments["form"]})
     for line in sys.stdin:
-        _write_response(answers, _generate(pipeline, json.loads(line)))
+        _write_response(answers, _time_tokens(pipeline, json.loads(line)))
 
 
 def _write_response(answers: TextIO, answer: Any) -> None:
@@ -49,7 +49,7 @@ def _write_response(answers: TextIO, answer: Any) -> None:
     answers.flush()
 
 
-def _generate(pipeline: Any, command: dict[str, Any]) -> list[list[float]]:
+def _time_tokens(pipeline: Any, command: dict[str, Any]) -> list[list[float]]:
     """Return the seconds until each token; prompts have equal lengths, and so do outputs."""
     (length,) = set(command["max_tokens"])
     if length == 1:

@@ -40,7 +40,7 @@ def main() -> None:
     }
     _write_response(answers, settings)
     for number, line in enumerate(sys.stdin):
-        _write_response(answers, _generate(engine, f"{number}", json.loads(line)))
+        _write_response(answers, _time_tokens(engine, f"{number}", json.loads(line)))
 
 
 def _redirect_stdout() -> TextIO:
@@ -55,7 +55,7 @@ def _write_response(answers: TextIO, answer: Any) -> None:
     answers.flush()
 
 
-def _generate(engine: Any, name: str, command: dict[str, Any]) -> list[list[float]]:
+def _time_tokens(engine: Any, name: str, command: dict[str, Any]) -> list[list[float]]:
     from vllm import SamplingParams
 
     start = time.perf_counter()

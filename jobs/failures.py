@@ -88,14 +88,14 @@ def find_root_cause(error: BaseException) -> SwiftKVError | None:
 def _iter_causes(error: BaseException) -> Iterator[BaseException]:
     """Yield the errors that Ray and torch have wrapped in `error`, or `error` itself. The error of a worker group comes
     last: its text has details that pickling drops from the workers' errors, such as their causes."""
-    wrapped = _unwrap(error)
+    wrapped = _list_causes(error)
     for cause in wrapped:
         yield from _iter_causes(cause)
     if not wrapped or _is_ray_train_error(error, "WorkerGroupError"):
         yield error
 
 
-def _unwrap(error: Any) -> list[BaseException]:
+def _list_causes(error: Any) -> list[BaseException]:
     if isinstance(error, RayTaskError):
         return [error.cause]
     if _is_ray_train_error(error, "WorkerGroupError"):

@@ -57,7 +57,7 @@ class Spans:
             return
         from opentelemetry.trace import Status, StatusCode
 
-        span = self._start(name, parent, time.time(), attributes)
+        span = self._start_span(name, parent, time.time(), attributes)
         try:
             yield _format_traceparent(span)
         except BaseException as error:
@@ -69,7 +69,7 @@ class Spans:
     def record(self, name: str, parent: str | None, start: float, end: float, **attributes: Any) -> None:
         """Record a span that has ended. Times are Unix seconds."""
         if self._provider is not None:
-            self._start(name, parent, start, attributes).end(_to_nanoseconds(end))
+            self._start_span(name, parent, start, attributes).end(_to_nanoseconds(end))
 
     def flush(self) -> None:
         """Send the recorded spans; wait at most 5 seconds."""
@@ -81,7 +81,7 @@ class Spans:
         if self._provider is not None:
             self._provider.shutdown()
 
-    def _start(self, name: str, parent: str | None, start: float, attributes: dict[str, Any]) -> Any:
+    def _start_span(self, name: str, parent: str | None, start: float, attributes: dict[str, Any]) -> Any:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         assert self._provider is not None, "callers check for a provider"

@@ -67,48 +67,48 @@ class Reporter:
         self._lock = threading.Lock()
 
     def send_status(self, status: AttemptStatus) -> None:
-        self._write(StatusEvent, status, {"status": status})
+        self._write_event(StatusEvent, status, {"status": status})
 
     def send_message(self, message: str, *, level: Level = "info", **data: Any) -> None:
-        self._write(MessageEvent, message, data, level)
+        self._write_event(MessageEvent, message, data, level)
 
     def send_metrics(self, points: list[dict[str, float]], total_steps: int) -> None:
         message = f"step {int(points[-1]['step'])} of {total_steps}"
-        self._write(MetricsEvent, message, {"points": points, "total_steps": total_steps})
+        self._write_event(MetricsEvent, message, {"points": points, "total_steps": total_steps})
 
     def send_checkpoint(self, key: str, manifest: Manifest, step: int) -> None:
         data = {"step": step, "key": key, "size": manifest.size, "sha256": manifest_digest(manifest)}
-        self._write(CheckpointEvent, f"checkpoint of step {step}", data)
+        self._write_event(CheckpointEvent, f"checkpoint of step {step}", data)
 
     def send_artifact(self, key: str, manifest: Manifest) -> None:
         data = {"key": key, "sha256": manifest_digest(manifest), "size": manifest.size, "metrics": manifest.metrics}
-        self._write(ArtifactEvent, f"model of {manifest.size} bytes", data)
+        self._write_event(ArtifactEvent, f"model of {manifest.size} bytes", data)
 
     def send_tracking(self, info: TrackingInfo) -> None:
         message = f"tracking with {info.provider}, {info.mode}"
         if info.fault is not None:
             message = f"{message}; data waits for a later upload: {info.fault[:_MAX_TRACKING_FAULT_LENGTH]}"
         data = {"provider": info.provider, "run_id": info.run_id, "mode": info.mode, "url": info.url}
-        self._write(TrackingEvent, message, data, "info" if info.fault is None else "warn")
+        self._write_event(TrackingEvent, message, data, "info" if info.fault is None else "warn")
 
     def send_placement(self, data: PlacementData) -> None:
         """Report that a phase waits for resources, or that its workers have started."""
-        self._write(PlacementEvent, f"{data['phase']}: {data['state']}", data)
+        self._write_event(PlacementEvent, f"{data['phase']}: {data['state']}", data)
 
     def send_progress(self, phase: str, part: str, *, done: int, total: int, eta_s: float | None) -> None:
         left = "" if eta_s is None or done >= total else f", {eta_s:.0f} s left"
         data = {"phase": phase, "part": part, "done": done, "total": total, "eta_s": eta_s}
-        self._write(ProgressEvent, f"{phase}: {part} {done} of {total}{left}", data)
+        self._write_event(ProgressEvent, f"{phase}: {part} {done} of {total}{left}", data)
 
     def send_course(self, message: str, data: SteeringData) -> None:
         """Report a steering decision; a rollback is a warning."""
-        self._write(SteeringEvent, message, data, "warn" if data["action"] == "rollback" else "info")
+        self._write_event(SteeringEvent, message, data, "warn" if data["action"] == "rollback" else "info")
 
     def send_error(self, message: str, *, code: str, field: str | None, value: Any, retryable: bool) -> None:
         data = {"code": code, "field": field, "value": value, "retryable": retryable}
-        self._write(ErrorEvent, message, data, "error")
+        self._write_event(ErrorEvent, message, data, "error")
 
-    def _write(
+    def _write_event(
         self, event: Callable[..., AttemptEvent], message: str, data: Mapping[str, Any], level: Level = "info"
     ) -> None:
         with self._lock:  # keeps numbers and times in the same order
@@ -128,7 +128,7 @@ class MetricsBuffer:
         """Points; events to set after an attempt to write the points before them; None at the end."""
         self._closed = False
         self._closing = threading.Lock()
-        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="metrics", daemon=True)
+        self._thread = threading.Thread(target=copy_context().run, args=(self._drain,), name="metrics", daemon=True)
         self._thread.start()
 
     def add(self, point: dict[str, float]) -> None:
@@ -151,7 +151,7 @@ class MetricsBuffer:
             self._items.put(None)
         self._thread.join()
 
-    def _run(self) -> None:
+    def _drain(self) -> None:
         points: list[dict[str, float]] = []
         due = -math.inf
         while True:
@@ -163,7 +163,7 @@ class MetricsBuffer:
                 points.append(item)
                 continue
             if points:
-                points = [] if self._write(points) else points
+                points = [] if self._write_points(points) else points
                 due = time.monotonic() + self._interval_s
             if item is None:
                 break
@@ -171,7 +171,7 @@ class MetricsBuffer:
         if points:
             get_logger().error("metrics_lost", num_points=len(points))
 
-    def _write(self, points: list[dict[str, float]]) -> bool:
+    def _write_points(self, points: list[dict[str, float]]) -> bool:
         """Write the points; return whether that succeeded. No exception ends the thread, since `flush` waits for it."""
         try:
             self._reporter.send_metrics(points, self._total_steps)
@@ -331,7 +331,7 @@ def follow_events(
         """Return whether all new events were delivered."""
         try:
             for stored in store.read_events(request.attempt_id, cursor):
-                _deliver(on_event, stored.event)
+                _deliver_event(on_event, stored.event)
                 cursor[stored.writer] = stored.sequence
         except StorageError as error:
             get_logger().warning("events_delayed", error=error.message)
@@ -357,7 +357,7 @@ def follow_events(
         follower.join()
 
 
-def _deliver(on_event: Callable[[AttemptEvent], None], event: AttemptEvent) -> None:
+def _deliver_event(on_event: Callable[[AttemptEvent], None], event: AttemptEvent) -> None:
     try:
         on_event(event)
     except StorageError:

@@ -174,7 +174,7 @@ class AttemptCheckpoints:
             lineage |= {"best_step": steering.best_step, "best_kl": steering.best_kl, "start_kl": steering.start_kl}
         manifest = write_manifest(self._store, key, files, kind="checkpoint", lineage=lineage, metrics={})
         self._on_commit(key, manifest, progress)
-        self._prune(steering.best_step)
+        self._delete_old_checkpoints(steering.best_step)
 
     def report_failure(self, name: str, progress: Progress, error: StorageError) -> None:
         self._on_failure(join_key(self._prefix, name), progress, error)
@@ -215,7 +215,7 @@ class AttemptCheckpoints:
             if is_complete(self._store, key):
                 yield key
 
-    def _prune(self, best_step: int) -> None:
+    def _delete_old_checkpoints(self, best_step: int) -> None:
         """Delete checkpoints older than the newest `keep`, including incomplete ones of dead runs, except that of the
         best state. Does nothing if there is a later attempt, which may resume from any of them."""
         if self._attempts.is_superseded(self._attempt):

@@ -136,7 +136,7 @@ class LossCurve:
             return
         with self._lock:
             self._points = [point for point in stored if point["step"] <= step]
-            self._thin()
+            self._halve_points()
 
     def add(self, point: Point) -> None:
         """Add the losses of a step. A long run keeps only every second, fourth, ... step, and always the last one."""
@@ -145,7 +145,7 @@ class LossCurve:
             self._last = losses
             if losses["step"] % self._every == 0:
                 self._points.append(losses)
-                self._thin()
+                self._halve_points()
 
     def save(self) -> None:
         with self._lock:
@@ -157,7 +157,7 @@ class LossCurve:
         except StorageError as error:
             get_logger().warning("curve_delayed", num_points=len(points), error=error.message)
 
-    def _thin(self) -> None:
+    def _halve_points(self) -> None:
         while len(self._points) > _MAX_LOSS_CURVE_POINTS:
             self._every *= 2
             self._points = [point for point in self._points if point["step"] % self._every == 0]

@@ -67,7 +67,7 @@ def evaluate_and_publish(
         QualityGateError: the student is too far from its teacher; nothing is published.
     """
     store = open_store(store_uri)
-    with _workspace(request.spec) as workspace:
+    with _open_workspace(request.spec) as workspace:
         directory = workspace.path
         student = _TrainedStudent.load(request.spec, get_access(request), workspace, store, checkpoint)
         report = student.measure(prepared, StoredResults(store, request, checkpoint))
@@ -98,7 +98,7 @@ def evaluate_trial(
     """Evaluate a trial of a sweep and publish its report, even if it fails a gate. The report's lineage names the
     checkpoint, from which `publish_trial` makes the model. Called like `evaluate_and_publish`."""
     store = open_store(store_uri)
-    with _workspace(request.spec) as workspace:
+    with _open_workspace(request.spec) as workspace:
         student = _TrainedStudent.load(request.spec, get_access(request), workspace, store, checkpoint)
         report = student.measure(prepared, StoredResults(store, request, checkpoint))
         if not student.workers.is_first:
@@ -128,7 +128,7 @@ def publish_trial(
         files: the sweep's report, by file name.
     """
     trial_store, lineage = open_store(trial_store_uri), trial.lineage
-    with _workspace(spec) as workspace:
+    with _open_workspace(spec) as workspace:
         artifact = workspace.path / "artifact"
         student = _TrainedStudent.load(spec, get_access(request), workspace, trial_store, lineage["checkpoint"])
         saved = student.save(artifact)
@@ -143,7 +143,7 @@ def publish_trial(
 
 
 @contextmanager
-def _workspace(spec: JobSpec) -> Iterator[Workspace]:
+def _open_workspace(spec: JobSpec) -> Iterator[Workspace]:
     set_up_process(spec)
     with shared_workspace("evaluate") as workspace:
         yield workspace

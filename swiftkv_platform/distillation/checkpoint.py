@@ -274,13 +274,13 @@ class Uploader:
 
     def _run(self, directory: Path, name: str, progress: Progress) -> None:
         try:
-            self._error = self._upload(directory, name, progress)
+            self._error = self._upload_files(directory, name, progress)
         except BaseException as error:
             self._error = error
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
-    def _upload(self, directory: Path, name: str, progress: Progress) -> StorageError | None:
+    def _upload_files(self, directory: Path, name: str, progress: Progress) -> StorageError | None:
         """Upload this worker's files. Returns the error of the checkpoint, if any, the same on every worker."""
         own_files: dict[str, ManifestFile] | StorageError
         try:

@@ -173,7 +173,7 @@ class BlockManager:
     def _append_blocks(self, table: BlockTable, num_blocks: int) -> None:
         num_blocks_wanted = num_blocks - len(table.blocks)
         if num_blocks_wanted > self._num_empty:
-            self._evict(max(num_blocks_wanted - self._num_empty, MIN_EVICTED_BLOCKS))
+            self._evict_blocks(max(num_blocks_wanted - self._num_empty, MIN_EVICTED_BLOCKS))
         for remaining in range(num_blocks_wanted, 0, -1):
             block = table.blocks[-1] + 1 if table.blocks else self.num_blocks
             if block >= self.num_blocks or not self._free_map[block]:
@@ -196,7 +196,7 @@ class BlockManager:
         assert size, "no block is empty"
         return start if start == 0 else start + max(size - num_blocks_wanted, 0) // 2
 
-    def _evict(self, count: int) -> None:
+    def _evict_blocks(self, count: int) -> None:
         for _ in range(min(count, len(self._evictable))):
             block, _ = self._evictable.popitem(last=False)
             del self._block_by_hash[self._hash_by_block.pop(block)]

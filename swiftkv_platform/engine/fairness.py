@@ -180,14 +180,14 @@ class FairSemaphore:
         if self._closed is not None:
             raise self._closed
         if self._can_acquire(sender):
-            self._grant(sender)
+            self._grant_slot(sender)
         else:
-            await self._wait(_Waiter(sender, priority, next(self._arrivals), asyncio.Future()))
+            await self._wait_for_slot(_Waiter(sender, priority, next(self._arrivals), asyncio.Future()))
         began = self._clock()
 
         def release() -> None:
             self._order.record_service(sender, self._clock() - began)
-            self._release(sender)
+            self._release_slot(sender)
 
         return release
 
@@ -199,7 +199,7 @@ class FairSemaphore:
                 waiter.granted.set_exception(error)
         self._waiting.clear()
 
-    async def _wait(self, waiter: _Waiter) -> None:
+    async def _wait_for_slot(self, waiter: _Waiter) -> None:
         self._waiting.append(waiter)
         try:
             await waiter.granted
@@ -207,18 +207,18 @@ class FairSemaphore:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
             elif not waiter.granted.cancelled() and waiter.granted.exception() is None:
-                self._release(waiter.sender)  # it was granted and canceled at the same moment
+                self._release_slot(waiter.sender)  # it was granted and canceled at the same moment
             raise
 
     def _can_acquire(self, sender: Sender) -> bool:
         return self._num_free > 0 and self._running[sender] < self._max_per_sender
 
-    def _grant(self, sender: Sender) -> None:
+    def _grant_slot(self, sender: Sender) -> None:
         self._num_free -= 1
         self._running[sender] += 1
         self._order.record_choice(sender)
 
-    def _release(self, sender: Sender) -> None:
+    def _release_slot(self, sender: Sender) -> None:
         self._num_free += 1
         self._running[sender] -= 1
         if not self._running[sender]:
@@ -227,7 +227,7 @@ class FairSemaphore:
         if able:
             chosen = min(able, key=lambda each: (each.priority, *self._order.get_rank(each.sender), each.arrival))
             self._waiting.remove(chosen)
-            self._grant(chosen.sender)
+            self._grant_slot(chosen.sender)
             chosen.granted.set_result(None)
 
 

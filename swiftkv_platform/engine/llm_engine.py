@@ -179,7 +179,7 @@ class LLMEngine:
         and while prompts are prefilled."""
         scheduled = self._scheduler.schedule()
         results = self._runner.run(scheduled) if scheduled else []
-        return self._postprocess(scheduled, results)
+        return self._process_results(scheduled, results)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Abort a request, free its blocks, and return its output. None if no unfinished request has this id."""
@@ -248,7 +248,7 @@ class LLMEngine:
         """Assert that each block of the KV cache is free or in use."""
         self._scheduler.assert_consistent()
 
-    def _postprocess(self, scheduled: list[ScheduledSequence], results: list[StepResult]) -> list[RequestOutput]:
+    def _process_results(self, scheduled: list[ScheduledSequence], results: list[StepResult]) -> list[RequestOutput]:
         """Add the step's results to the sequences, remove finished sequences, and return the outputs."""
         outputs = []
         for item, result in zip(scheduled, results, strict=True):

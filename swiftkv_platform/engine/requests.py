@@ -100,7 +100,7 @@ class InputProcessor:
         """Tokenize a request that `validate` has accepted. Blocks while tokenizing; any thread may call it. Raises
         `InvalidInputError`: a too long prompt, a token id outside the vocabulary, log-probabilities of too many tokens,
         or more tokens than the KV cache holds."""
-        token_ids = tuple(self._encode(prompt, params))
+        token_ids = tuple(self._encode_prompt(prompt, params))
         self._check_kv_cache_size(len(token_ids), params)
         self._check_logprobs(len(token_ids), params)
         return TokenizedRequest(
@@ -243,9 +243,9 @@ class InputProcessor:
             return num_tokens
         return min(num_tokens, max(self._max_model_len - max(params.max_tokens, 1), 1) if wanted < 0 else wanted)
 
-    def _encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+    def _encode_prompt(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Tokenize a prompt, keep its last tokens (`truncate_prompt_tokens`), and check them."""
-        token_ids = self._tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        token_ids = self._tokenize_text(prompt) if isinstance(prompt, str) else list(prompt)
         token_ids = token_ids[len(token_ids) - self._count_kept_tokens(len(token_ids), params) :]
         if isinstance(prompt, str):  # `validate` has checked the number of token ids
             if not token_ids:
@@ -274,7 +274,7 @@ class InputProcessor:
                 max_tokens=self._max_model_len,
             )
 
-    def _tokenize(self, text: str) -> list[int]:
+    def _tokenize_text(self, text: str) -> list[int]:
         assert self._tokenizer is not None, "checked before"
         token_ids: list[int] = self._tokenizer(text, return_attention_mask=False)["input_ids"]
         return token_ids

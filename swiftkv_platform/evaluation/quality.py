@@ -219,10 +219,10 @@ def _measure_batch(model: Any, batch: dict[str, torch.Tensor], sample_layout: _S
     teacher_x = x
     if decoder.run_teacher_lower is not None or decoder.layer_map.bypassed_layers:
         teacher_x = (decoder.run_teacher_lower or decoder.run_lower)(context)
-    teacher = _rows(decoder.run_teacher_upper(teacher_x, context), counted)  # [num_positions, hidden_size]
+    teacher = _select(decoder.run_teacher_upper(teacher_x, context), counted)  # [num_positions, hidden_size]
     deep = DeepSpanWriter(decoder.project_key_values(x, context.rotation)) if decoder.layer_map.deep_leaders else None
-    student = _rows(decoder.run_student_upper(x, turns, deep=deep, hidden=entering), counted)
-    exits = _rows(entering, counted) if model.config.shape.has_exit_head else None
+    student = _select(decoder.run_student_upper(x, turns, deep=deep, hidden=entering), counted)
+    exits = _select(entering, counted) if model.config.shape.has_exit_head else None
     positions, prompts = _locate_positions(batch["position_ids"], counted)  # [num_positions]
     chunk_size = max(1, _LOGITS_PER_CHUNK // model.config.vocab_size)
     chunks, totals = list[torch.Tensor](), HeldOutTotals()
@@ -248,7 +248,7 @@ def _measure_batch(model: Any, batch: dict[str, torch.Tensor], sample_layout: _S
     )
 
 
-def _rows(states: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+def _select(states: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     """Select the states of the counted positions, [num_positions, size], from rows or concatenated rows."""
     return states.flatten(0, 1)[counted.flatten()]
 

@@ -317,7 +317,7 @@ def _build_gate(
     share: float | None = None,
 ) -> Gate:
     """Judge a value by its interval. `share`: see `estimate_samples_to_decide`."""
-    outcome, needed = _judge(value, limit, interval, is_minimum=is_minimum), None
+    outcome, needed = _judge_value(value, limit, interval, is_minimum=is_minimum), None
     if outcome == "undecided" and interval is not None:
         needed = estimate_samples_to_decide(interval, value, limit, num_samples, share=share)
     return Gate(
@@ -332,7 +332,7 @@ def _build_gate(
     )
 
 
-def _judge(value: float, limit: float, interval: Interval | None, *, is_minimum: bool = False) -> Verdict:
+def _judge_value(value: float, limit: float, interval: Interval | None, *, is_minimum: bool = False) -> Verdict:
     """Return passed if the whole interval is within the limit, failed if all of it is beyond; a value that is not
     finite has failed."""
     if not math.isfinite(value):

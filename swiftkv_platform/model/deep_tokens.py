@@ -69,17 +69,17 @@ class DeepSuffix:
     """Cache layer of the first group."""
 
     def write(self, group: int, key_value: KeyValue) -> CacheContents:
-        return self._store(group, (self._merge(group, 0, key_value[0]), self._merge(group, 1, key_value[1])))
+        return self._append(group, (self._merge_kv(group, 0, key_value[0]), self._merge_kv(group, 1, key_value[1])))
 
     def write_shared(self, group: int) -> None:
-        self._store(group, self.shared_key_values[group])
+        self._append(group, self.shared_key_values[group])
 
-    def _store(self, group: int, key_value: KeyValue) -> CacheContents:
+    def _append(self, group: int, key_value: KeyValue) -> CacheContents:
         if self.cache is None:
             return key_value
         return append_key_value(self.cache, *key_value, self.first_cache_layer + group)
 
-    def _merge(self, group: int, kv_index: int, own: torch.Tensor) -> torch.Tensor:
+    def _merge_kv(self, group: int, kv_index: int, own: torch.Tensor) -> torch.Tensor:
         """Return K (0) or V (1) of all tokens of the pass, [batch, num_heads, num_tokens, dim]."""
         selection, first = self.selection or TokenSelection(), self.first
         # `own` has exactly the deep tokens: concatenate

@@ -302,7 +302,7 @@ class _TaskRunner:
         self._model, self._spec, self._workers, self._parts = model, spec, workers, parts
         self._part, self._passes = "", 0
         self._language_model = SharedModel(
-            model, tokenizer, workers, batch_size=spec.task_batch_size, progress=self._progress, parts=parts
+            model, tokenizer, workers, batch_size=spec.task_batch_size, progress=self._report_progress, parts=parts
         )
 
     def run(self, tasks: Sequence[Task]) -> TaskResults:
@@ -342,7 +342,7 @@ class _TaskRunner:
         self._language_model.release_workers()
         return self._workers.broadcast_from_first(scores)
 
-    def _progress(self, done: int, total: int) -> None:
+    def _report_progress(self, done: int, total: int) -> None:
         """Report a task's progress over both modes and all kinds of requests."""
         if done == total:
             self._passes += 1

@@ -289,7 +289,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
             piece = by_context.setdefault(key, _RequestGroup([], [], len(shared)))
             piece.indices.append(index)
             piece.requests.append(request)
-        return self._distribute("loglikelihood", list(by_context.values()), len(requests))
+        return self._answer_all("loglikelihood", list(by_context.values()), len(requests))
 
     def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
         asked = [self._parse_request(index, *request.args) for index, request in enumerate(requests)]
@@ -376,13 +376,13 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
             context, settings = request.args
             num_tokens = len(self.tok_encode(context)) + int(settings.get("max_gen_toks", self.max_gen_toks))
             pieces.append(_RequestGroup([index], [_HarnessRequest(request.args)], num_tokens, repr(settings)))
-        return self._distribute("generate", pieces, len(requests))
+        return self._answer_all("generate", pieces, len(requests))
 
     def _model_generate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         generated: torch.Tensor = super()._model_generate(*args, **kwargs, synced_gpus=self._workers.in_step)
         return generated
 
-    def _distribute(self, name: str, pieces: list[_RequestGroup], total: int) -> list[Any]:
+    def _answer_all(self, name: str, pieces: list[_RequestGroup], total: int) -> list[Any]:
         """Answer `pieces` on all workers; return the answers in the order of the requests."""
         command = name, self._model.model.swiftkv_enabled
         self._workers.broadcast_from_first(command)

@@ -80,7 +80,7 @@ def resolve_tasks(
     for spec in (TaskSpec(name=spec) if isinstance(spec, str) else spec for spec in specs):
         access.check_task(spec, TASKS_FIELD)
         paper = [Task(paper, paper.name) for paper in PAPER_TASKS]
-        tasks += paper if spec.name == "paper" else [_resolve(spec, fetch, access)]
+        tasks += paper if spec.name == "paper" else [_resolve_task(spec, fetch, access)]
     return [_check_allowed(task, access) for task in tasks]
 
 
@@ -134,7 +134,7 @@ def _is_marked_unsafe(source: Mapping[str, Any]) -> bool:
     )
 
 
-def _resolve(spec: TaskSpec, fetch: Fetch | None, access: Access) -> Task:
+def _resolve_task(spec: TaskSpec, fetch: Fetch | None, access: Access) -> Task:
     if spec.name.startswith(_BUILTIN_PREFIX):
         return Task(spec, _build_builtin_task(spec, fetch, access))
     if not is_task_file_name(spec.name):

@@ -139,7 +139,7 @@ class _CalibrationPass:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         decoder, layer_map, num_layers = self._decoder, self._config.layer_map, self._config.num_hidden_layers
         progress(0, num_layers)
-        num_tokens = self._embed(batches)
+        num_tokens = self._embed_rows(batches)
         first_bypassed_layer = layer_map.first_bypassed_layer
         for i in range(self._first):
             if i == first_bypassed_layer:
@@ -170,7 +170,7 @@ class _CalibrationPass:
         if self._config.shape.has_exit_head:
             yield from self._fit_exit_head()
 
-    def _embed(self, batches: Iterable[TokenBatch]) -> int:
+    def _embed_rows(self, batches: Iterable[TokenBatch]) -> int:
         """Embed this worker's rows. Returns the number of tokens of all workers."""
         num_tokens = 0
         with self._load_teacher_module(self._decoder.embed_tokens):

@@ -153,11 +153,11 @@ def _convert_copy(stream: BinaryIO, digest: str, directory: Path, name: str, fie
             if hashlib.file_digest(copied, "sha256").hexdigest() != digest:
                 raise ModelError.for_field(field, name, ", which changes while it is read; use it once it is written")
         with atomic_directory(directory) as converted:
-            _convert(copy, read_gguf_config(copy, name, field=field), converted, name, field)
+            _write_converted_model(copy, read_gguf_config(copy, name, field=field), converted, name, field)
             converted.chmod(0o700)
 
 
-def _convert(file: Path, config: Mapping[str, Any], target: Path, name: str, field: str) -> None:
+def _write_converted_model(file: Path, config: Mapping[str, Any], target: Path, name: str, field: str) -> None:
     location = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     load: Any = AutoModelForCausalLM.from_pretrained
     try:

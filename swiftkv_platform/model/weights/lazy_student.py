@@ -259,15 +259,15 @@ class StartingTensor:
         """Return this tensor, or the given rows of it, in the dtype of its sources. The mean is computed in float32.
         `read` returns a teacher's tensor by name, or the given rows of it."""
         if self.heads is not None:  # sharing heads changes the rows
-            tensor = self._mean([read(source, self.rows) for source in self.sources])
+            tensor = self._average_sources([read(source, self.rows) for source in self.sources])
             return tensor if rows is None else tensor[rows]
         wanted = self.rows
         if rows is not None:
             first = 0 if self.rows is None else self.rows.start
             wanted = slice(first + rows.start, first + rows.stop)
-        return self._mean([read(source, wanted) for source in self.sources])
+        return self._average_sources([read(source, wanted) for source in self.sources])
 
-    def _mean(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _average_sources(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
         if len(sources) == 1 and self.heads is None:
             return sources[0]
         mean = sources[0].float()

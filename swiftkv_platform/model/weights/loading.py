@@ -339,11 +339,11 @@ class StoredWeights:
             (source,) = stored.sources[""]
             return self._read_tensors([source], part)[0]
         if (blocks := stored.expert_blocks) is not None:
-            return self._stack(blocks, part)
-        made = self._convert(name, stored, stored.converter)
+            return self._read_stacked_experts(blocks, part)
+        made = self._apply_converter(name, stored, stored.converter)
         return made if part is None else made[part].clone()
 
-    def _stack(self, blocks: list[list[str]], part: Part | None) -> torch.Tensor:
+    def _read_stacked_experts(self, blocks: list[list[str]], part: Part | None) -> torch.Tensor:
         """Read stacked experts [num_experts, rows, columns], with the rows of all blocks concatenated."""
         experts, rows, columns = expand_ranges(part, 3)
         heights = [self._weights.headers[block[0]].shape[0] for block in blocks]
@@ -356,7 +356,7 @@ class StoredWeights:
             start += height
         return read[0] if len(read) == 1 else torch.cat(read, dim=1)
 
-    def _convert(self, name: str, stored: _TensorSources, converter: WeightConverter) -> torch.Tensor:
+    def _apply_converter(self, name: str, stored: _TensorSources, converter: WeightConverter) -> torch.Tensor:
         for pattern, sources in stored.sources.items():
             for tensor in self._read_tensors(sources):
                 converter.add_tensor(name, name, pattern, tensor)  # type: ignore[arg-type]  # a tensor does as well

@@ -70,7 +70,7 @@ class DequantizedCheckpoint(Checkpoint):
 
     @cached_property
     def headers(self) -> dict[str, TensorInfo]:
-        return {name: self._info(name) for name in self.shards}
+        return {name: self._get_info(name) for name in self.shards}
 
     def read_tensors(self, names: Iterable[str], part: Part | None = None) -> dict[str, torch.Tensor]:
         return {name: self.read(name, part) for name in names}
@@ -100,7 +100,7 @@ class DequantizedCheckpoint(Checkpoint):
             return None
         if scales not in stored.shards:
             return None
-        integers, bits = self._unpack(name, None) if packed else (stored.read(name), 8)
+        integers, bits = self._read_packed_integers(name, None) if packed else (stored.read(name), 8)
         scale = stored.read(scales)
         rows, size = integers.shape
         scale = scale.expand(rows, 1) if scale.numel() == 1 else scale.reshape(len(scale), -1)
@@ -109,7 +109,7 @@ class DequantizedCheckpoint(Checkpoint):
             return None
         return IntegerWeight(integers, scale, "int4" if bits == 4 else "int8")
 
-    def _info(self, name: str) -> TensorInfo:
+    def _get_info(self, name: str) -> TensorInfo:
         if name in self.stored.shards:
             return self.stored.headers[name]
         info = self.stored.headers[f"{name}{PACKED_SUFFIX}"]
@@ -119,7 +119,7 @@ class DequantizedCheckpoint(Checkpoint):
         """Read a tensor; a quantized one times its scales in float32. `part`: read only this part, except for scales,
         which are read whole."""
         if name not in self.stored.shards:
-            weight, _ = self._unpack(name, part)
+            weight, _ = self._read_packed_integers(name, part)
         else:
             weight = self.stored.read(name, part)
             if weight.dtype not in QUANTIZED_DTYPES:
@@ -128,9 +128,9 @@ class DequantizedCheckpoint(Checkpoint):
         scales = next((each for each in names if each in self.stored.shards), None)
         if scales is None:
             raise self._quantization_error(f"{name} is quantized but has no {name}_scale or {name}_scale_inv")
-        return self._multiply(name, weight, self.stored.read(scales), part)
+        return self._scale(name, weight, self.stored.read(scales), part)
 
-    def _unpack(self, name: str, part: Part | None) -> tuple[torch.Tensor, int]:
+    def _read_packed_integers(self, name: str, part: Part | None) -> tuple[torch.Tensor, int]:
         """Read the integers of a packed weight, int8, and the number of bits of each."""
         size = self._shapes[name][1]
         packed = f"{name}{PACKED_SUFFIX}"
@@ -141,7 +141,7 @@ class DequantizedCheckpoint(Checkpoint):
         start = first - first // count * count
         return unpack_int32(read, 32 // count)[:, start : start + last - first], 32 // count
 
-    def _multiply(self, name: str, weight: torch.Tensor, scale: torch.Tensor, part: Part | None) -> torch.Tensor:
+    def _scale(self, name: str, weight: torch.Tensor, scale: torch.Tensor, part: Part | None) -> torch.Tensor:
         """Multiply `weight`, a `part` of a tensor, by the scales of the whole tensor."""
         rows, columns = shape = self.headers[name].shape
         grid = scale.float()

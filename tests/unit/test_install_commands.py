@@ -19,7 +19,7 @@ def test_the_command_adds_to_the_checkout_or_asks_for_the_repository(
     checkout = tmp_path / "it's mine"
     checkout.mkdir()
     (checkout / "pyproject.toml").touch()
-    monkeypatch.setattr(installing, "_CHECKOUT", checkout)
+    monkeypatch.setattr(installing, "_REPOSITORY_ROOT", checkout)
     arguments = [
         sys.executable,
         "-c",
@@ -27,7 +27,7 @@ def test_the_command_adds_to_the_checkout_or_asks_for_the_repository(
         make_install_command("eval"),
     ]
     assert subprocess.run(arguments, capture_output=True, text=True).stdout.strip() == f"{checkout}[eval]"
-    monkeypatch.setattr(installing, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(installing, "_REPOSITORY_ROOT", tmp_path)
     assert make_install_command("eval") == f"pip install '{DISTRIBUTION}[eval] @ git+URL_OF_ITS_REPOSITORY'"
 
 

@@ -184,7 +184,7 @@ def test_losses_are_kept_and_nothing_else(store: HangingStore) -> None:
 
 
 def test_a_long_run_keeps_every_few_steps_and_the_last(store: HangingStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "_MAX_POINTS", 8)
+    monkeypatch.setattr(tracking, "_MAX_LOSS_CURVE_POINTS", 8)
     draw(LossCurve(store, FIRST), *range(1, 42))
     assert [each["step"] for each in read_loss_curve(store, [FIRST])] == [8, 16, 24, 32, 40, 41]
 

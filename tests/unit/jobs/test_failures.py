@@ -196,9 +196,9 @@ def test_every_kind_of_failure_has_a_cure_that_names_fields_of_the_spec() -> Non
         (
             explain_failure(DataError("no rows", field="data.sources[0].name_or_path", value="x.jsonl")),
             {"data": {"sources": [{"name_or_path": "org/x"}]}},
-            'data.sources[0].name_or_path is "org/x": use a valid value. Clone',
+            'data.sources[0].name_or_path is "org/x": use a valid value. Correct',
         ),
-        (explain_failure(DataError("no rows", field="data.sources[3].colour")), {}, "Clone the job"),
+        (explain_failure(DataError("no rows", field="data.sources[3].colour")), {}, "Correct the spec"),
         (explain_failure(StorageError("away")), {}, "fault_tolerance.max_retries is 3: use 6. Check"),
         (explain_failure(group(died(ActorDiedError()))), {}, "fault_tolerance.max_retries is 3: use 6. The job's log"),
         (explain_failure(OSError(errno.ENOSPC, "No space left on device")), {}, "Checkpoints and data pass"),

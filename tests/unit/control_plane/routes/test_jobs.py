@@ -102,7 +102,7 @@ def test_a_failed_job_says_why(server: Server) -> None:
     failed = server.get(f"/jobs/{job}")
     cure = failed["error"].pop("cure")
     assert failed["error"] == {"code": "data_error", "message": "no text", "param": field}
-    assert cure.startswith(f'{field} is "builtin:python-stdlib": use a valid value. Clone the job')
+    assert cure.startswith(f'{field} is "builtin:python-stdlib": use a valid value. Correct the spec')
     assert list(failed)[:5] == ["id", "object", "name", "status", "error"]
     assert failed["status_reason"] == {"code": "data_error", "message": "no text", "field": field}
 

@@ -118,7 +118,7 @@ class Metrics:
                 self._observe(name, seconds, model)
 
     def read_gauges(self) -> list[tuple[str, str, float]]:
-        """Return name, description and value of each gauge of the engine; empty without an engine."""
+        """Return (name, description, value) of each gauge of the engine; empty without an engine."""
         if self.version is None:
             return []
         state, config = self.version.engine.state, self.version.engine.model.config

@@ -86,7 +86,7 @@ class ModelVersion:
 
     @cached_property
     def body_limits(self) -> tuple[int, int]:
-        """Max bytes and max values of a request body, by the context length."""
+        """(max bytes, max JSON values) of a request body, by the context length."""
         max_text_bytes = self.engine.input_processor.max_prompt_bytes * ESCAPED_BYTES * NUM_LONGEST_PROMPTS
         max_model_len = self.engine.model.context_length
         max_token_ids = min(max_model_len * self.engine.max_sequences_per_caller, REPLICA_TOKEN_IDS.default)
@@ -198,7 +198,7 @@ class ReplicaState:
 
     @property
     def body_limits(self) -> tuple[int, int]:
-        """Max bytes and max values of a request body, for the served models."""
+        """(max bytes, max JSON values) of a request body, for the served models."""
         served = () if self._version is None else (self._version, self._version.candidate)
         limits = [version.body_limits for version in served if version is not None]
         if not limits:

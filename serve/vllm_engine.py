@@ -71,7 +71,7 @@ def set_environment(config: EngineConfig) -> None:
 
 
 def get_max_running_seqs(config: EngineConfig) -> tuple[int, int]:
-    """Return the max running sequences of all callers, and of one caller. The rest is reserved for other callers, since
+    """Return (max running sequences of all callers, max of one caller). The rest is reserved for other callers, since
     vLLM does not preempt for them."""
     desired = config.max_num_seqs + max(config.max_num_seqs // _MAX_SEQS_PER_RESERVED_SLOT, 1)
     total = min(desired, config.max_num_batched_tokens)  # a step has at least one token per running sequence

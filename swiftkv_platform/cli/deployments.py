@@ -87,30 +87,30 @@ def schema() -> None:
     print_schema(DeploymentSpec)
 
 
-def _format_deployment(found: Resource) -> dict[str, Any]:
-    candidate = found.candidate
+def _format_deployment(deployment: Resource) -> dict[str, Any]:
+    candidate = deployment.candidate
     return {
-        "deployment": found.id,
-        "model": f"{found.model} (alias {found.alias})" if found.alias else found.model,
-        "status": found.status,
-        "message": found.message,
-        "url": found.url,
-        "replicas": _format_replicas(found),
-        "cold start": _format_cold_start(found.load_seconds),
-        "scaling": _format_scaling(found),
-        "engine": ", ".join(f"{name} {value}" for name, value in (found.engine or {}).items()),
+        "deployment": deployment.id,
+        "model": f"{deployment.model} (alias {deployment.alias})" if deployment.alias else deployment.model,
+        "status": deployment.status,
+        "message": deployment.message,
+        "url": deployment.url,
+        "replicas": _format_replicas(deployment),
+        "cold start": _format_cold_start(deployment.load_seconds),
+        "scaling": _format_scaling(deployment),
+        "engine": ", ".join(f"{name} {value}" for name, value in (deployment.engine or {}).items()),
         "candidate": f"{candidate['model']}, {candidate['share']:.1%} of requests" if candidate else None,
-        "artifact": found.artifact_uri,
-        "version": found.version,
-        "created": format_local_time(found.created_at),
+        "artifact": deployment.artifact_uri,
+        "version": deployment.version,
+        "created": format_local_time(deployment.created_at),
     }
 
 
-def _format_replicas(found: Resource) -> str | None:
+def _format_replicas(deployment: Resource) -> str | None:
     """Return e.g. `1 (min 1, max 4)`; None if the control plane does not report it."""
-    if found.min_replicas is None or found.max_replicas is None:
+    if deployment.min_replicas is None or deployment.max_replicas is None:
         return None
-    return f"{found.replicas or 0} (min {found.min_replicas}, max {found.max_replicas})"
+    return f"{deployment.replicas or 0} (min {deployment.min_replicas}, max {deployment.max_replicas})"
 
 
 def _format_cold_start(seconds: Mapping[str, float] | None) -> str | None:
@@ -121,12 +121,12 @@ def _format_cold_start(seconds: Mapping[str, float] | None) -> str | None:
     return f"{sum(seconds.values()):.2f} s ({phases})"
 
 
-def _format_scaling(found: Resource) -> str | None:
-    if found.min_replicas == found.max_replicas or found.upscale_delay_s is None:
+def _format_scaling(deployment: Resource) -> str | None:
+    if deployment.min_replicas == deployment.max_replicas or deployment.upscale_delay_s is None:
         return None
-    target = found.target_ongoing_requests
+    target = deployment.target_ongoing_requests
     load = "" if target is None else f"target {pluralize(target, 'concurrent request')} per replica, "
-    up, down = format_duration(found.upscale_delay_s), format_duration(found.downscale_delay_s)
+    up, down = format_duration(deployment.upscale_delay_s), format_duration(deployment.downscale_delay_s)
     return f"{load}scale up after {up}, down after {down}"
 
 

@@ -89,7 +89,7 @@ def fail(message: str, advice: str) -> Finding:
 
 
 def run_checks(checks: Sequence[Check], context: CheckContext) -> list[tuple[str, Finding]]:
-    """Return names and findings in the order of the checks, within `context.timeout_s` seconds."""
+    """Return (name, finding) of each check, in order, within `context.timeout_s` seconds."""
     deadline = time.monotonic() + context.timeout_s
     findings: dict[str, Finding] = {}
     # Daemon threads: a check that hangs in a driver does not block the exit.

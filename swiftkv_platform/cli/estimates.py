@@ -25,48 +25,48 @@ _CPU_ADVICE = "does not fit; reduce the number of workers or training.micro_batc
 _GPU_ADVICE = "does not fit; add workers, or reduce training.micro_batch_size or data.max_length"
 
 
-def describe_estimate(found: Resource, spec: JobSpec, machine_bytes: int | None) -> dict[str, str | None]:
+def describe_estimate(estimate: Resource, spec: JobSpec, machine_bytes: int | None) -> dict[str, str | None]:
     """Return sentences of an estimate by subject; None if unknown. `machine_bytes`: memory of the machine that runs all
     workers, if known."""
     scope = {"scope": "first trial of the sweep" if spec.sweep is not None else None}
-    data = {"data": "; ".join(map(_format_source, found.sources or ()))}
-    if found.num_hidden_layers is None:  # the teacher's configuration is on the hub
+    data = {"data": "; ".join(map(_format_source, estimate.sources or ()))}
+    if estimate.num_hidden_layers is None:  # the teacher's configuration is on the hub
         return scope | data
     tokens = f" for prompts of {spec.data.max_length:,} tokens" if spec.data.max_length else ""
     listed = f", prompts run layers {format_layers(spec.swiftkv.prefill_layers)}" if spec.swiftkv.prefill_layers else ""
-    trained = f"{format_count(found.trained_parameters)} ({found.trained_parameters / found.parameters:.1%})"
+    trained = f"{format_count(estimate.trained_parameters)} ({estimate.trained_parameters / estimate.parameters:.1%})"
     sentences = {
-        "student": f"{found.num_key_value_layers} of {found.num_hidden_layers} layers keep their own KV projections; "
-        f"the KV cache has {found.num_kv_cache_layers} layers",
-        "prefill": f"{found.prefill_flops_ratio:.1%} of the teacher's FLOPs{tokens}{listed}",
-        "KV cache": f"{format_size(found.kv_bytes_per_token)} per token in bfloat16, "
-        f"{found.kv_bytes_ratio:.1%} of the teacher's",
-        "parameters": f"{format_count(found.parameters)}, {trained} trainable",
-        "training": _format_training(found, spec),
-        "memory": _format_memory(found, spec, machine_bytes),
-        "time": _format_time(found),
-        "cost": None if found.cost is None else f"{found.cost:,.2f} at the operator's prices",
+        "student": f"{estimate.num_key_value_layers} of {estimate.num_hidden_layers} layers keep their own KV "
+        f"projections; the KV cache has {estimate.num_kv_cache_layers} layers",
+        "prefill": f"{estimate.prefill_flops_ratio:.1%} of the teacher's FLOPs{tokens}{listed}",
+        "KV cache": f"{format_size(estimate.kv_bytes_per_token)} per token in bfloat16, "
+        f"{estimate.kv_bytes_ratio:.1%} of the teacher's",
+        "parameters": f"{format_count(estimate.parameters)}, {trained} trainable",
+        "training": _format_training(estimate, spec),
+        "memory": _format_memory(estimate, spec, machine_bytes),
+        "time": _format_time(estimate),
+        "cost": None if estimate.cost is None else f"{estimate.cost:,.2f} at the operator's prices",
     }
     return {**scope, **sentences, **data}
 
 
-def _format_training(found: Resource, spec: JobSpec) -> str:
-    per_token = f"{format_flops(found.flops_per_token)} per token"
-    if found.max_tokens is None:
+def _format_training(estimate: Resource, spec: JobSpec) -> str:
+    per_token = f"{format_flops(estimate.flops_per_token)} per token"
+    if estimate.max_tokens is None:
         return f"{per_token}; the number of tokens depends on data and epochs"
     training = spec.training
     steps = (
         pluralize(training.num_epochs, "epoch") if training.max_steps is None else pluralize(training.max_steps, "step")
     )
-    return f"{steps}, {format_count(found.max_tokens)} tokens: {format_flops(found.total_flops)}, {per_token}"
+    return f"{steps}, {format_count(estimate.max_tokens)} tokens: {format_flops(estimate.total_flops)}, {per_token}"
 
 
-def _format_memory(found: Resource, spec: JobSpec, machine_bytes: int | None) -> str:
-    per_worker = f"{format_size(found.memory_per_worker)} per worker"
+def _format_memory(estimate: Resource, spec: JobSpec, machine_bytes: int | None) -> str:
+    per_worker = f"{format_size(estimate.memory_per_worker)} per worker"
     if spec.resources.gpus_per_worker:
-        return per_worker + _format_gpu_memory(found.memory_per_worker, spec.resources.accelerator_type)
-    process, workers = found.process_memory or 0, spec.resources.max_workers
-    required = workers * (found.memory_per_worker + process)
+        return per_worker + _format_gpu_memory(estimate.memory_per_worker, spec.resources.accelerator_type)
+    process, workers = estimate.process_memory or 0, spec.resources.max_workers
+    required = workers * (estimate.memory_per_worker + process)
     per_worker += f" plus {format_size(process)} process overhead" if process else ""
     total = f"{per_worker}; {format_size(required)} for {pluralize(workers, 'worker')}"
     if machine_bytes is None:
@@ -83,10 +83,10 @@ def _format_gpu_memory(required: float, accelerator_type: str | None) -> str:
     return f", {format_size(capacity)} on one {accelerator_type}: {verdict}"
 
 
-def _format_time(found: Resource) -> str:
-    if found.seconds is None:
+def _format_time(estimate: Resource) -> str:
+    if estimate.seconds is None:
         return "no estimate: no similar job has finished"
-    seconds, source = format_duration(found.seconds), str(found.speed_source)
+    seconds, source = format_duration(estimate.seconds), str(estimate.speed_source)
     if source == "configured":
         return f"{seconds} of training, at the speed set by SWIFTKV_FLOPS_PER_SECOND"
     if source.startswith("assumed"):
@@ -110,8 +110,8 @@ def estimate_job(spec: JobSpec, *, config: Path | None, num_tokens: int | None =
     """
     UNRESTRICTED.check_spec(spec)
     speed = find_speed(spec, (), load_settings().flops_per_second)
-    found = add_time(validate(spec, config=config, num_tokens=num_tokens), spec, speed)
-    return Resource.model_validate({"object": "distillation.estimate", **found.model_dump()})
+    estimate = add_time(validate(spec, config=config, num_tokens=num_tokens), spec, speed)
+    return Resource.model_validate({"object": "distillation.estimate", **estimate.model_dump()})
 
 
 def print_estimate(estimate: Resource, spec: JobSpec, machine_bytes: int | None) -> None:

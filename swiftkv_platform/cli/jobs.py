@@ -379,7 +379,7 @@ def load_spec(file: Path | None, recipe_: str | None, changes: Sequence[str] | N
 
 
 def parse_spec_change(text: str) -> tuple[str, Any]:
-    """Parse `KEY=VALUE` into a field's path and its YAML value. Raises `InvalidInputError`."""
+    """Parse `KEY=VALUE` to (path of the field, YAML value). Raises `InvalidInputError`."""
     path, equals, value = text.partition("=")
     if not (path and equals):
         message = f"--set is {text!r}; expected KEY=VALUE, e.g. training.max_steps=100"

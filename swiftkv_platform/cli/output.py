@@ -116,22 +116,22 @@ def print_fields(fields: Mapping[str, object]) -> None:
         get_console().print(f"[bold]{escape(name):<{width}}[/]  {escape(text)}", highlight=False, soft_wrap=True)
 
 
-def print_result(found: Printable, text: str | Mapping[str, object], *, json: bool) -> None:
+def print_result(result: Printable, text: str | Mapping[str, object], *, json: bool) -> None:
     """Print a result as JSON, or `text`: a line, or fields by name."""
     if json:
-        print_json(found)
+        print_json(result)
     elif isinstance(text, str):
         print_line(text)
     else:
         print_fields(text)
 
 
-def print_table_result(found: Iterable[BaseModel], columns: Columns, *, empty: str, json: bool) -> None:
+def print_table_result(result: Iterable[BaseModel], columns: Columns, *, empty: str, json: bool) -> None:
     """Print a list as JSON, or as a table with one row per item."""
     if json:
-        print_json(found)
+        print_json(result)
     else:
-        print_items(found, columns, empty=empty)
+        print_items(result, columns, empty=empty)
 
 
 def print_items(items: Iterable[Any], columns: Columns, *, empty: str) -> None:

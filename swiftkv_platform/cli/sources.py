@@ -73,7 +73,7 @@ def open_base_model(name: str | None, revision: str | None) -> Iterator[str | No
 
 
 def read_artifact_teacher(directory: str) -> tuple[str, str | None]:
-    """Return name and revision of the teacher of a job's artifact. Raises `InvalidInputError` without a manifest."""
+    """Return (name, revision or None) of an artifact's teacher. Raises `InvalidInputError` without manifest."""
     manifest = Path(directory) / MANIFEST
     if not manifest.is_file():
         raise InvalidInputError(

@@ -95,7 +95,7 @@ class TrialResult(FrozenModel):
 
     @property
     def ranking_key(self) -> tuple[float, float, float]:
-        """Prefill compute and KV cache relative to the teacher, then KL; the smallest key is recommended."""
+        """(prefill FLOPs ratio, KV bytes ratio, KL); the trial with the smallest key is recommended."""
         assert self.report is not None, "a failed trial has no report"
         kl: float = self.report["distilled"]["kl"]
         return self.report["prefill_flops_ratio"], self.report["kv_bytes_ratio"], kl

@@ -190,13 +190,13 @@ class RetentionRepository(Repository):
         return self._fetch_ids(_select_ended(before).where(~has_model), JobRow.id, limit, after)
 
     def preview_job_deletion(self, job_id: str) -> tuple[int, str]:
-        """Return the number of rows to delete with a job, and the prefix of its objects. Raises as `delete_job`."""
+        """Return (number of rows to delete with a job, prefix of the job's objects). Raises as `delete_job`."""
         with self._database.reading() as session:
             _check_job_deletable(session, get_owned(session, JobRow, job_id, None))
         return 1 + sum(self._count(table, table.job_id == job_id) for table in _TABLES_OF_JOB), f"jobs/{job_id}"
 
     def preview_model_deletion(self, model_id: str) -> tuple[int, str]:
-        """Return the same for a model."""
+        """Return (number of rows to delete with a model, prefix of the model's objects)."""
         with self._database.reading() as session:
             model = get_owned(session, ModelRow, model_id, None)
             _check_model_deletable(session, model)
@@ -447,7 +447,7 @@ class RetentionStore:
         return ObjectBatch(len(found), sum(info.size for info in found), last)
 
     def list_objects(self, prefix: str, *, limit: int, after: str | None) -> tuple[Sequence[ObjectInfo], str | None]:
-        """Return up to `limit` objects, and the key of the last one if there are more."""
+        """Return (up to `limit` objects, key of the last object); the key is None if there are no more."""
         found = list(islice(self._store.list(prefix, start_after=after), limit + 1))
         return (found, None) if len(found) <= limit else (found[:limit], found[limit - 1].key)
 

@@ -187,7 +187,7 @@ class _BoundTemplate:
         return self._render(messages, **options)[0]
 
     def render_with_spans(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """Render adapted messages. Returns the text and the spans marked as the assistant's. Raises `RowError`."""
+        """Render adapted messages. Returns (text, spans marked as the assistant's). Raises `RowError`."""
         return self._render(messages, with_spans=self.has_generation_tags)
 
     def _render(
@@ -280,7 +280,7 @@ class _AssistantTurns:
         return rendered
 
     def _render_up_to_last(self, turns: Sequence[int]) -> tuple[str, dict[int, list[Span]]]:
-        """Return a text that ends with the last of `turns`, and the target spans of those `turns` that it contains."""
+        """Return (text that ends with the last of `turns`, target spans by turn in this text)."""
         last = turns[-1]
         text, marked_spans = self._template.render_with_spans(self._messages[: last + 1])
         found = self._find_turns(turns, text, marked_spans, last + 1)

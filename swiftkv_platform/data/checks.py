@@ -227,7 +227,7 @@ class _SourceCheck:
         )
 
     def _find_formats(self, files: Sequence[Path]) -> tuple[list[str], str | None]:
-        """Return the row formats of the files' first rows, and which files were not read."""
+        """Return (row formats of the files' first rows, description of unread files or None)."""
         limit, formats = min(self.max_files, CHECKED_SOURCE_FILES.default), list[str]()
         for index, file in enumerate(files[:limit]):
             try:
@@ -288,7 +288,7 @@ class _SourceCheck:
         return next((parse_csv_columns(BytesIO(head), file, self.field) for head in heads), None)
 
     def _read_heads(self, file: Path) -> Iterator[tuple[bytes, bool]]:
-        """Yield the first bytes of a file, more each time, and whether they are the whole file."""
+        """Yield (first bytes of the file, whether they are the whole file), with more bytes each time."""
         head = b""
         with open_file(file, self.field) as stream:
             for size in _HEAD_SIZES:
@@ -388,7 +388,7 @@ def _check_file_signature(path: Path, name: str, field: str) -> None:
 
 
 def _read_rows(path: Path, name: str, field: str) -> Iterator[tuple[int, Row]]:
-    """Yield the rows, each with the number of its line. Raises as `parse_line`, and for long lines and too many values:
+    """Yield (line number, row). Raises as `parse_line`, and for long lines and too many values:
     they are counted before a row is parsed, since as objects a text of brackets takes twenty times its length."""
     with path.open("rb") as stream:
         number = 0

@@ -198,7 +198,7 @@ class DocumentEncoder:
         )
 
     def _add_special_tokens(self, ids: TokenIds, is_target: BoolArray) -> tuple[TokenIds, BoolArray]:
-        """Add BOS and EOS if the tokenizer has them and the text does not. EOS is a target if its predecessor is."""
+        """Return (token ids, targets) with BOS and EOS, if the tokenizer has them. EOS is a target after a target."""
         bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
         ends_in_target = bool(is_target[-1]) if len(is_target) else False
         if bos is not None and (not len(ids) or ids[0] != bos):

@@ -144,7 +144,7 @@ def _is_array(file: Path, field: str) -> bool:
 
 
 def _read_lines(file: Path, field: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are not blank, with their numbers."""
+    """Yield (line number, line) of non-blank lines."""
     with open_file(file, field) as stream:
         number = 0
         while line := stream.readline(_MAX_LINE_LENGTH + 1):
@@ -329,7 +329,7 @@ def _read_csv(delimiters: str, file: Path, columns: Sequence[str] | None, field:
 
 
 def _parse_csv_records(stream: BinaryIO, file: Path, delimiters: str, field: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield records with the lines on which they end. The delimiter is the first of `delimiters` in the first line."""
+    """Yield (number of the record's last line, cells). The delimiter is the first of `delimiters` in the first line."""
     csv.field_size_limit(_MAX_ELEMENT_LENGTH)  # process-wide; the default is too short for texts
     text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
 

@@ -188,7 +188,7 @@ def pack(samples: Samples, chosen: IntArray, *, max_length: int, pad_token_id: i
 
 
 def _pack_best_fit(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray]:
-    """Return indices into `lengths` row by row, and the number of samples in each row. Best-fit decreasing, in about
+    """Return (indices into `lengths`, row by row; number of samples per row). Best-fit decreasing, in about
     constant time per sample.
     """
     rows: list[list[int]] = []

@@ -290,7 +290,8 @@ class SourceCollector:
 def _batch_documents(
     documents: Iterable[tuple[RenderedDocument, bool | None]],
 ) -> Iterator[list[tuple[RenderedDocument, bool | None]]]:
-    """Yield batches to tokenize at once, limited in characters, since tokenizers take about 50 bytes per character."""
+    """Yield batches of (document, whether its source holds it out). Batches are limited in characters, since tokenizers
+    take about 50 bytes per character."""
     batch, size = list[tuple[RenderedDocument, "bool | None"]](), 0
     for document in documents:
         batch.append(document)

@@ -103,7 +103,7 @@ class PreparedData:
 
 
 def open_tokens(directory: Path, dtype: npt.DTypeLike) -> tuple[TokenArray, BoolArray]:
-    """Memory-map the token files of a directory, read-only."""
+    """Return read-only memory maps (token ids, loss targets) of a directory."""
     return _memory_map(directory / "tokens.bin", dtype), _memory_map(directory / "counts.bin", np.bool_)
 
 

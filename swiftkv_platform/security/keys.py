@@ -129,8 +129,7 @@ def create_key(path: Path, *, name: str, tenant: str, scopes: frozenset[Scope], 
 def rotate_key(
     path: Path, name: str, *, now: int, overlap_s: int, expires_at: int | None = None, not_before: int | None = None
 ) -> tuple[str, ApiKey]:
-    """Add a key with the rights of its owner's newest key, and return its token, which cannot be shown again, and the
-    key.
+    """Add a key with the rights of its owner's newest key. Returns (token, which cannot be shown again; key).
 
     The owner's earlier keys expire `overlap_s` seconds after the new one becomes valid, if they do not expire earlier.
     Expired keys are removed from the file.

@@ -264,8 +264,8 @@ def make_long_recall_prompts(*, held_out: bool) -> list[str]:
 def _make_recall_text(
     rng: random.Random, people: Sequence[str], num_remarks: Sequence[int]
 ) -> tuple[list[str], tuple[str, str, str]]:
-    """Draw a text. `num_remarks`: numbers of filler sentences to choose from. Returns its sentences, and three prompts
-    that contain it."""
+    """Draw a text. `num_remarks`: numbers of filler sentences to choose from. Returns (sentences,
+    three prompts that contain the text)."""
     statement, question, subject, value_kind = rng.choice(_FACT_TEMPLATES)
     named = rng.sample(people, rng.choice((1, 2, 3, 4, 6)))
     sentences = [_make_remark(rng, people) for _ in range(rng.choice(num_remarks))]

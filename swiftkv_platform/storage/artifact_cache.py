@@ -42,11 +42,11 @@ class ArtifactCache:
 
     @contextmanager
     def open_copy(self, store: ObjectStore, prefix: str) -> Iterator[tuple[Path, Manifest]]:
-        """Yield a copy of the complete directory at `prefix`, fetched if missing, and lock it against eviction
-        meanwhile.
+        """Yield (local copy, manifest) of the complete directory at `prefix`. The copy is not evicted within the
+        context.
 
-        One process per machine fetches it while others wait. Every byte is verified after fetching. A copy whose files
-        changed in size or modification time is verified again, and replaced if it differs.
+        One process per machine fetches a missing copy while others wait. Every byte is verified after fetching. A
+        copy whose files changed in size or modification time is verified again, and replaced if it differs.
 
         Raises as `fetch_directory`, and `StorageError` if the cache cannot be written.
         """

@@ -161,8 +161,8 @@ def _write_log(file: IO[bytes], pieces: Iterable[bytes], max_head: int, tail: _R
 
 
 def _trim_to_lines(file: IO[bytes], head: int, tail: bytes) -> tuple[int, int]:
-    """Cut the head after its last whole line, unless that is longer than `_BLOCK_BYTES`. Returns the head's size, and
-    the bytes to drop from the beginning of `tail` so that it begins with a whole line."""
+    """Cut the head after its last whole line, unless that is longer than `_BLOCK_BYTES`. Returns (size of the
+    head, bytes to drop from the beginning of `tail` so that `tail` begins with a whole line)."""
     file.flush()
     with Path(file.name).open("rb") as written:
         written.seek(max(head - _BLOCK_BYTES, 0))

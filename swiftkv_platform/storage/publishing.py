@@ -133,7 +133,7 @@ def _read_manifest(store: ObjectStore, key: str) -> Manifest | None:
 def _fetch_files(
     source: ObjectStore, key: str, manifest: Manifest, progress: Callable[[int, int], None]
 ) -> Iterator[tuple[str, Path]]:
-    """Yield name and local copy of each file of an artifact; the copy is deleted before the next one."""
+    """Yield (name, local copy) of each file of an artifact; the copy is deleted before the next file."""
     done, total = 0, sum(file.size for file in manifest.files.values())
     progress(done, total)
     for name, expected in sorted(manifest.files.items()):

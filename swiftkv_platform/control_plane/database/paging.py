@@ -109,19 +109,19 @@ def to_dataclass(kind: type[Item], row: Base, **changes: Any) -> Item:
 def fetch_rows(
     session: Session,
     query: Select[Row],
-    key: InstrumentedAttribute[Any],
+    key_column: InstrumentedAttribute[Any],
     page: Page,
     *,
     after: Any,
     extra_bytes: ColumnElement[int] | None = None,
 ) -> Slice[Row]:
-    """Fetch up to `page.limit` rows, ordered by the unique column `key` and after its value `after`. The page ends
-    before its rows exceed `PAGE_BYTES`, but has at least one; other rows are not loaded.
+    """Fetch up to `page.limit` rows, ordered by the unique `key_column`, after its value `after`. The page ends before
+    its rows exceed `PAGE_BYTES`, but has at least one; other rows are not loaded.
 
     Args: `extra_bytes`: SQL expression for bytes to load in addition to each row.
     """
-    ordered = _order_after(query, key, page, after)
-    size = row_bytes_expression(key.class_) + (0 if extra_bytes is None else func.coalesce(extra_bytes, 0))
+    ordered = _order_after(query, key_column, page, after)
+    size = row_bytes_expression(key_column.class_) + (0 if extra_bytes is None else func.coalesce(extra_bytes, 0))
     sizes = session.execute(
         ordered.with_only_columns(size, maintain_column_froms=True).limit(page.limit).execution_options(yield_per=100)
     )
@@ -129,24 +129,24 @@ def fetch_rows(
     sizes.close()
     rows = session.scalars(ordered.limit(limit)).all()
     # A query for the key alone, since the next row may be the largest.
-    beyond = ordered.with_only_columns(key).offset(limit).limit(1)
+    beyond = ordered.with_only_columns(key_column).offset(limit).limit(1)
     return Slice(rows, has_more=len(rows) == limit and session.execute(beyond).first() is not None)
 
 
 def fetch_column(
-    session: Session, query: Select[str], key: InstrumentedAttribute[Any], page: Page, *, after: Any
+    session: Session, query: Select[str], key_column: InstrumentedAttribute[Any], page: Page, *, after: Any
 ) -> Slice[str]:
-    """Fetch up to `page.limit` values of the short column `key`, which `query` selects, ordered by it."""
-    found = session.scalars(_order_after(query, key, page, after).limit(page.limit + 1)).all()
+    """Fetch up to `page.limit` values of the short column `key_column`, which `query` selects, ordered by it."""
+    found = session.scalars(_order_after(query, key_column, page, after).limit(page.limit + 1)).all()
     return Slice(found[: page.limit], has_more=len(found) > page.limit)
 
 
-def _order_after(query: Select[Any], key: InstrumentedAttribute[Any], page: Page, after: Any) -> Select[Any]:
-    """Order the query by the column `key` in the page's order, beginning after the value `after`."""
+def _order_after(query: Select[Any], key_column: InstrumentedAttribute[Any], page: Page, after: Any) -> Select[Any]:
+    """Order the query by the column `key_column` in the page's order, beginning after the value `after`."""
     ascending = page.order == "asc"
     if after is not None:
-        query = query.where(key > after if ascending else key < after)
-    return query.order_by(key.asc() if ascending else key.desc())
+        query = query.where(key_column > after if ascending else key_column < after)
+    return query.order_by(key_column.asc() if ascending else key_column.desc())
 
 
 def split_into_batches(values: Sequence[Item]) -> Iterator[Sequence[Item]]:

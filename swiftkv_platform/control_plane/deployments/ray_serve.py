@@ -121,7 +121,7 @@ _STATUS_BY_RAY_STATUS = {
 
 
 def parse_http_address(serve_url: str) -> tuple[str, int]:
-    """Return host and port for Serve's proxies to listen on, from the clients' address. Raises `InvalidInputError`.
+    """Return (host, port) for Serve's proxies to listen on, from the clients' address. Raises `InvalidInputError`.
 
     Nodes can rarely bind a host name that clients reach from elsewhere: for such a name they listen on all.
     """

@@ -95,12 +95,12 @@ class DeploymentService:
         changed to another value at the same time, `ConflictError` for a deployment that is being deleted, and as
         `check_limits`.
         """
-        seen = self.parts.deployments.get_deployment(deployment_id, tenant=caller.tenant)
+        loaded = self.parts.deployments.get_deployment(deployment_id, tenant=caller.tenant)
         patch = self._resolve_models(changes, caller)
 
         def change(present: Deployment, used: Demand) -> tuple[ResolvedDeployment, DeploymentState]:
             if expected is None:
-                _check_conflicts(patch, seen, present)
+                _check_conflicts(patch, loaded, present)
             else:
                 expected.check_version(f"deployment {deployment_id}", present.version)
             spec = _validate_document(apply_merge_patch(present.spec.model_dump(), patch))
@@ -235,10 +235,10 @@ class DeploymentService:
         return replace(deployment, state=deleting)
 
 
-def _check_conflicts(patch: Mapping[str, Any], seen: Deployment, present: Deployment) -> None:
-    if present.version == seen.version:
+def _check_conflicts(patch: Mapping[str, Any], loaded: Deployment, present: Deployment) -> None:
+    if present.version == loaded.version:
         return
-    path = find_conflict(patch, seen.spec.model_dump(), present.spec.model_dump())
+    path = find_conflict(patch, loaded.spec.model_dump(), present.spec.model_dump())
     if path is not None:
         field = ".".join(path)
         raise StaleVersionError(

@@ -192,7 +192,7 @@ def restore_points(session: Session, job_id: str, events: Sequence[Event]) -> li
 
 
 def _merge_ranges(ranges: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
-    """Join ranges of steps that overlap or are adjacent, e.g. [2, 3] and [0, 1] -> [(0, 3)]."""
+    """Join overlapping or adjacent ranges (first step, last step), e.g. [(2, 3), (0, 1)] -> [(0, 3)]."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(map(tuple, ranges)):
         if merged and first <= merged[-1][1] + 1:

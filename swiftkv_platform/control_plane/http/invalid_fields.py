@@ -23,24 +23,24 @@ _KEY_LABEL = "[key]"
 """Label of an error about a key rather than about its value."""
 
 
-def get_json_path(item: Mapping[str, Any], body: Any) -> JsonPath:
-    """Return the JSON path of an error in the request. `item`: one of `ValidationError.errors()`; its location
+def get_json_path(error: Mapping[str, Any], body: Any) -> JsonPath:
+    """Return the JSON path of an error in the request. `error`: one of `ValidationError.errors()`; its location
     begins with the source of the value. `body`: annotation of the endpoint's body."""
-    source, *location = item["loc"]
+    source, *location = error["loc"]
     if source != "body" or body is None:
         return tuple(location)
     annotation, place = body, list[str | int]()
     for index, part in enumerate(location):
-        is_unknown_key = item["type"] == "extra_forbidden" and index == len(location) - 1
+        is_unknown_key = error["type"] == "extra_forbidden" and index == len(location) - 1
         annotation, is_label = (None, False) if is_unknown_key else _descend(annotation, part)
         if not is_label:
             place.append(part)
     return tuple(place)
 
 
-def describe_unknown_key(item: Mapping[str, Any], body: Any) -> str:
+def describe_unknown_key(error: Mapping[str, Any], body: Any) -> str:
     """Return the message for an unknown key, with a similar known key, or the path where the key is accepted."""
-    name, known = str(item["loc"][-1]), _list_accepted_keys(item, body)
+    name, known = str(error["loc"][-1]), _list_accepted_keys(error, body)
     places = _find_paths(name, body)
     suggestion = f" (did you mean {' or '.join(places)}?)" if places else suggest_name(name, known)
     return f"unknown key{suggestion}; accepted here: {', '.join(known)}"
@@ -59,10 +59,10 @@ def _find_paths(name: str, annotation: Any, place: str = "") -> list[str]:
     return found
 
 
-def _list_accepted_keys(item: Mapping[str, Any], body: Any) -> Sequence[str]:
+def _list_accepted_keys(error: Mapping[str, Any], body: Any) -> Sequence[str]:
     """Return the keys accepted by the object that has the unknown key."""
     annotation = body
-    for part in item["loc"][1:-1]:
+    for part in error["loc"][1:-1]:
         annotation, _ = _descend(annotation, part)
     return sorted({name for model in _find_models(annotation) for name in _get_fields(model)})
 
@@ -76,16 +76,16 @@ def drop_redundant_errors(
     the value has another type.
     """
     around = {place[:end] for place, _ in found for end in range(len(place))}
-    of_values = {place for place, item in found if not _is_type_error(item)}
+    of_values = {place for place, error in found if not _is_type_error(error)}
     return [
-        (place, item)
-        for place, item in found
-        if place not in around and not (place in of_values and _is_type_error(item))
+        (place, error)
+        for place, error in found
+        if place not in around and not (place in of_values and _is_type_error(error))
     ]
 
 
-def _is_type_error(item: Mapping[str, Any]) -> bool:
-    kind: str = item["type"]
+def _is_type_error(error: Mapping[str, Any]) -> bool:
+    kind: str = error["type"]
     return kind.endswith("_type")
 
 
@@ -130,4 +130,4 @@ def _get_item_annotation(annotation: Any, container: type = object) -> Any:
         if issubclass(origin, (list, tuple, set, frozenset)):
             return arguments[0]
     found = (_get_item_annotation(argument, container) for argument in arguments)
-    return next((item for item in found if item is not None), None)
+    return next((error for error in found if error is not None), None)

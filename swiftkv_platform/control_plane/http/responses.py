@@ -36,24 +36,24 @@ class ListResponse(ResponseModel, Generic[Item]):
 
 
 def make_list_response(
-    found: Slice[T],
-    make: Callable[[T], Item],
+    page: Slice[T],
+    make_item: Callable[[T], Item],
     cursor: Callable[[Item], str] = attrgetter("id"),
     order: Literal["asc", "desc"] = "asc",
 ) -> ListResponse[Item]:
     """Return the response of a list. It ends before its objects exceed `PAGE_BYTES`, but has at least one.
     `first_id` and `last_id`, in `order`, may be ids of unreadable rows."""
     # 1. objects that fit  2. unreadable rows between them  3. the page's first and last id
-    data = limit_page_bytes(map(make, found.items))
-    is_cut = len(data) < len(found.items)
-    ids, left_out = [cursor(item) for item in data], list(found.unreadable_ids)
+    data = limit_page_bytes(map(make_item, page.items))
+    is_cut = len(data) < len(page.items)
+    ids, left_out = [cursor(item) for item in data], list(page.unreadable_ids)
     if left_out:
         if is_cut:  # those after the page's end belong to a later page
             left_out = [each for each in left_out if (each < ids[-1] if order == "asc" else each > ids[-1])]
         ids = sorted([*ids, *left_out], reverse=order == "desc")
     return ListResponse(
         data=data,
-        has_more=found.has_more or is_cut,
+        has_more=page.has_more or is_cut,
         first_id=ids[0] if ids else None,
         last_id=ids[-1] if ids else None,
         left_out=left_out,

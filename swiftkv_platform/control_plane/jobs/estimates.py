@@ -227,8 +227,8 @@ def _measure_process_memory(job: Job) -> int | None:
 
 
 def find_speed(spec: JobSpec, jobs: Iterable[Job], configured: float | None) -> tuple[Speed, str] | None:
-    """Return the speed of the newest job on the same kind of workers, preferably with the same teacher, and its id;
-    else the FLOPs per second of a worker that are configured, or assumed for its GPU, and their source."""
+    """Return (speed, source): of the newest job on the same kind of workers, preferably with the same teacher, and the
+    job's id; else the configured FLOPs per second of a worker, or assumed ones for its GPU."""
     alike = [job for job in jobs if job.speed is not None and _worker_kind(job.spec) == _worker_kind(spec)]
     same = [job for job in alike if job.spec.model.name_or_path == spec.model.name_or_path]
     newest = max(same or alike, key=lambda job: job.id, default=None)
@@ -239,20 +239,20 @@ def find_speed(spec: JobSpec, jobs: Iterable[Job], configured: float | None) -> 
 
 
 def add_time(
-    found: JobEstimate, spec: JobSpec, speed: tuple[Speed, str] | None, prices: Prices | None = None
+    estimate: JobEstimate, spec: JobSpec, speed: tuple[Speed, str] | None, prices: Prices | None = None
 ) -> JobEstimate:
-    """Add the time of a job at a speed, and its cost. Sweeps are not estimated."""
+    """Add time and cost to a job's estimate. `speed`: (measured speed, its source). Sweeps get no time."""
     if speed is None:
-        return found
+        return estimate
     measured, source = speed
-    if found.process_memory is not None and measured.process_memory is not None:
-        found = found.model_copy(update={"process_memory": measured.process_memory})
-    if found.total_flops is None or spec.sweep is not None:
-        return found
-    training = found.total_flops / (measured.flops_per_second * spec.resources.max_workers)
+    if estimate.process_memory is not None and measured.process_memory is not None:
+        estimate = estimate.model_copy(update={"process_memory": measured.process_memory})
+    if estimate.total_flops is None or spec.sweep is not None:
+        return estimate
+    training = estimate.total_flops / (measured.flops_per_second * spec.resources.max_workers)
     seconds = measured.startup_s + training + measured.finish_s
     cost = None if prices is None else prices.cost(spec, seconds)
-    return found.model_copy(update={"seconds": seconds, "speed_source": source, "cost": cost})
+    return estimate.model_copy(update={"seconds": seconds, "speed_source": source, "cost": cost})
 
 
 def _worker_kind(spec: JobSpec) -> tuple[object, ...]:

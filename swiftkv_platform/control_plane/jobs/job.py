@@ -329,7 +329,7 @@ def transition(job: Job, status: JobStatus, *, now: int, reason: Reason | None =
 
 
 def start(job: Job, *, now: int, resume_from: str | None = None) -> tuple[Job, Event]:
-    """Move a job to `starting` with its attempt's submission id, by which Ray can be asked for it after a crash."""
+    """Return (job in `starting` with a new submission id, event). After a crash, the id finds the submission in Ray."""
     name = job.attempt_id.submission_id
     attempt = replace(job.attempt, submission_id=name, resume_from=resume_from)
     return transition(replace(job, attempt=attempt), JobStatus.STARTING, now=now)
@@ -343,7 +343,7 @@ def wait(job: Job, *, now: int, reason: Reason) -> tuple[Job, Event]:
 
 
 def requeue(job: Job, *, now: int, reason: Reason, delay_s: float = 0.0, counts: bool = False) -> tuple[Job, Event]:
-    """Queue the next attempt, to start after `delay_s` seconds at the earliest. `counts`: whether it uses up a retry.
+    """Return (job queued for its next attempt after `delay_s` seconds, event). `counts`: whether this uses up a retry.
 
     An attempt that was never started is reused.
     """

@@ -347,7 +347,7 @@ class Admission:
         return None if self._empty is None else self._requests.get(job_id)
 
     def jobs_with_new_wait_reason(self, now: int) -> Sequence[tuple[Job, Event]]:
-        """Return, ready to be stored, queued jobs that were refused places, if their reason is not stored yet."""
+        """Return (job with the reason, event) of queued jobs without free resources whose reason is not stored yet."""
         return [
             wait(job, now=now, reason=self.refused[job.id])
             for job in (self._jobs.load([*self.refused]) if self.refused else ())
@@ -391,7 +391,7 @@ class Preemption:
     def _choose_overtaken(
         self, going: Sequence[Job], nodes: GetNodes, now: float, resting: Collection[str]
     ) -> list[tuple[Job, Reason]]:
-        """Return the jobs in whose place another tenant's job would start."""
+        """Return (job, reason) of running jobs whose resources go to a job of another tenant."""
         staying = [job for job in going if job.attempt.yields is None]
         over = [job for job in staying if not job.attempt.waiting and has_used_time_slice(job, now, self.settings)]
         stuck = [job for job in staying if job.attempt.waiting and self._is_stuck(job, nodes, now)]
@@ -419,8 +419,10 @@ class Preemption:
         return not can_place([node.free for node in told], needed)
 
     def _choose_displaced(self, going: Sequence[Job], nodes: GetNodes, now: float) -> list[tuple[Job, Reason]]:
-        """Return a job that holds what another tenant's deployment needs for its first replica. Applied deployments are
-        within their tenant's share. At most one at a time, and none if jobs hold no more than their share."""
+        """Return (job, reason) of a job with the resources for the first replica of another tenant's deployment.
+
+        Applied deployments are within their tenant's share. At most one job at a time, and none if jobs use no more
+        than their share."""
         waiting = [
             item
             for item in (self.deployments.list_all_deployments().items if going and self._share < 1.0 else ())

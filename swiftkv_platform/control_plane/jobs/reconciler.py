@@ -309,7 +309,7 @@ class Reconciler:
                 self._histograms.untracked.inc()
 
     def _prepare_start(self, job: Job) -> tuple[Job, Event]:
-        """Return the started job, which is not stored yet, and its event."""
+        """Return (started job, which is not stored yet; event)."""
         self._cluster.check()  # while Ray is away, a job keeps its place in the queue
         number = job.attempt.number
         resume_from = self._store.find_newest_checkpoint(job.id, before_attempt=number) if number > 1 else None

@@ -69,7 +69,7 @@ class JobService:
         return add_time(found, spec, speed, prices(self.settings))
 
     def _validate_spec(self, spec: JobSpec, caller: Caller, client: Client) -> tuple[JobSpec, JobEstimate]:
-        """Validate a spec. Returns the spec to store, with resolved targets and checkpoint, and its estimate."""
+        """Validate a spec. Returns (spec to store, with resolved targets and checkpoint; estimate)."""
         # 1. Limits of the operator and the tenant.
         check_spec_bytes(spec)
         check_job_limits(spec, self.settings)
@@ -98,7 +98,7 @@ class JobService:
         return self._resolve_parent(spec, caller, found)
 
     def _resolve_parent(self, spec: JobSpec, caller: Caller, found: JobEstimate) -> tuple[JobSpec, JobEstimate]:
-        """Resolve and check the parent that a job continues from, if it has one. Returns the new spec and estimate."""
+        """Resolve and check the parent that a job continues from, if any. Returns (new spec, new estimate)."""
         parent = self.parts.parents.find_parent(spec, caller.tenant)
         if parent is not None:
             spec = spec.model_copy(update={"swiftkv": spec.swiftkv.inherit_from(parent.spec.swiftkv)})

@@ -72,11 +72,11 @@ class ModelImporter:
                 self._check_capacity(files, caller)
                 copy = directory / "model"
                 stored = self._copy_small_files(files, copy)
-                known = self.parsers.run(
+                source_manifest = self.parsers.run(
                     self.client, _check_student, copy, stored, {file.name: file.size for file in files}, source
                 )
-                model = self._make_model(known, source, name, caller)
-                return self._store_model(model, known, copy, files, stored)
+                model = self._make_model(source_manifest, source, name, caller)
+                return self._store_model(model, source_manifest, copy, files, stored)
         except OSError as error:
             raise StorageError(f"{_FIELD} is {source!r}, which cannot be copied: {error}", field=_FIELD) from error
 
@@ -122,15 +122,15 @@ class ModelImporter:
         copied.pop(MANIFEST, None)
         return copied
 
-    def _make_model(self, known: Manifest, source: str, name: str | None, caller: Caller) -> Model:
+    def _make_model(self, source_manifest: Manifest, source: str, name: str | None, caller: Caller) -> Model:
         """Return the model without digest and size. Raises `InvalidInputError` if its documents cannot be stored."""
-        lineage = {**known.lineage, "imported_from": source, "imported_by": caller.name}
+        lineage = {**source_manifest.lineage, "imported_from": source, "imported_by": caller.name}
         lineage.pop(ADAPTER_LINEAGE, None)
         model_id = new_id("mdl")
         model = Model(
             id=model_id,
             tenant=caller.tenant,
-            name=name or _choose_name(known, source),
+            name=name or _choose_name(source_manifest, source),
             job_id=None,
             attempt=0,
             created_at=int(self.parts.clock()),
@@ -138,7 +138,7 @@ class ModelImporter:
             manifest_digest="",
             size=0,
             lineage=lineage,
-            metrics=known.metrics,
+            metrics=source_manifest.metrics,
         )
         _check_documents(model, source)
         return model
@@ -146,7 +146,7 @@ class ModelImporter:
     def _store_model(
         self,
         model: Model,
-        known: Manifest,
+        source_manifest: Manifest,
         copy: Path,
         files: Sequence[IncomingFile],
         stored: dict[str, ManifestFile],
@@ -164,7 +164,7 @@ class ModelImporter:
                     key = join_key(model.prefix, file.name)
                     self.parts.objects.upload_pieces(self._read_pieces(file, digest.update), key, file.size)
                     stored[file.name] = ManifestFile(size=file.size, sha256=digest.hexdigest())
-                    _check_digest(known, stored, file.name, model.lineage["imported_from"])
+                    _check_digest(source_manifest, stored, file.name, model.lineage["imported_from"])
             manifest = write_manifest(
                 self.parts.objects, model.prefix, stored, kind="artifact", lineage=model.lineage, metrics=model.metrics
             )
@@ -222,9 +222,9 @@ def _check_student(copy: Path, stored: Mapping[str, ManifestFile], sizes: Mappin
     return manifest
 
 
-def _check_digest(known: Manifest, stored: Mapping[str, ManifestFile], name: str, source: str) -> None:
+def _check_digest(source_manifest: Manifest, stored: Mapping[str, ManifestFile], name: str, source: str) -> None:
     """Raise `InvalidInputError` if a file differs from the source's manifest."""
-    if known.files and known.files[name] != stored[name]:
+    if source_manifest.files and source_manifest.files[name] != stored[name]:
         raise _make_manifest_mismatch_error(source, [name])
 
 
@@ -252,8 +252,8 @@ def _check_documents(model: Model, source: str) -> None:
         raise _source_error(source, f"whose {MANIFEST} has lineage or metrics in an unknown format; remove that file")
 
 
-def _choose_name(known: Manifest, source: str) -> str:
-    spec: Any = known.lineage.get("spec")
+def _choose_name(source_manifest: Manifest, source: str) -> str:
+    spec: Any = source_manifest.lineage.get("spec")
     name = spec.get("name") if isinstance(spec, dict) else None
     name = name or source.rstrip("/").rpartition("/")[2]
     try:

@@ -31,7 +31,7 @@ class RegistryService:
     policies: TenantPolicies
 
     def resolve(self, name: str, tenant: str) -> tuple[Model, str | None]:
-        """Return the model that `name` refers to, and the alias if it is one. `name`: a `mdl_` id, a `job_` id, an
+        """Return (model, alias or None) that `name` refers to. `name`: a `mdl_` id, a `job_` id, an
         alias, or the name of a single model of the tenant; an alias takes precedence over a name. Raises
         `InvalidInputError`."""
         try:

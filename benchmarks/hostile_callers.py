@@ -452,9 +452,11 @@ def send_requests(
     return times
 
 
-def compute_longest_ms(phases: list[tuple[list[float | None], ...]], during: int, at: int, number: int) -> int:
-    """Return the longest latency of one of the `number` kinds of requests, without or during the attack."""
-    taken = [seconds for phase in phases for seconds in phase[during][at::number] if seconds]
+def compute_longest_ms(
+    phases: list[tuple[list[float | None], ...]], is_attacked: int, kind: int, num_kinds: int
+) -> int:
+    """Return the longest latency of requests of one of `num_kinds` kinds, during the attack or without."""
+    taken = [seconds for phase in phases for seconds in phase[is_attacked][kind::num_kinds] if seconds]
     return round(1e3 * max(taken, default=0.0))
 
 

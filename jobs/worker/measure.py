@@ -217,16 +217,16 @@ def _find_teacher(path: Path, lineage: dict[str, Any]) -> ModelSpec:
     )
 
 
-def _attach_teacher(student: Any, path: str, named: ModelSpec) -> None:
+def _attach_teacher(student: Any, path: str, teacher_spec: ModelSpec) -> None:
     """Make the student's teacher mode run the layers of the model in `path`; embeddings, norm and head are the same."""
     decoder, config = student.model, student.config
     layers = config.num_key_value_layers
-    teacher = convert(path, num_key_value_layers=layers, dtype=student.dtype, revision=named.revision).model
+    teacher = convert(path, num_key_value_layers=layers, dtype=student.dtype, revision=teacher_spec.revision).model
     teacher = teacher.to(student.device).eval()
     ours, theirs = decoder.embed_tokens.weight, teacher.embed_tokens.weight
     if teacher.config.num_hidden_layers != config.num_hidden_layers or not torch.equal(ours, theirs):
         raise ModelError.for_field(
-            "teacher", named.name_or_path, ", which the student was not made from: layers or embeddings differ"
+            "teacher", teacher_spec.name_or_path, ", which the student was not made from: layers or embeddings differ"
         )
     decoder.run_teacher_lower, decoder.run_teacher_upper = teacher.run_lower, teacher.run_teacher_upper
     config.swiftkv_teacher_weights = True

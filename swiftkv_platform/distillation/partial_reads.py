@@ -215,26 +215,26 @@ class _ChunkFile(io.RawIOBase):
 
 
 def read_chunks(
-    wanted: Sequence[tuple[StoredChunk, slice | None]], read_range: ReadRange
+    selections: Sequence[tuple[StoredChunk, slice | None]], read_range: ReadRange
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield rows of chunks in storage order, each with its index in `wanted`, holding at most one batch in memory.
-    Raises `ArtifactCorruptError` for a damaged chunk."""
-    order = sorted(range(len(wanted)), key=lambda number: (wanted[number][0].file, wanted[number][0].start))
-    for batch in _split_into_batches(order, wanted):
-        ranges = (each for number in batch for each in wanted[number][0].get_byte_ranges(wanted[number][1]))
+    """Yield (index in `selections`, values) for each selection of a chunk's rows (None: all), in storage order. Holds
+    at most one batch in memory. Raises `ArtifactCorruptError` for a damaged chunk."""
+    order = sorted(range(len(selections)), key=lambda number: (selections[number][0].file, selections[number][0].start))
+    for batch in _split_into_batches(order, selections):
+        ranges = (each for number in batch for each in selections[number][0].get_byte_ranges(selections[number][1]))
         fetched = FetchedRanges(ranges, read_range)
         for number in batch:
-            chunk, rows = wanted[number]
+            chunk, rows = selections[number]
             yield number, chunk.read_values(rows, fetched)
 
 
 def _split_into_batches(
-    order: Iterable[int], wanted: Sequence[tuple[StoredChunk, slice | None]]
+    order: Iterable[int], selections: Sequence[tuple[StoredChunk, slice | None]]
 ) -> Iterator[list[int]]:
     batch: list[int] = []
     size = 0
     for number in order:
-        chunk, rows = wanted[number]
+        chunk, rows = selections[number]
         added = sum(stop - start for _, start, stop in chunk.get_byte_ranges(rows))
         if batch and size + added > _MAX_BATCH_BYTES:
             yield batch

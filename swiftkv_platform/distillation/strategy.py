@@ -339,20 +339,20 @@ def build_adamw(parameters: Iterable[nn.Parameter], spec: OptimizerSpec) -> Adam
     return AdamW([group for group in groups if group["params"]], lr=0.0, betas=spec.betas)  # the step sets the rate
 
 
-def build_optimizers(named: Iterable[tuple[str, nn.Parameter]], spec: OptimizerSpec) -> list[Optimizer]:
-    """Build AdamW for all parameters, or with `name: muon` Muon for the matrices and AdamW for the rest.
+def build_optimizers(named_parameters: Iterable[tuple[str, nn.Parameter]], spec: OptimizerSpec) -> list[Optimizer]:
+    """Build AdamW for all parameters, or with `name: muon` Muon for the matrices and AdamW for the other parameters.
 
     Muon (Jordan et al., 2024) orthogonalizes the momentum of a matrix by Newton-Schulz iterations. Its step is scaled
     to the root mean square of Adam's (Liu et al., 2025), so both take one learning rate. The exit head is left to
     AdamW, as heads and embeddings are.
 
     Args:
-        named: trained parameters by name; with Muon whole matrices or `DTensor`s, no flat shards.
+        named_parameters: trained parameters by name; with Muon whole matrices or `DTensor`s, no flat shards.
     """
     if spec.name == "adamw":
-        return [build_adamw((parameter for _, parameter in named), spec)]
+        return [build_adamw((parameter for _, parameter in named_parameters), spec)]
     matrices, rest = list[nn.Parameter](), list[nn.Parameter]()
-    for name, parameter in named:
+    for name, parameter in named_parameters:
         (matrices if parameter.ndim == 2 and "exit_head." not in name else rest).append(parameter)
     muon = Muon(
         matrices, lr=0.0, weight_decay=spec.weight_decay, momentum=spec.momentum, adjust_lr_fn="match_rms_adamw"

@@ -211,7 +211,7 @@ class EngineFrontend(ABC):
         """Put outputs into their streams, on the event loop; all outputs go through here."""
         try:
             self._wait_estimator.record_completions(
-                sum(output.finished for output in outputs), full=self._count_queued(self._num_sequences) > 0
+                sum(output.finished for output in outputs), is_full=self._count_queued(self._num_sequences) > 0
             )
             for output in outputs:
                 stream = self._streams.get(output.request_id)
@@ -284,15 +284,15 @@ class EngineFrontend(ABC):
             self._budgets.popitem(last=False)
         return budget
 
-    async def _compile_charged(self, wanted: StructuredOutputs, sender: Sender) -> Constraint:
+    async def _compile_charged(self, structured_outputs: StructuredOutputs, sender: Sender) -> Constraint:
         """Compile a grammar. A slow one is charged to the sender's budget, even if it is refused."""
         budget = self._get_budget(sender)
 
         def compile_grammar() -> Constraint:
-            self.grammar_compiler.get_vocabulary(wanted)  # made once, so not charged to a caller
+            self.grammar_compiler.get_vocabulary(structured_outputs)  # made once, so not charged to a caller
             began = time.monotonic()
             try:
-                return self.grammar_compiler.compile(wanted)
+                return self.grammar_compiler.compile(structured_outputs)
             finally:
                 budget.spend(max(time.monotonic() - began - FREE_COMPILE_S, 0.0))
 
@@ -333,9 +333,9 @@ class QueueWaitEstimator:
         self._clock = clock
         self._times: deque[float] = deque(maxlen=_MAX_REMEMBERED_COMPLETIONS)
 
-    def record_completions(self, count: int, *, full: bool) -> None:
-        """Record that `count` requests have ended. `full`: whether another request would have had to wait."""
-        if not full:
+    def record_completions(self, count: int, *, is_full: bool) -> None:
+        """Record that `count` requests have ended. `is_full`: whether another request would have had to wait."""
+        if not is_full:
             self._times.clear()  # completions of an engine with idle capacity do not predict queue times
         else:
             self._times.extend([self._clock()] * count)

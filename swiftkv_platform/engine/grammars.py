@@ -135,10 +135,10 @@ class GrammarCpuTime:
 class Constraint:
     """A grammar and the state of a sequence in it. `matcher`: an `llguidance.LLMatcher`."""
 
-    def __init__(self, matcher: Any, name: str, first: bytes, cpu_time: GrammarCpuTime | None = None) -> None:
+    def __init__(self, matcher: Any, name: str, first_mask: bytes, cpu_time: GrammarCpuTime | None = None) -> None:
         self._matcher = matcher
         self.name = name
-        self._first = first
+        self._first_mask = first_mask
         """Mask of the tokens allowed at the beginning, in the format of `compute_allowed_mask`."""
         self.cpu_time = GrammarCpuTime() if cpu_time is None else cpu_time
         """CPU time of the grammar, shared by all samples of the request."""
@@ -148,7 +148,7 @@ class Constraint:
         """Return a new constraint with the same grammar, for the field `name`. `cpu_time`: shared with other samples of
         the request; None: for another request."""
         assert not self._consumed, "a constraint in use cannot be copied"
-        return Constraint(self._matcher.deep_copy(), name, self._first, cpu_time)
+        return Constraint(self._matcher.deep_copy(), name, self._first_mask, cpu_time)
 
     @property
     def failure(self) -> str | None:
@@ -168,11 +168,11 @@ class Constraint:
         """Return the tokens that may follow `output_token_ids`, as a bit mask, lowest bit first. If the grammar is
         complete or has failed, only end-of-sequence tokens are allowed."""
         if not output_token_ids:
-            return self._first
+            return self._first_mask
         with self.cpu_time.measure():
             self._advance_to(output_token_ids)
             # The request ends when its CPU time is exhausted, so any mask will do.
-            return self._first if self.cpu_time.is_exhausted else self._matcher.compute_bitmask()
+            return self._first_mask if self.cpu_time.is_exhausted else self._matcher.compute_bitmask()
 
     def count_allowed(self, output_token_ids: Sequence[int], drafted: Sequence[int]) -> int:
         """Return how many tokens of `drafted`, from its start, the grammar allows after `output_token_ids`."""
@@ -213,6 +213,7 @@ def _count_common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 GrammarKey = tuple[str, str, bool]
+"""Key of a cached grammar: its kind, its text, and whether white space is forbidden."""
 
 MAX_CONCURRENT_COMPILATIONS = 2
 _compile_slots = threading.Semaphore(MAX_CONCURRENT_COMPILATIONS)

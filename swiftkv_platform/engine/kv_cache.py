@@ -155,7 +155,8 @@ class StepCache:
     def update(
         self, first: torch.Tensor, second: torch.Tensor, layer: int, *_: object, **__: object
     ) -> tuple[PagedTensor, PagedTensor] | tuple[torch.Tensor, torch.Tensor]:
-        """Write the step's tokens, each tensor [1, num_heads, num_tokens, dim]. Returns the layer's tensors or, with
+        """Write the step's tokens: keys and values (for MLA: latents and RoPE keys), [1, num_heads, num_tokens, dim].
+        Returns the layer's tensors or, with
         `KVCache.expands_contexts`, the concatenated contexts, [1, num_heads, sum of context lengths, dim]."""
         self.write(first, second, layer)
         return self.read(layer)

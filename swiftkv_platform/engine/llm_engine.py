@@ -222,7 +222,7 @@ class LLMEngine:
         finally:
             for request_id in request_ids:
                 self.abort(request_id)
-        return [_gather_samples(samples[request_id]) for request_id in request_ids]
+        return [_merge_samples(samples[request_id]) for request_id in request_ids]
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -298,6 +298,7 @@ def _expand_params(
     return each
 
 
-def _gather_samples(samples: list[RequestOutput]) -> RequestOutput:
+def _merge_samples(samples: list[RequestOutput]) -> RequestOutput:
+    """Return the first of a request's outputs, with all of them in `samples` if there are several."""
     samples.sort(key=lambda output: output.index)
     return replace(samples[0], samples=tuple(samples)) if len(samples) > 1 else samples[0]

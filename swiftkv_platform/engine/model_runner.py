@@ -94,7 +94,7 @@ class ModelRunner:
         rows = batch.find_upper_rows(exits.index_by_row)
         deep = batch.find_deep_rows(exits.index_by_row) if self._has_own_deep_kv else set()
         # 3. write K and V of layers >= l from x, draft, and run layers >= l
-        shared = self._write_shared(x, context, deep)
+        shared = self._write_shared_kv(x, context, deep)
         drafts = self._draft_tokens(x, scheduled, batch)
         if drafts.tokens:
             logits = self._verify_drafts(x, scheduled, batch, drafts, rows, deep)
@@ -124,7 +124,7 @@ class ModelRunner:
 
         return draft_from_exit_head(self._model, x, scheduled, batch, self._drafting.costs, lower, self._cache)
 
-    def _write_shared(self, x: torch.Tensor, context: DecoderContext, deep: set[int]) -> Sequence[Any]:
+    def _write_shared_kv(self, x: torch.Tensor, context: DecoderContext, deep: set[int]) -> Sequence[Any]:
         """Write K and V of all layers >= l from x to the cache, except for `deep` rows with their own K and V. Returns
         the cache's contents by group; empty if deep tokens have their own."""
         if not self._has_own_deep_kv:

@@ -102,11 +102,11 @@ def parse_generation_settings(
     )
 
 
-def _get_non_default_settings(shipped: Any, but: frozenset[str]) -> dict[str, Any]:
-    """Return the settings of a generation configuration that differ from the defaults, except those in `but`."""
+def _get_non_default_settings(shipped: Any, ignored: frozenset[str]) -> dict[str, Any]:
+    """Return the settings of a generation configuration that differ from the defaults, except those in `ignored`."""
     defaults = shipped._get_default_generation_params()
     stated = shipped.to_diff_dict().items()
-    return {k: v for k, v in stated if k not in but and v is not None and v != defaults.get(k)}
+    return {k: v for k, v in stated if k not in ignored and v is not None and v != defaults.get(k)}
 
 
 def compute_digest(prompts: Sequence[Prompt]) -> str:

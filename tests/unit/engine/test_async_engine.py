@@ -219,7 +219,7 @@ async def test_a_full_queue_knows_how_long_its_places_are_taken(swiftkv_dir: Pat
     async with queued(swiftkv_dir, now, max_num_waiting=2) as engine:
         assert (await refusal(engine)).retry_after_s == 1.0, "the pace is not known yet"
         for _ in range(8):
-            engine._wait_estimator.record_completions(1, full=True)
+            engine._wait_estimator.record_completions(1, is_full=True)
             now[0] += 5.0
         assert [(await refusal(engine, n)).retry_after_s for n in (1, 2)] == [pytest.approx(5.0), pytest.approx(10.0)]
 
@@ -228,7 +228,7 @@ async def test_a_queue_that_is_too_slow_says_when_it_is_short_enough(swiftkv_dir
     now = [100.0]
     async with queued(swiftkv_dir, now, max_num_waiting=64, max_queue_s=12.0) as engine:
         for _ in range(8):
-            engine._wait_estimator.record_completions(1, full=True)
+            engine._wait_estimator.record_completions(1, is_full=True)
             now[0] += 5.0
         assert (await refusal(engine)).retry_after_s == pytest.approx(3.0)
         assert "would wait 15.0 s, max_queue_s is 12" in str(await refusal(engine))
@@ -345,7 +345,7 @@ def test_wait_estimator_from_idle_places_and_too_few_of_them_say_nothing() -> No
     departures.record_completions(3, full=True)
     now += 9.0
     assert departures.estimate_wait_s(5) == 0.0
-    departures.record_completions(1, full=True)
+    departures.record_completions(1, is_full=True)
     assert departures.estimate_wait_s(5) > 0.0
     departures.record_completions(1, full=False)
     assert departures.estimate_wait_s(5) == 0.0

@@ -16,7 +16,7 @@ HUB_PREFIX = "hf:"
 
 
 class BaseModelAccess(FiniteModel):
-    """Allowed sources of an adapter's base model, by its tenant; see `sources.Access`."""
+    """Allowed sources of an adapter's base model for the deployment's tenant; see `sources.Access`."""
 
     roots: tuple[str, ...] | None = None
     """Directories and `s3://` prefixes; null allows all."""

@@ -28,7 +28,7 @@ class RequestContext:
 
     caller: Caller = field(default_factory=Caller)
     request_id: str | None = None
-    """Chosen by the caller; unique among its tenant's running requests."""
+    """Id chosen by the caller; unique among running requests of the caller's tenant."""
     priority: int = 0
     """Lower values are scheduled first."""
     timeout_s: float | None = None

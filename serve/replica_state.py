@@ -30,7 +30,7 @@ _DRAIN_POLL_S = 0.05
 _RENDERED_BYTES_PER_TOKEN = 64
 """Estimated bytes per log-probability in a response, for scheduling its rendering."""
 BASE_BODY_BYTES = 1 << 20
-"""Max bytes of a body besides its prompts: stop strings, schemas, names, spaces."""
+"""Max bytes of a request body without prompts: stop strings, schemas, names, spaces."""
 NUM_LONGEST_PROMPTS = 8
 """Number of prompts of max length that fit into one body."""
 ESCAPED_BYTES = 6
@@ -65,7 +65,7 @@ class SwapState(FrozenModel):
 
 @dataclass(eq=False)
 class ModelVersion:
-    """A loaded model with its engine. A request ends with the version that it began with."""
+    """A loaded model with its engine. A request runs on the same version from beginning to end."""
 
     engine: EngineFrontend
     card: ModelCard

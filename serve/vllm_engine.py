@@ -366,7 +366,7 @@ class VLLMEngine(EngineFrontend):
         self._deliver_outputs([sequence.make_output()])
 
     def _clean_up(self, sequence: Sequence, tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
-        """Forget a sample after its task, which may be canceled before it has begun."""
+        """Forget a sample when its task has ended, even if the task was canceled before its start."""
         self._unfinished.discard(sequence)
         self._waiting_for_first_token.discard(sequence)
         tasks.discard(task)

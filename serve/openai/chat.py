@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChatFieldMap:
-    """Mapping between the field names of a route and those of a chat request."""
+    """Mapping between a route's field names and the field names of a chat request."""
 
     route: Route
     names: Mapping[str, str]

@@ -210,7 +210,7 @@ class Parent(FrozenModel):
     key: str
     """Key of the directory in the object store."""
     job_id: str
-    """Job that made it. For an imported model: a job of another platform, or empty."""
+    """Job that made the parent. For an imported model: a job of another platform, or empty."""
     step: int | None = None
     """Optimizer step of a checkpoint."""
     sha256: str

@@ -39,7 +39,7 @@ Suggestion = Callable[[Any, JobSpec], str | None]
 @dataclass(frozen=True)
 class Cure:
     advice: str
-    """Steps other than changing fields."""
+    """Advice on steps other than changing fields of the spec."""
     changes: Mapping[str, Suggestion] | None = None
     """Suggestions by dotted path of a field."""
     named_field_advice: str = "use a valid value"

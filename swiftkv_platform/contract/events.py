@@ -113,7 +113,7 @@ class CheckpointData(TypedDict):
     key: str
     """Key of the checkpoint's directory."""
     size: int
-    """Total bytes of its files."""
+    """Total bytes of the files in the directory."""
     sha256: str
     """SHA-256 digest of the manifest."""
 
@@ -124,7 +124,7 @@ class ArtifactData(TypedDict):
     sha256: str
     """Digest of the artifact's manifest."""
     size: int
-    """Total bytes of its files."""
+    """Total bytes of the files in the directory."""
     metrics: dict[str, Any]
     """Evaluation report of the model."""
 

@@ -77,7 +77,7 @@ class TrialResult(FrozenModel):
     """Swept value, or the spec's; None if the spec has `prefill_reduction` instead."""
     key_value_group_size: int
     learning_rate: float | None
-    """Swept value, or the spec's; None if it is derived from the model's size."""
+    """Swept value, or the spec's value; None if the value is derived from the model's size."""
     report: dict[str, Any] | None
     """`evaluation.json` of the trial; None if it failed."""
     error: str | None = None

@@ -208,7 +208,7 @@ class QuotaResponse(ResponseModel):
     object: Literal["quota"] = "quota"
     tenant: str
     weight: float
-    """Share of the cluster relative to other tenants that wait."""
+    """Weight of the tenant's share of the cluster among tenants with waiting jobs or deployments."""
     max_queued_jobs: int | None
     max_running_jobs: int | None
     max_gpus: float | None

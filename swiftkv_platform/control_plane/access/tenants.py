@@ -36,7 +36,7 @@ class TenantPolicy(FiniteModel):
     """Quotas and permissions of one tenant; None means no limit. Stored objects are limited by default."""
 
     weight: Annotated[float, Field(gt=0.0)] = 1.0
-    """Share of the cluster relative to other tenants with waiting jobs or deployments."""
+    """Weight of the tenant's share of the cluster among tenants with waiting jobs or deployments."""
     max_queued_jobs: Annotated[int, Field(ge=0)] | None = None
     """Max queued and paused jobs; more are refused until one has started or ended."""
     max_unfinished_jobs: Annotated[int, Field(ge=0)] | None = UNFINISHED_JOBS.default
@@ -44,11 +44,11 @@ class TenantPolicy(FiniteModel):
     max_stored_jobs: Annotated[int, Field(ge=0)] | None = STORED_JOBS.default
     """Max stored jobs, including ended ones; more are refused until some are deleted."""
     max_running_jobs: Annotated[int, Field(ge=1)] | None = None
-    """Max jobs on the cluster at a time; others wait."""
+    """Max jobs on the cluster at a time; further jobs wait."""
     max_gpus: Annotated[float, Field(ge=0.0)] | None = None
     """Max GPUs of the tenant's jobs and deployments at a time; a job or deployment that needs more alone is refused."""
     max_cpus: Annotated[float, Field(ge=0.0)] | None = None
-    """Max CPU cores of its jobs and deployments at a time; a single job or deployment that needs more is refused."""
+    """Max CPU cores of the tenant's jobs and deployments at a time; one that needs more alone is refused."""
     max_replicas: Annotated[int, Field(ge=0)] | None = None
     """Max sum of `max_replicas` over the tenant's deployments; a deployment above the sum is refused."""
     max_file_bytes: Annotated[int, Field(ge=1)] | None = None
@@ -63,7 +63,7 @@ class TenantPolicy(FiniteModel):
     max_imported_models: Annotated[int, Field(ge=0)] | None = IMPORTED_MODELS.default
     """Max imported models; more are refused until some are deleted. Models of jobs are limited by `max_stored_jobs`."""
     max_deployments: Annotated[int, Field(ge=0)] | None = DEPLOYMENTS.default
-    """Max deployments, including those being deleted; more are refused."""
+    """Max deployments, including deployments in deletion; further deployments are refused."""
     max_aliases: Annotated[int, Field(ge=0)] | None = ALIASES.default
     """Max aliases of models; more are refused."""
     max_alias_changes: Annotated[int, Field(ge=1)] | None = ALIAS_CHANGES.default
@@ -71,7 +71,7 @@ class TenantPolicy(FiniteModel):
     max_pending_deliveries: Annotated[int, Field(ge=0)] | None = PENDING_DELIVERIES.default
     """Max pending webhook deliveries; further deliveries count as failed."""
     cost_cap: Annotated[float, Field(gt=0.0)] | None = None
-    """Max cost of a job before it is paused, whatever its spec says."""
+    """Max cost of a job before the job is paused, even if the job's spec allows more."""
     route_prefixes: tuple[str, ...] = ()
     """Route prefixes outside `/t/{tenant}`, e.g. `/`, that the tenant's deployments may have if API keys exist."""
     chat_templates: bool = False
@@ -103,7 +103,7 @@ class TenantPolicies:
         self._file = None if path is None else OperatorFile(path, _parse_policies, field="tenants_file", hint=hint)
 
     def get(self, tenant: str) -> TenantPolicy:
-        """Return the tenant's policy; its missing fields come from `default`."""
+        """Return the tenant's policy; fields that it does not set come from the policy `default`."""
         if self._file is None:
             return DEFAULT_POLICY
         content = self._file.content

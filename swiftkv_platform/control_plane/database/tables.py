@@ -38,7 +38,7 @@ class JobRow(Base):
     """The spec's `metadata`, for the list's filter."""
     spec: Mapped[dict[str, Any]] = mapped_column(Document)
     state: Mapped[dict[str, Any]] = mapped_column(Document)
-    """Every other field of `Job`."""
+    """Fields of `Job` without a column, as JSON."""
     version: Mapped[int]
     finished_at: Mapped[int | None] = mapped_column(BigInteger, index=True)
     """Copy of `state.finished_at`, for queries of retention."""
@@ -227,7 +227,7 @@ class DeletionRow(Base):
 
     prefix: Mapped[str] = mapped_column(String(200), primary_key=True)
     created_at: Mapped[int] = mapped_column(BigInteger)
-    """Unix seconds from which its objects may be removed; in the future for an import."""
+    """Unix seconds from which the objects may be removed; in the future for an import."""
     by: Mapped[str] = mapped_column(String(200))
     tenant: Mapped[str | None] = mapped_column(String(64))
     """Tenant whose stored bytes include the objects until they are removed; null for none."""

@@ -55,7 +55,7 @@ class ServedRevisions:
         self._progress: dict[str, Progress] = {}
 
     def set_wanted(self, revisions: Mapping[str, str]) -> None:
-        """Set the wanted revisions by deployment; all others are forgotten."""
+        """Set the wanted revisions by deployment; other deployments are forgotten."""
         known = self._progress
         self._progress = {
             name: known[name] if name in known and known[name].revision == revision else Progress(revision)

@@ -1,4 +1,4 @@
-"""Reconciler of deployments: applies the wanted ones to the cluster, as far as it has room."""
+"""Reconciler of deployments: applies wanted deployments to the cluster, as far as its resources suffice."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ReplicaGrant:
     why: str = ""
 
     def apply(self, spec: ResolvedDeployment) -> ResolvedDeployment:
-        """Return the deployment with its bounds reduced to the granted replicas; the same if it gets all."""
+        """Return the deployment with min and max replicas reduced to the granted replicas."""
         if self.replicas >= spec.max_replicas:
             return spec
         bounds = {name: min(getattr(spec, name), self.replicas) for name in ("min_replicas", "max_replicas")}

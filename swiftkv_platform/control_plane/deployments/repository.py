@@ -121,7 +121,7 @@ class DeploymentRepository(Repository):
         )
 
     def _renew_columns(self, deployment_id: str) -> None:
-        """Set the columns of a row that an earlier version of this program wrote, which knows only its spec."""
+        """Set the missing columns of a row that an earlier version of this program wrote with the spec only."""
         with self._database.writing() as session:
             row = session.get(DeploymentRow, deployment_id, with_for_update=True)
             if row is not None:

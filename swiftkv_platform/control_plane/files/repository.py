@@ -1,4 +1,4 @@
-"""Uploaded files: training data that a tenant keeps, and which jobs use it. Knows nothing about their objects."""
+"""Rows of uploaded files, which are training data of a tenant, and of the jobs that use them. Knows no object store."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class FileRepository(Repository):
 
 
 def lock_tenant_files(database: Database, session: Session, tenant: str) -> None:
-    """Wait until no other transaction decides on the tenant's files; later ones wait for this one."""
+    """Lock the tenant's files until the end of this transaction."""
     database.lock(session, f"files of {tenant}")
 
 

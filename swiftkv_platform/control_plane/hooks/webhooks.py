@@ -32,7 +32,7 @@ from swiftkv_platform.specs.publish import WebhookSpec
 
 
 def make_find_recipients(policies: TenantPolicies) -> FindRecipients:
-    """Return a function that returns a job's webhooks: its own and its tenant's."""
+    """Return a function that returns the webhooks of a job: from the job's spec and from the tenant's policy."""
 
     def find(job: Job) -> Sequence[WebhookSpec]:
         found = [job.spec.webhook, policies.get(job.tenant).webhook]
@@ -165,7 +165,7 @@ class WebhookDeliverer:
             self._changed.wait_for(lambda: not self._active.total())
 
     def close(self) -> None:
-        """Finish active deliveries within their timeouts, and start no others."""
+        """Finish active deliveries within their timeouts, and start no new delivery."""
         self._pool.shutdown()
 
     def _find_full_origins(self) -> Sequence[str] | None:

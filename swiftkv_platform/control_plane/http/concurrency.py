@@ -87,7 +87,7 @@ requests of the same kind."""
 UNPAUSED_S = 0.001
 """Request seconds that cause no pause."""
 PAUSE_RATIO = 2.0
-"""Seconds of pause per second of the request before it: two thirds of the time remain for other tenants."""
+"""Seconds of pause per second of the previous request: two thirds of the time remain for other tenants."""
 MAX_PAUSE_S = 0.1
 """Max seconds of pause between two requests of a tenant."""
 MAX_QUEUED = QUEUED_REQUESTS.default

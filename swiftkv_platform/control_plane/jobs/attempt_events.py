@@ -65,7 +65,7 @@ class AttemptUpdate:
     points: list[MetricPoint] = field(default_factory=list)
 
     def move(self, status: JobStatus, reason: Reason | None = None) -> None:
-        """Change the status, and add the event that reports it."""
+        """Change the job's status, and add the event that reports the change."""
         self.job, event = transition(self.job, status, now=self.now, reason=reason)
         self.events.append(event)
 
@@ -124,7 +124,7 @@ def _apply_event(update: AttemptUpdate, event: AttemptEvent) -> None:
 
 
 def _apply_status(update: AttemptUpdate, status: AttemptStatus) -> None:
-    """Follow the attempt from phase to phase; what it reports while it is being stopped changes nothing."""
+    """Follow the attempt from phase to phase; ignore reports of an attempt that is being stopped."""
     if status == "paused":
         update.job = update.job.with_attempt(paused=True)
         return
@@ -169,7 +169,7 @@ def _apply_progress(update: AttemptUpdate, data: ProgressData) -> None:
 
 
 def _restart_wait(update: AttemptUpdate) -> None:
-    """Restart the wait for a place: one of several trials may wait as long as others make progress."""
+    """Restart the timeout of waiting for resources: a trial may wait as long as other trials make progress."""
     if update.job.attempt.waiting:
         update.job = update.job.with_attempt(waiting_since=update.now)
 

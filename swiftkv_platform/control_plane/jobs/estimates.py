@@ -47,7 +47,7 @@ from swiftkv_platform.specs.job import REFERENCE_HIDDEN_SIZE, resolve_batch_size
 from swiftkv_platform.storage.addresses import open_store
 
 PROCESS_MEMORY = 710 << 20
-"""Bytes of a worker's process in addition to its model, if none was measured: Linux, torch 2.13 for CPUs."""
+"""Assumed bytes of a worker's process in addition to the model, if none was measured: Linux, torch 2.13 for CPUs."""
 
 
 class JobEstimate(FrozenModel):
@@ -89,7 +89,7 @@ class JobEstimate(FrozenModel):
     """Cost of `seconds` on the cluster, at the operator's prices."""
     sources: tuple[SourceEstimate, ...] = ()
     gates: tuple[TaskForecast, ...] = ()
-    """By task: the losses that its number of samples can exclude."""
+    """For each task: the losses of quality that the number of samples can exclude."""
 
 
 def estimate(
@@ -188,7 +188,7 @@ class Prices:
 
 
 def cost_cap(spec: JobSpec, policy: TenantPolicy) -> float | None:
-    """Return the lower of the caps of the job and its tenant; None without a cap."""
+    """Return the lower one of the job's and the tenant's cost caps; None without a cap."""
     return min((cap for cap in (spec.limits.cost_cap, policy.cost_cap) if cap is not None), default=None)
 
 

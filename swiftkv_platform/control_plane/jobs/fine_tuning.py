@@ -106,7 +106,7 @@ class CreateFineTuningJob(FiniteModel):
     suffix: Annotated[JobName, Field(max_length=64)] | None = None
     """Name of the job and of its model."""
     swiftkv: PartialSpec | None = None
-    """All other fields of a job spec."""
+    """Fields of a job spec that OpenAI's API lacks."""
 
     @model_validator(mode="after")
     def _refuse_repeated_fields(self) -> Self:
@@ -326,7 +326,7 @@ class FineTuningCheckpointResponse(ResponseModel):
     created_at: int
     fine_tuning_job_id: str
     fine_tuned_model_checkpoint: str
-    """Name of the checkpoint: its job's id and its own."""
+    """Name of the checkpoint: `{job id}:{checkpoint id}`."""
     step_number: int
     metrics: CheckpointMetrics
 

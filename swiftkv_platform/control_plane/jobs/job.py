@@ -119,7 +119,7 @@ class PhaseProgress:
     done: int
     total: int
     seconds_remaining: int | None = None
-    """Seconds from the report until the part is done; null before anything of it is done."""
+    """Estimated seconds from the report until the part is done; null before the part's first step."""
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ def upgrade() -> None:
 
 
 def _add_columns() -> set[str]:
-    """Add the columns that are missing; return them as `table.column`."""
+    """Add the missing columns; return their names as `table.column`."""
     inspector, added = sa.inspect(op.get_bind()), set()
     for table, columns in _NEW_COLUMNS.items():
         present = {column["name"] for column in inspector.get_columns(table)}

@@ -83,7 +83,7 @@ def _lease_lost_error(name: str) -> LeaseLostError:
 LEASE_S = 5.0
 """Max seconds until another control plane replaces a dead one."""
 MAX_LEASE_S = 60.0
-"""The same for a slow database, where a shorter lease would expire before it is granted."""
+"""Max seconds of a lease with a slow database, where a shorter lease would expire before it is granted."""
 _RENEWALS_PER_LEASE = 3
 _ACQUISITIONS_PER_LEASE = 4
 
@@ -203,7 +203,7 @@ class Backoff:
         self._not_before.pop(name, None)
 
     def retain_only(self, names: Set[str]) -> None:
-        """Forget all other names."""
+        """Forget the failures of names that are not in `names`."""
         for name in [*(self._failures.keys() - names)]:
             self.record_success(name)
 

@@ -45,7 +45,7 @@ def find_uses(spec: Any) -> set[str]:
 
 
 def hash_publish_target(spec: Any) -> str | None:
-    """Return a digest of the target that a job publishes to, as long as an id; None if it publishes nowhere."""
+    """Return a digest, as long as an id, of the target that a job publishes to; None without a target."""
     place = _get_part(spec, "publish", "to")
     if not isinstance(place, str):
         return None

@@ -49,7 +49,7 @@ class EncodedDocument:
     """Token ids and loss masks (see `packing.Samples.loss_mask`)."""
     num_tokens: int
     is_too_long: bool
-    """Whether it exceeded `max_length`: a text was split into windows, or a conversation was truncated."""
+    """Whether the document exceeded `max_length`: a text was split into windows, or a conversation was truncated."""
     num_truncated_tokens: int = 0
     """Tokens truncated from a conversation."""
 

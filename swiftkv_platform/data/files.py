@@ -92,7 +92,7 @@ class Table:
     origin: str
     """Name of the origin in messages: a hub id, or a file."""
     columns: tuple[str, ...] | None
-    """Columns of every row; None if each row has its own."""
+    """Columns of every row; None if each row has its own columns."""
     read_rows: Callable[[Sequence[str] | None], Iterator[NumberedRow]]
     """(columns, or None for all) -> the rows with these columns."""
     count_rows: Callable[[], int]
@@ -126,7 +126,7 @@ class FileReader:
     """(file, columns or None for all, field) -> rows"""
     count_rows: Callable[[Path, str], int]
     read_columns: Callable[[Path, str], tuple[str, ...] | None]
-    """(file, field) -> columns of every row; None if each row has its own."""
+    """Function: (file, field) -> columns of every row, or None if each row has its own columns."""
 
 
 def find_reader(file: Path, field: str) -> FileReader | None:

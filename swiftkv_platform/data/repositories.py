@@ -174,7 +174,7 @@ def _find_cached_directory(source: DataSourceSpec, source_field: str) -> Path:
 
 
 def _is_complete(directory: Path) -> bool:
-    """Whether it has the rows of a whole configuration; those of some of its files have a longer `config_name`."""
+    """Whether the data set has the rows of a whole configuration; a subset of its files has a longer `config_name`."""
     try:
         return bool(read_object(directory / "dataset_info.json", INDEX_BYTES).get("config_name") == directory.parts[-3])
     except (OSError, UnusableFileError):

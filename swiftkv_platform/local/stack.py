@@ -159,7 +159,7 @@ class Stack:
         ]
 
     def _choose_addresses(self, options: StackOptions, last: StackState | None, report: Report) -> StackState:
-        """Choose addresses: those of the last start (first: the settings') if free, else any."""
+        """Choose addresses: the last start's addresses (first start: the settings') if free, else any."""
         if last is None:
             preferred = [
                 self._settings.port,

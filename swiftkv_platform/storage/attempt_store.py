@@ -43,7 +43,7 @@ _MAX_READ_EVENTS_PER_PART = 800
 
 @dataclass(frozen=True)
 class StoredEvent:
-    """An event, its writer, and its number in that writer's stream."""
+    """An event, the writer that stored it, and its number in the writer's stream."""
 
     writer: str
     sequence: int
@@ -325,7 +325,7 @@ def _split_unread(attempt: AttemptId, cursor: Mapping[str, int]) -> list[_KeyRan
 
 
 def _choose_part(parts: Sequence[_KeyRange], poll: int) -> _KeyRange:
-    """Return the range of this poll: the busiest for even numbers, the others in rotation for odd numbers."""
+    """Return the key range of this poll: for even numbers the range with most events, else the others in rotation."""
     busiest = max(parts, key=lambda part: part.num_read)
     others = [part for part in parts if part is not busiest]
     return busiest if poll % 2 == 0 or not others else others[poll // 2 % len(others)]

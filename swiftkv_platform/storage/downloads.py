@@ -77,7 +77,7 @@ class IncomingFile:
     size: int
     """Bytes when the file was listed; apparent size of a sparse file."""
     stream: Callable[[], Iterator[bytes]]
-    """Reads the file to its end, even if it has grown."""
+    """Function that reads the file to its end, even if the file has grown."""
     field: str
 
     @property

@@ -24,7 +24,7 @@ BODY_FIELD = "body"
 
 _MAX_SMALL_BYTES = 1 << 20
 _SUSPICIOUS_TEXTS = (b"\\ud", b"\\uD", b"\\u0000", b"NaN", b"Infinity")
-"""JSON in UTF-8 has a lone surrogate, NUL, NaN or an infinity only if it contains one of these."""
+"""Texts, one of which UTF-8 JSON contains if it has a lone surrogate, NUL, NaN or an infinity."""
 _DIGITS_TO_ZERO = bytes.maketrans(b"123456789E", b"000000000e")
 _LARGE_NUMBERS = (b"0" * 19, b"e000")
 """Every number that is too large contains one of these once its digits are replaced by 0 and plus signs removed."""

@@ -107,7 +107,7 @@ class ClusterJob:
     status: JobStatus
     version: int
     watched_until: float
-    """Unix seconds until which it is followed."""
+    """Unix seconds until which clients count as following the job."""
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ class JobRepository(Repository):
         return claimed
 
     def watch(self, job_id: str, until: float) -> None:
-        """Mark a job as watched until a time, so that its events are polled often. Its version does not change."""
+        """Mark a job as followed until a time, so that its events are polled often. The job keeps its version."""
         with self._database.writing() as session:
             live = update(JobRow).where(JobRow.id == job_id, JobRow.status.in_(LIVE_STATUSES))
             session.execute(live.values(watched_until=until))
@@ -349,7 +349,7 @@ class JobRepository(Repository):
         return {status: found.get(status.value, 0) for status in JobStatus}
 
     def attempts_on_cluster(self) -> Mapping[str, int | None]:
-        """Return the attempt number of each job that may have an attempt on the cluster; None if it is unreadable."""
+        """Return the attempt number, or None if unreadable, of each job that may have an attempt on the cluster."""
         # An unknown status, stored by another version of this program, counts as one with an attempt.
         query = select(JobRow.id, JobRow.state).where(JobRow.status.not_in(_STATUSES_OFF_CLUSTER))
         with self._database.reading() as session:

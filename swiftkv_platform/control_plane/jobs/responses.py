@@ -32,9 +32,9 @@ class JobError(ResponseModel):
     code: str
     message: str
     param: str | None = None
-    """Dotted path of the field that caused it, if there is one."""
+    """Dotted path of the field that caused the problem, if any."""
     cure: str
-    """Advice on how to fix it: the fields to change, with their values and what to use instead."""
+    """Advice on how to fix the problem: the fields to change, with their values and what to use instead."""
 
 
 class JobResponse(ResponseModel):
@@ -74,7 +74,7 @@ class JobResponse(ResponseModel):
     cost: float | None
     """Cost so far, over all attempts, at the operator's prices; null without prices."""
     estimated_cost: float | None
-    """Cost at the end of its training, at its present speed."""
+    """Estimated cost at the end of the training, at the present speed."""
     submission_id: str | None
     """Ray's submission id of the present attempt."""
     metadata: dict[str, str]
@@ -164,7 +164,7 @@ class CheckpointResponse(ResponseModel):
     size: int
     """Bytes."""
     sha256: str
-    """SHA-256 of its manifest, which has the SHA-256 of each file."""
+    """SHA-256 of the checkpoint's manifest, which has the SHA-256 of each file."""
     held_out_kl: float | None
     """Held-out KL at this step, in nats; null if it was not measured."""
     distilled_model: str | None
@@ -186,7 +186,7 @@ class AncestorResponse(ResponseModel):
     name: str
     """`mdl_...` or `job_...:ckpt_...`."""
     job_id: str | None
-    """Job that made it; null for an imported model."""
+    """Job that made the model or checkpoint; null for an imported model."""
 
 
 class ArtifactFileResponse(ResponseModel):

@@ -27,7 +27,7 @@ class Model:
     created_at: int
     artifact_uri: str
     manifest_digest: str
-    """SHA-256 of its manifest, which in turn has the SHA-256 of each file."""
+    """SHA-256 of the model's manifest, which has the SHA-256 of each file."""
     size: int
     """Bytes."""
     lineage: Mapping[str, Any]
@@ -35,7 +35,7 @@ class Model:
 
     @property
     def prefix(self) -> str:
-        """Prefix of its objects."""
+        """Prefix of the model's objects."""
         if self.job_id is None:
             return get_import_prefix(self.id)
         return AttemptId(self.job_id, self.attempt).artifact_prefix
@@ -82,7 +82,7 @@ class Promotion:
     model: str
     """Model that the alias points to from then on."""
     previous: str | None
-    """Model that it pointed to before."""
+    """Model that the alias pointed to before."""
     reason: str
     by: str
     """Name of the caller's key."""

@@ -58,7 +58,7 @@ class ModelResponse(ResponseModel):
     name: str
     created_at: int
     job_id: str | None
-    """Job that trained it; null for an imported model, whose source is `lineage.imported_from`."""
+    """Job that trained the model; null for an imported model, whose source is `lineage.imported_from`."""
     attempt: int
     """0 for an imported model."""
     artifact_uri: str
@@ -102,7 +102,7 @@ class PromotionResponse(ResponseModel):
     model: str
     """Model that the alias points to from then on."""
     previous: str | None
-    """Model that it pointed to before."""
+    """Model that the alias pointed to before."""
     reason: str
     by: str
     """Name of the caller's key."""
@@ -148,7 +148,7 @@ class LineageResponse(ResponseModel):
     code_version: str | None
     spec: dict[str, Any] | None
     ancestors: list[AncestorResponse]
-    """Models and checkpoints that it was trained from, nearest first."""
+    """Models and checkpoints that the model was trained from, nearest first."""
     imported_from: str | None
     """Source of an imported model."""
     job_id: str | None
@@ -157,9 +157,9 @@ class LineageResponse(ResponseModel):
     artifact_uri: str
     manifest_digest: str
     aliases: list[str]
-    """Aliases that point to it now."""
+    """Aliases that point to the model now."""
     promotions: list[PromotionResponse]
-    """Promotions to or from it, oldest first."""
+    """Promotions of aliases to or from the model, oldest first."""
     deployments: list[LineageDeployment]
 
     @classmethod

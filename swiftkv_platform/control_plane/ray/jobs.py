@@ -69,7 +69,7 @@ class ListedSubmission:
 
     submission_id: str
     entrypoint: str
-    """Its command, as it was submitted."""
+    """Command of the submission."""
     ended_at: float | None = None
     """Unix seconds; None until it has ended."""
 
@@ -108,7 +108,7 @@ class RayJobs:
     ) -> None:
         self._clock = clock
         self._report = 0.0, 0.0
-        """Time of the newest report by Ray's clock, and when it was first seen by this process's clock."""
+        """(time of the newest report by Ray's clock, time of its first reading by this process's clock)"""
         self._node_groups = node_groups
         self._dashboard = RayDashboard(dashboard_url, timeout_s=_TIMEOUT_S)
         reserved = {"entrypoint_num_cpus": entrypoint_num_cpus, "entrypoint_memory": entrypoint_memory}

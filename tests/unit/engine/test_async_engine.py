@@ -342,14 +342,14 @@ def test_wait_estimator_from_idle_places_and_too_few_of_them_say_nothing() -> No
     """Only departures from a full engine count, from a minimum on; while it stalls, expected waits grow."""
     now = 100.0
     departures = QueueWaitEstimator(lambda: now)
-    departures.record_completions(3, full=True)
+    departures.record_completions(3, is_full=True)
     now += 9.0
     assert departures.estimate_wait_s(5) == 0.0
     departures.record_completions(1, is_full=True)
     assert departures.estimate_wait_s(5) > 0.0
-    departures.record_completions(1, full=False)
+    departures.record_completions(1, is_full=False)
     assert departures.estimate_wait_s(5) == 0.0
-    departures.record_completions(8, full=True)
+    departures.record_completions(8, is_full=True)
     waits = []
     for _ in range(3):
         now += 8.0

@@ -108,7 +108,7 @@ def test_nothing_is_restored_over_what_is_there_or_into_another_schema(
     assert list(elsewhere.list("")) == []
     with (
         closing(Database(f"sqlite:///{tmp_path / 'none.db'}")) as none,
-        pytest.raises(InvalidInputError, match="the database none"),
+        pytest.raises(InvalidInputError, match="the database has none"),
     ):
         restore(none, objects, tmp_path / "backup")
 

@@ -54,7 +54,7 @@ def test_one_object_is_read_by_its_name(prefix: str, tmp_path: Path) -> None:
     file = RemoteFile(f"s3://{place.bucket}", f"{place.key}/deep/a.jsonl")
     assert remote.list(S3Source(f"{prefix}/deep/a.jsonl")) == [file]
     assert remote.list(S3Source(f"{prefix}/deep/")) == [file]
-    with pytest.raises(DataError, match="no object at"):
+    with pytest.raises(DataError, match="no object exists at"):
         remote.list(S3Source(f"{prefix}/nothing"))
 
 
@@ -102,7 +102,7 @@ def test_an_object_that_no_client_can_name_is_told_of(
         monkeypatch.setenv(name, value)
     client = required_module("boto3").client("s3", endpoint_url=moto_server.environment["AWS_ENDPOINT_URL"])
     client.put_object(Bucket=moto_server.bucket, Key="unnamed//a.jsonl", Body=b"{}")
-    with pytest.raises(InvalidInputError, match=r'"unnamed//a.jsonl" contained empty path segment; keys without empty'):
+    with pytest.raises(InvalidInputError, match=r'"unnamed//a.jsonl" contained empty path segment; keys must not contain empty'):
         StoreFiles(tmp_path).list(S3Source(moto_server.uri("unnamed")))
     client.delete_object(Bucket=moto_server.bucket, Key="unnamed//a.jsonl")  # other tests list the whole bucket
 

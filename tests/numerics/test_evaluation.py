@@ -278,6 +278,6 @@ def test_prefill_cost_is_counted_right(implementation: str, group_size: int) -> 
     assert cost.dense.ttft_ms > 0 < cost.swiftkv.ttft_ms
     assert model.config._attn_implementation == implementation
     for prompt_length in (0, 257):
-        with pytest.raises(InvalidInputError, match=r"takes 1\.\.256 tokens") as caught:
+        with pytest.raises(InvalidInputError, match=r"use 1\.\.256 tokens") as caught:
             measure_prefill(model, prompt_length=prompt_length, rounds=1)
         assert caught.value.value == prompt_length

@@ -138,7 +138,7 @@ def test_a_file_that_became_a_link_is_not_opened(tmp_path: Path, monkeypatch: py
             file.symlink_to(secret)
         return found
 
-    monkeypatch.setattr(Boundary, "check", check_and_lose_the_race)
+    monkeypatch.setattr(Boundary, "check_path", check_and_lose_the_race)
     with pytest.raises(ModelError, match="may not read"), boundary.open_file(file, "model", error=ModelError):
         pass
 

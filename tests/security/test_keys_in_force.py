@@ -110,7 +110,7 @@ def test_up_does_not_start_without_keys_that_it_had(tmp_path: Path) -> None:
     with run.lock():
         run.save(state(operator_files={"api_keys_file": keys}))
     stack = Stack(Settings(home=tmp_path, _env_file=None))
-    with pytest.raises(StartError, match=r"the last `swiftkv up` used .*keys\.json, which is gone .*swiftkv down"):
+    with pytest.raises(StartError, match=r"the last `swiftkv up` used .*keys\.json, which is missing or no longer configured; .*swiftkv down"):
         stack.up(StackOptions(), print)
     stack.down()
     assert stack.load_state() is None, "from here on it starts without"
@@ -144,7 +144,7 @@ def test_a_new_key_says_whether_it_is_in_force(tmp_path: Path) -> None:
     with run.lock():
         run.save(state(parts=parts))
     required, advice = create(home)
-    assert (required, "`swiftkv up` restarts it with these keys" in advice) == (False, True)
+    assert (required, "run `swiftkv up` to restart it with this file" in advice) == (False, True)
     (home / "keys.json").unlink()
     with run.lock():
         run.save(state(parts=parts, operator_files={"api_keys_file": home / "keys.json"}))
@@ -164,7 +164,7 @@ def test_a_model_served_alone_requires_the_same_keys(tmp_path: Path, monkeypatch
     monkeypatch.setattr("swiftkv_platform.serve.standalone.serve_model", answer)
     runner = CliRunner(env={"SWIFTKV_HOME": str(tmp_path)})
     said = runner.invoke(cli, ["serve", "builtin:python-5m", "--host", "0.0.0.0"])
-    assert "It needs no key, also from other machines" in said.output
+    assert "Other machines need no API key" in said.output
     create_key(tmp_path / "keys.json", name="ann", tenant="default", scopes=ADMIN)
     said = runner.invoke(cli, ["serve", "builtin:python-5m"])
     assert f"Requests need an API key from {tmp_path / 'keys.json'}" in said.output.replace("\n", " ")

@@ -200,7 +200,7 @@ def test_the_work_for_a_client_ends_when_it_leaves(process: Plane, endless: Path
 def test_what_takes_too_long_is_refused_and_names_the_limit(process: Plane, endless: Path) -> None:
     answer = process.client.post("/jobs/validate", json=sources(endless))
     assert answer.status_code == 422, answer.text
-    assert f"more than {CHECK_CPU_SECONDS.default} s of CPU time" in answer.json()["detail"]
+    assert f"exceeds the limit of {CHECK_CPU_SECONDS.default} s of CPU time" in answer.json()["detail"]
 
 
 def test_parser_processes_end_with_a_killed_control_plane(process: Plane, endless: Path) -> None:

@@ -318,7 +318,7 @@ def test_servers_that_take_connections_and_say_nothing(doctor: Examine) -> None:
     told = {
         "database": ("failed", "does not answer: connection timeout expired", ""),
         "ray": ("failed", "does not answer: timed out", ""),
-        "object store": ("failed", "does not answer", "AWS_ENDPOINT_URL"),
+        "object store": ("failed", "is unavailable; check AWS_ENDPOINT_URL", ""),
     }
     check(findings, told)
 

@@ -80,7 +80,7 @@ def test_rows_that_have_changed_are_refused(of_a_file: AttemptRequest, tmp_path:
 
 
 def test_a_file_that_the_control_plane_has_not_granted_is_closed(of_a_file: AttemptRequest, tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="there is no such file"):
+    with pytest.raises(InvalidInputError, match="no file with this id is uploaded"):
         prepare(of_a_file.model_copy(update={"files": {}}), tmp_path)
 
 

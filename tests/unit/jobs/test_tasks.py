@@ -236,5 +236,5 @@ def test_an_adapter_of_a_teacher_in_fp8_is_refused_before_training(job: Job) -> 
     job.teacher = job.directory / "teacher"
     save_fp8(job.teacher, ROWS)
     byte_tokenizer().save_pretrained(job.teacher)
-    with pytest.raises(ModelError, match=r"publish\.adapter is true, and .* is stored quantised"):
+    with pytest.raises(ModelError, match=r"publish\.adapter is true, and .* is stored quantized"):
         prepare(job, job.spec(publish={"adapter": True}))

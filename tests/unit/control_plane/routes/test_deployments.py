@@ -57,7 +57,7 @@ def test_options_that_no_engine_knows_are_refused_before_anything_starts(server:
         ({"max_num_seqs": 0}, "engine.max_num_seqs", "1 to 1,048,576"),
         ({"dtype": 8}, "engine.dtype", "'auto'"),
         ({"backend": "sglang"}, "engine.backend", "'vllm'"),
-        ({"backend": "vllm", "kv_cache_dtype": "int8"}, "engine.kv_cache_dtype", "backend native only"),
+        ({"backend": "vllm", "kv_cache_dtype": "int8"}, "engine.kv_cache_dtype", "needs backend native"),
     ):
         for refused in (
             deploy(server, model, route_prefix="/other", engine=options),

@@ -54,12 +54,12 @@ def test_beyond_each_limit_new_objects_are_refused_and_old_ones_listed_and_delet
     server, model = full
     refused: dict[str, tuple[Callable[[], httpx.Response], str]] = {
         "max_deployments": (lambda: deploy(server, model, "/second"), "delete one"),
-        "max_aliases": (lambda: promote(server, model, "second"), "promote to one of these"),
+        "max_aliases": (lambda: promote(server, model, "second"), "use an existing alias"),
         "max_imported_models": (
             lambda: server.client.post("/models/import", json={"source": str(tmp_path / "made")}),
             "delete one (`DELETE /models/{id}`)",
         ),
-        "max_stored_jobs": (lambda: server.client.post("/jobs", json=SPEC), "deleted one"),
+        "max_stored_jobs": (lambda: server.client.post("/jobs", json=SPEC), "delete one"),
     }
     for name, (add, cure) in refused.items():
         error = refusal(add(), 429)

@@ -75,7 +75,7 @@ def test_every_change_is_told_signed_and_in_order(server: Server, receiver: Rece
         verify(request.headers, request.raw, SECRET, now=server.parts.clock())
         with pytest.raises(UnauthenticatedError):
             verify(request.headers, request.raw, SECRET + "!", now=server.parts.clock())
-        with pytest.raises(UnauthenticatedError, match="time differs"):
+        with pytest.raises(UnauthenticatedError, match="timestamp differs"):
             verify({**request.headers, "webhook-timestamp": "9" * 5000}, request.raw, SECRET, now=server.parts.clock())
         sent = (request.path, request.headers["webhook-id"], request.headers["content-type"])
         assert sent == ("/hook", event["id"], "application/json")
@@ -160,10 +160,10 @@ def test_addresses_and_secrets_that_are_not_the_tenants_are_refused(
     server: Server, receiver: Receiver, start: Start
 ) -> None:
     for changed, field, message in (
-        ({"url": "https://evil.example/hook"}, "webhook.url", "allowed are: http://127.0.0.1"),
-        ({"url": "https://example.com.evil.example/"}, "webhook.url", "not allowed"),
-        ({"url": "http://a.example.com/"}, "webhook.url", "not allowed"),
-        ({"url": "https://a.example.com:8443/"}, "webhook.url", "not allowed"),
+        ({"url": "https://evil.example/hook"}, "webhook.url", "allowed origins are: http://127.0.0.1"),
+        ({"url": "https://example.com.evil.example/"}, "webhook.url", "does not allow"),
+        ({"url": "http://a.example.com/"}, "webhook.url", "does not allow"),
+        ({"url": "https://a.example.com:8443/"}, "webhook.url", "does not allow"),
         ({"url": "https://user:hunter2@a.example.com/"}, "webhook.url", "signature"),
         *(
             ({"url": f"https://a.example.com/{each}"}, "webhook.url", "which is not valid in URLs")

@@ -168,10 +168,10 @@ def build_task_options(resources: ResourcesSpec) -> dict[str, Any]:
     }
 
 
-def wait_for_task(task: ray.ObjectRef, store: ObjectStore, request: AttemptRequest) -> Any:
+def wait_for_task(task: ray.ObjectRef, store: ObjectStore, attempt: AttemptRequest) -> Any:
     """Wait for a task's result, without a timeout. Cancels the task and raises `StoppedError` on a stop request."""
     try:
-        return _wait_for_all([task], store, request)
+        return _wait_for_all([task], store, attempt)
     except StoppedError:
         ray.cancel(task, force=True)
         raise

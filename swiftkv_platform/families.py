@@ -133,7 +133,7 @@ class Family:
         """Raise `ModelError` for another number of KV heads than the teacher's if the family does not support it."""
         reason = None
         if self.attention == "latent":
-            reason = "caches one latent for all heads (MLA), so it has no heads to share"
+            reason = "caches one latent for all heads (MLA), so the number of KV heads cannot be reduced"
         elif self.query_key_norms == "all heads":
             reason = "normalizes the keys of all heads together, so a student needs the teacher's heads"
         if reason and num_key_value_heads is not None:

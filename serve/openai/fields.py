@@ -31,7 +31,7 @@ ROUTES = (*ALL, "messages/count_tokens", "models")
 
 ANY = "*"
 """Wildcard in `ignored_fields`, for all unknown fields."""
-MAX_NAMES = 32
+MAX_IGNORED_FIELDS = 32
 """Max ignored fields that the response header and the log name."""
 
 
@@ -242,7 +242,7 @@ def get_served_names(route: Route) -> frozenset[str]:
 def find_ignored_fields(
     route: Route, extra: Mapping[str, Any], nested: Iterable[str], n: int, ignored: Collection[str]
 ) -> tuple[str, ...]:
-    """Return the names of a request's fields that have no effect, at most `MAX_NAMES`.
+    """Return the names of a request's fields that have no effect, at most `MAX_IGNORED_FIELDS`.
 
     Args:
         extra: fields that the body's pydantic model lacks.
@@ -257,7 +257,7 @@ def find_ignored_fields(
         if name not in ignored:
             _check_field(name, value, n, known.get(name), route, any_ignored=ANY in ignored)
     names = [*dict.fromkeys([*extra, *nested])]
-    return tuple(quote(name[:MAX_NAME_LENGTH], safe="", errors="replace") for name in names[:MAX_NAMES])
+    return tuple(quote(name[:MAX_NAME_LENGTH], safe="", errors="replace") for name in names[:MAX_IGNORED_FIELDS])
 
 
 def _check_field(name: str, value: Any, n: int, field: RequestField | None, route: Route, *, any_ignored: bool) -> None:

@@ -97,7 +97,7 @@ class PromptSource:
 
     @property
     def settings(self) -> CompletionSpec:
-        assert self.source.complete is not None, "the source has `complete`"
+        assert self.source.complete is not None, "only sources with `complete` settings get completions"
         return self.source.complete
 
     def plan_shards(self) -> Iterator[CompletionShard]:

@@ -102,7 +102,9 @@ def test_an_object_that_no_client_can_name_is_told_of(
         monkeypatch.setenv(name, value)
     client = required_module("boto3").client("s3", endpoint_url=moto_server.environment["AWS_ENDPOINT_URL"])
     client.put_object(Bucket=moto_server.bucket, Key="unnamed//a.jsonl", Body=b"{}")
-    with pytest.raises(InvalidInputError, match=r'"unnamed//a.jsonl" contained empty path segment; keys must not contain empty'):
+    with pytest.raises(
+        InvalidInputError, match=r'"unnamed//a.jsonl" contained empty path segment; keys must not contain empty'
+    ):
         StoreFiles(tmp_path).list(S3Source(moto_server.uri("unnamed")))
     client.delete_object(Bucket=moto_server.bucket, Key="unnamed//a.jsonl")  # other tests list the whole bucket
 

@@ -110,7 +110,10 @@ def test_up_does_not_start_without_keys_that_it_had(tmp_path: Path) -> None:
     with run.lock():
         run.save(state(operator_files={"api_keys_file": keys}))
     stack = Stack(Settings(home=tmp_path, _env_file=None))
-    with pytest.raises(StartError, match=r"the last `swiftkv up` used .*keys\.json, which is missing or no longer configured; .*swiftkv down"):
+    with pytest.raises(
+        StartError,
+        match=r"the last `swiftkv up` used .*keys\.json, which is missing or no longer configured; .*swiftkv down",
+    ):
         stack.up(StackOptions(), print)
     stack.down()
     assert stack.load_state() is None, "from here on it starts without"

@@ -57,7 +57,7 @@ class DeploymentMetricsResponse(ResponseModel):
     replicas: list[ReplicaMetricsResponse]
 
 
-class _DeploymentHead(ResponseModel):
+class _DeploymentIdentity(ResponseModel):
     """First fields of a deployment's answer."""
 
     id: str
@@ -67,7 +67,7 @@ class _DeploymentHead(ResponseModel):
     """Increases with every change; also in `ETag`, for `If-Match`."""
 
 
-class DeploymentResponse(ResolvedDeployment, _DeploymentHead):
+class DeploymentResponse(ResolvedDeployment, _DeploymentIdentity):
     """A served model."""
 
     model_config = ConfigDict(json_schema_serialization_defaults_required=True)

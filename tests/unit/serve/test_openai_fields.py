@@ -18,7 +18,7 @@ from swiftkv_platform.serve.anthropic import MessagesRequest
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.openai.fields import (
     FIELDS,
-    MAX_NAMES,
+    MAX_IGNORED_FIELDS,
     ROUTES,
     Route,
     Treatment,
@@ -157,5 +157,5 @@ def test_an_unknown_field_is_refused_with_where_to_look(route: Route, name: str,
 
 def test_names_that_a_caller_chose_fit_into_a_header() -> None:
     names = find_ignored_fields("completions", {}, ["a\r\nx: y", "é,\ud800", "z" * 9999, *map(str, range(99))], 1, ())
-    assert len(names) == MAX_NAMES
+    assert len(names) == MAX_IGNORED_FIELDS
     assert all(name.isascii() and len(name) <= 3 * 64 and not set(name) & set("\r\n,: ") for name in names)

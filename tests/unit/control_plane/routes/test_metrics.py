@@ -153,7 +153,12 @@ def test_metrics_tell_what_is_away_and_are_there_without_it(
 
         monkeypatch.setattr(owner, name, call)
 
-    asked = {"database": ["reading", "check_available"], "ray": ["check"], "object_store": ["ping"], "serving": ["status"]}
+    asked = {
+        "database": ["reading", "check_available"],
+        "ray": ["check"],
+        "object_store": ["ping"],
+        "serving": ["status"],
+    }
     for name in asked[away]:
         replace_method(getattr(parts, PARTS[away]), name)
     server = start(changed={"clock": StillClock()})

@@ -118,7 +118,7 @@ def recorded_sizes(llm: LLM) -> Iterator[list[tuple[int, int]]]:
     """Record, for each following step, the number of tokens in the lower half and in the upper half."""
     decoder = runner(llm).model.model
     sizes: list[tuple[int, int]] = []
-    forward, upper = decoder.forward, decoder._upper
+    forward, upper = decoder.forward, decoder._run_upper
 
     def count_lower(input_ids: torch.Tensor, positions: torch.Tensor, inputs_embeds: Any) -> torch.Tensor:
         sizes.append((positions.shape[0], 0))
@@ -128,8 +128,8 @@ def recorded_sizes(llm: LLM) -> Iterator[list[tuple[int, int]]]:
         sizes[-1] = (sizes[-1][0], x.shape[0])
         return upper(positions, x, kept)
 
-    decoder.forward, decoder._upper = count_lower, count_upper
+    decoder.forward, decoder._run_upper = count_lower, count_upper
     try:
         yield sizes
     finally:
-        del decoder.forward, decoder._upper
+        del decoder.forward, decoder._run_upper

@@ -83,7 +83,7 @@ def evaluate_and_publish(
             report.check_gates()
             with get_job_spans().span("publish", request.traceparent, job_id=request.job_id, attempt=request.attempt):
                 lineage |= student.save(directory / "artifact")
-                card = render_model_card(lineage, report.model_dump(mode="json"), license_id=student.licence)
+                card = render_model_card(lineage, report.model_dump(mode="json"), license_id=student.license_id)
                 _write_files(files | {MODEL_CARD_FILE: card}, directory / "artifact")
                 manifest = _publish_directory(
                     store, request, directory / "artifact", lineage, report.model_dump(mode="json")
@@ -138,7 +138,9 @@ def publish_trial(
         _write_files(files, artifact)
         lineage = {name: value for name, value in lineage.items() if name != "checkpoint"}
         lineage |= {"job_id": request.job_id, "attempt": request.attempt, "trial": spec.name, **saved}
-        _write_files({MODEL_CARD_FILE: render_model_card(lineage, trial.metrics, license_id=student.licence)}, artifact)
+        _write_files(
+            {MODEL_CARD_FILE: render_model_card(lineage, trial.metrics, license_id=student.license_id)}, artifact
+        )
         return _publish_directory(open_store(store_uri), request, artifact, lineage, trial.metrics)
 
 
@@ -161,8 +163,8 @@ class _TrainedStudent:
     workspace: Workspace
     trained: CheckpointTensors
     """Tensors read from the store on access, piece by piece."""
-    licence: str | None
-    """Licence of the teacher according to its own files."""
+    license_id: str | None
+    """License of the teacher according to its own files."""
     training: TrainingOutcome
     tokens_trained: int
 
@@ -185,7 +187,7 @@ class _TrainedStudent:
             tokenizer=load_tokenizer(spec, path),
             workspace=workspace,
             trained=CheckpointTensors(workspace.path, files.read),
-            licence=read_license(Path(path)),
+            license_id=read_license(Path(path)),
             training=_read_training_outcome(progress),
             tokens_trained=int(progress["tokens"]),
         )

@@ -13,7 +13,7 @@ DEVICE_MEMORY = {"B200": 180e9, "H200": 141e9, "H100": 80e9, "L40S": 48e9, "L4":
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 """Dense bfloat16 FLOPs per second as published by the manufacturer."""
 
-_ASSUMED_UTILISATION = 0.4
+_ASSUMED_UTILIZATION = 0.4
 """Share of a GPU's peak that a step is taken to reach, while no job has been measured and no speed is configured."""
 
 
@@ -25,7 +25,7 @@ def assume_speed(spec: JobSpec) -> tuple[float, str] | None:
         peak = PEAK_FLOPS.get(resources.accelerator_type or "")
     if peak is None:
         return None
-    return _ASSUMED_UTILISATION * peak, f"assumed: {_ASSUMED_UTILISATION:.0%} of a peak of {peak / 1e12:g} TFLOPs"
+    return _ASSUMED_UTILIZATION * peak, f"assumed: {_ASSUMED_UTILIZATION:.0%} of a peak of {peak / 1e12:g} TFLOPs"
 
 
 _AVX512_FLAGS = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}

@@ -314,7 +314,7 @@ def validate(
         num_tokens: tokens of an epoch, if they are known.
 
     Raises:
-        ModelError: the teacher's configuration cannot be read, is of another family or quantisation, or has a value
+        ModelError: the teacher's configuration cannot be read, is of another family or quantization, or has a value
             that no model can have.
         DataError: a source is missing, empty or without the columns of a known format, or a task's data is missing.
         InvalidInputError: the transformation does not fit the teacher, or a task does not exist. Names are checked

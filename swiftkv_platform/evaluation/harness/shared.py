@@ -335,7 +335,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         names = [f"{self.part}-{'student' if mode else 'teacher'}-{compute_digest(some)}" for some in rounds]
         kept = [self._parts.get(name) for name in names]
         shares = [
-            # Neighbours may share a prefix.
+            # Neighbors may share a prefix.
             [
                 [(i, some[i]) for i in sorted(own)]
                 for own in _balance([one.num_tokens for one in some], self._workers.size)

@@ -167,13 +167,13 @@ def test_a_change_whose_answer_cannot_be_written_is_not_made(server: Server, mon
 
     key = {"Idempotency-Key": "k"}
     with monkeypatch.context() as patch:
-        patch.setattr(JobResponse, "of", broken)
+        patch.setattr(JobResponse, "from_job", broken)
         assert server.client.post("/jobs", json=SPEC, headers=key).status_code == 500
     check_untouched(server)
     made = server.client.post("/jobs", json=SPEC, headers=key)
     assert made.status_code == 201
     with monkeypatch.context() as patch:
-        patch.setattr(JobResponse, "of", broken)
+        patch.setattr(JobResponse, "from_job", broken)
         for action in ("cancel", "pause"):
             assert server.client.post(f"/jobs/{made.json()['id']}/{action}").status_code == 500
     assert server.get(f"/jobs/{made.json()['id']}")["status"] == "queued"

@@ -193,7 +193,7 @@ class ClusterResponse(ResponseModel):
     total_cpus: float
 
     @classmethod
-    def of(cls, nodes: Sequence[Node]) -> ClusterResponse:
+    def from_nodes(cls, nodes: Sequence[Node]) -> ClusterResponse:
         total = {name: sum(node.total.get(name, 0.0) for node in nodes) for name in ("GPU", "CPU")}
         held = {name: round(total[name] - sum(node.free.get(name, 0.0) for node in nodes), 4) for name in total}
         return cls(gpus=held["GPU"], total_gpus=total["GPU"], cpus=held["CPU"], total_cpus=total["CPU"])
@@ -282,6 +282,6 @@ def get_quota(parts: ComponentsDep, caller: Reader, nodes: NodesDep) -> QuotaRes
             "stored_bytes": stored_bytes,
             "held_by_jobs": jobs,
             "held_by_deployments": deployments,
-            "cluster": None if told is None else ClusterResponse.of(told),
+            "cluster": None if told is None else ClusterResponse.from_nodes(told),
         }
     )

@@ -86,7 +86,7 @@ class DeploymentResponse(ResolvedDeployment, _DeploymentIdentity):
     """Base URL; requests go to `{url}/generate`."""
 
     @classmethod
-    def of(cls, deployment: Deployment, serve_url: str) -> Self:
+    def from_deployment(cls, deployment: Deployment, serve_url: str) -> Self:
         spec, kept = deployment.spec, {"created_at": deployment.created_at, "version": deployment.version}
         url = serve_url.rstrip("/") + spec.route_prefix.rstrip("/")
         return cls(**spec.model_dump(), **vars(deployment.state), **kept, url=url)
@@ -163,7 +163,7 @@ def create_deployment(
     deployment = service.create(caller, body)
     response.headers["Location"] = f"/deployments/{deployment.spec.id}"
     set_etag(response, deployment.version)
-    return DeploymentResponse.of(deployment, settings.serve_url)
+    return DeploymentResponse.from_deployment(deployment, settings.serve_url)
 
 
 @router.get("")
@@ -172,7 +172,9 @@ def list_deployments(
 ) -> ListResponse[DeploymentResponse]:
     """Deployments, newest first."""
     found = parts.deployments.list_deployments(page, tenant=caller.tenant)
-    return make_list_response(found, lambda item: DeploymentResponse.of(item, settings.serve_url), order=page.order)
+    return make_list_response(
+        found, lambda item: DeploymentResponse.from_deployment(item, settings.serve_url), order=page.order
+    )
 
 
 @router.get("/{deployment_id}")
@@ -182,7 +184,7 @@ def get_deployment(
     """Return a deployment. `ETag` names its version, which `status` and `replicas` do not change."""
     found = parts.deployments.get_deployment(deployment_id, tenant=caller.tenant)
     set_etag(response, found.version)
-    return DeploymentResponse.of(found, settings.serve_url)
+    return DeploymentResponse.from_deployment(found, settings.serve_url)
 
 
 @router.get("/{deployment_id}/metrics")
@@ -194,7 +196,7 @@ async def get_deployment_metrics(
     found = await run_in_threadpool(parts.deployments.get_deployment, deployment_id, tenant=caller.tenant)
     if not found.state.replicas:
         return DeploymentMetricsResponse(time=parts.clock(), replicas=[])
-    url = DeploymentResponse.of(found, settings.serve_url).url
+    url = DeploymentResponse.from_deployment(found, settings.serve_url).url
     key = await run_in_threadpool(get_authorization, request)
     replicas = await read_replica_metrics(url, found.state.replicas, authorization=key)
     return DeploymentMetricsResponse(time=parts.clock(), replicas=replicas)
@@ -219,7 +221,7 @@ def change_deployment(
     """
     changed = service.update(deployment_id, caller, body.dump_set_fields(), expected=expected)
     set_etag(response, changed.version)
-    return DeploymentResponse.of(changed, settings.serve_url)
+    return DeploymentResponse.from_deployment(changed, settings.serve_url)
 
 
 @cache
@@ -272,7 +274,7 @@ class DeploymentProxy:
         async with limiter.acquire(tenant, "asking"):
             deployments = self._parts.deployments
             found = await run_in_threadpool(deployments.get_deployment, self._deployment_id, tenant=tenant)
-            return DeploymentResponse.of(found, self._settings.serve_url).url
+            return DeploymentResponse.from_deployment(found, self._settings.serve_url).url
 
 
 Proxy = Annotated[DeploymentProxy, Depends(DeploymentProxy)]
@@ -295,4 +297,4 @@ def delete_deployment(
     deployment_id: str, service: Service, caller: Deployer, settings: SettingsDep
 ) -> DeploymentResponse:
     """Stop serving. The deployment is `deleting` until its replicas are gone, and then unknown."""
-    return DeploymentResponse.of(service.delete(deployment_id, caller), settings.serve_url)
+    return DeploymentResponse.from_deployment(service.delete(deployment_id, caller), settings.serve_url)

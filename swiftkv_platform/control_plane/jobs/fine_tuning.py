@@ -260,7 +260,7 @@ class FineTuningJobResponse(ResponseModel):
     """The same job as returned by `GET /jobs/{id}`."""
 
     @classmethod
-    def of(cls, job: JobResponse) -> Self:
+    def from_job(cls, job: JobResponse) -> Self:
         spec = job.spec
         hyperparameters = Hyperparameters(
             n_epochs=spec.training.num_epochs,
@@ -308,7 +308,7 @@ class FineTuningEventResponse(ResponseModel):
     data: dict[str, Any]
 
     @classmethod
-    def of(cls, event: Event) -> Self:
+    def from_event(cls, event: Event) -> Self:
         return cls.model_validate({**vars(event), "type": "metrics" if event.type == "metrics" else "message"})
 
 
@@ -331,7 +331,7 @@ class FineTuningCheckpointResponse(ResponseModel):
     metrics: CheckpointMetrics
 
     @classmethod
-    def of(cls, checkpoint: StoredCheckpoint, job_id: str, train_loss: float | None) -> Self:
+    def from_checkpoint(cls, checkpoint: StoredCheckpoint, job_id: str, train_loss: float | None) -> Self:
         name = make_checkpoint_id(checkpoint)
         return cls(
             id=name,
@@ -354,7 +354,7 @@ def create_fine_tuning_job(
 ) -> FineTuningJobResponse:
     """Submit a job. `swiftkv` holds settings for which OpenAI has no field: any part of a job spec."""
     job = submission.submit(make_job_spec(body))
-    return FineTuningJobResponse.of(presenter.present(job))
+    return FineTuningJobResponse.from_job(presenter.present(job))
 
 
 @router.get("")
@@ -364,7 +364,9 @@ def list_fine_tuning_jobs(
     """List jobs, newest first, also those submitted by other routes. `metadata[{key}]={value}` filters by metadata."""
     where = JobFilter(metadata=parse_metadata_filter(request, "metadata[", "]"))
     found = parts.jobs.list(page, tenant=caller.tenant, where=where)
-    return make_list_response(found, lambda job: FineTuningJobResponse.of(presenter.present(job)), order=page.order)
+    return make_list_response(
+        found, lambda job: FineTuningJobResponse.from_job(presenter.present(job)), order=page.order
+    )
 
 
 @router.get("/{job_id}")
@@ -372,7 +374,7 @@ def get_fine_tuning_job(
     job_id: str, parts: ComponentsDep, caller: Reader, presenter: Presenter
 ) -> FineTuningJobResponse:
     """Return a job."""
-    return FineTuningJobResponse.of(presenter.present(parts.jobs.get(job_id, tenant=caller.tenant)))
+    return FineTuningJobResponse.from_job(presenter.present(parts.jobs.get(job_id, tenant=caller.tenant)))
 
 
 @router.post("/{job_id}/cancel")
@@ -380,13 +382,13 @@ def cancel_fine_tuning_job(
     job_id: str, service: Service, caller: Writer, presenter: Presenter
 ) -> FineTuningJobResponse:
     """Cancel a job; repeating the request is harmless."""
-    return FineTuningJobResponse.of(presenter.present(service.cancel(job_id, caller)))
+    return FineTuningJobResponse.from_job(presenter.present(service.cancel(job_id, caller)))
 
 
 @router.post("/{job_id}/pause")
 def pause_fine_tuning_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> FineTuningJobResponse:
     """Ask a job to checkpoint and free the cluster; repeating the request is harmless."""
-    return FineTuningJobResponse.of(presenter.present(service.pause(job_id, caller)))
+    return FineTuningJobResponse.from_job(presenter.present(service.pause(job_id, caller)))
 
 
 @router.post("/{job_id}/resume")
@@ -394,7 +396,7 @@ def resume_fine_tuning_job(
     job_id: str, service: Service, caller: Writer, presenter: Presenter
 ) -> FineTuningJobResponse:
     """Queue a paused job again; it continues from its last checkpoint."""
-    return FineTuningJobResponse.of(presenter.present(service.resume(job_id, caller)))
+    return FineTuningJobResponse.from_job(presenter.present(service.resume(job_id, caller)))
 
 
 @router.get("/{job_id}/events")
@@ -403,7 +405,7 @@ def list_fine_tuning_events(
 ) -> ListResponse[FineTuningEventResponse]:
     """A job's events, newest first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
-    return make_list_response(parts.jobs.events(job_id, page), FineTuningEventResponse.of)
+    return make_list_response(parts.jobs.events(job_id, page), FineTuningEventResponse.from_event)
 
 
 @router.get("/{job_id}/checkpoints")
@@ -422,4 +424,4 @@ def _make_checkpoint_response(
     before = str(checkpoint.step - 1) if checkpoint.step else None
     points = parts.jobs.points(job_id, Page(after=before, limit=1, order="asc")).items
     loss = points[0].values.get("loss") if points and points[0].step == checkpoint.step else None
-    return FineTuningCheckpointResponse.of(checkpoint, job_id, loss)
+    return FineTuningCheckpointResponse.from_checkpoint(checkpoint, job_id, loss)

@@ -193,7 +193,8 @@ def worker_bundles(spec: JobSpec) -> list[Bundle]:
     each = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
     each["memory"] = resources.memory_per_worker or 0
     if resources.accelerator_type:
-        each[normalize_resource_name(f"accelerator_type:{resources.accelerator_type}")] = 0.001  # as Ray asks for it
+        name = normalize_resource_name(f"accelerator_type:{resources.accelerator_type}")
+        each[name] = 0.001  # the amount that Ray itself requests for a type
     return [each] * (1 if spec.is_publish_only else resources.min_workers)
 
 

@@ -82,7 +82,7 @@ class JobResponse(ResponseModel):
     created_by: str
 
     @classmethod
-    def of(
+    def from_job(
         cls, job: Job, prices: Prices, now: float, queue_place: int | None = None, waits: Reason | None = None
     ) -> Self:
         """Make the response. `waits`: why a queued job has not started."""
@@ -148,7 +148,7 @@ class MetricPointResponse(ResponseModel):
     """Unix seconds."""
 
     @classmethod
-    def of(cls, point: MetricPoint) -> Self:
+    def from_point(cls, point: MetricPoint) -> Self:
         return cls.model_validate({**point.values, "step": point.step, "attempt": point.attempt, "time": point.time})
 
 
@@ -171,7 +171,7 @@ class CheckpointResponse(ResponseModel):
     """The job's model (`mdl_...`) if it is made of this checkpoint, else null."""
 
     @classmethod
-    def of(cls, checkpoint: StoredCheckpoint, *, model: str | None = None) -> Self:
+    def from_checkpoint(cls, checkpoint: StoredCheckpoint, *, model: str | None = None) -> Self:
         return cls.model_validate({**vars(checkpoint), "id": make_checkpoint_id(checkpoint), "distilled_model": model})
 
 

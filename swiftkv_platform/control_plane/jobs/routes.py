@@ -91,7 +91,7 @@ class JobPresenter:
         now = self._parts.clock()
         place = self._find_queue_places(job.tenant).get(job.id) if job.status is JobStatus.QUEUED else None
         reason = None if place is None else self._explain_wait(job, place, now)
-        return JobResponse.of(job, prices(self._settings), now, place, reason)
+        return JobResponse.from_job(job, prices(self._settings), now, place, reason)
 
     def _explain_wait(self, job: Job, place: int, now: float) -> Reason:
         demand, policy = Demand.for_job(job.spec), self._parts.policies.get(job.tenant)
@@ -313,7 +313,9 @@ def list_metrics(
     """The time series, by ascending step; `after` is a step."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     watches.note(job_id)
-    return make_list_response(parts.jobs.points(job_id, page), MetricPointResponse.of, lambda point: str(point.step))
+    return make_list_response(
+        parts.jobs.points(job_id, page), MetricPointResponse.from_point, lambda point: str(point.step)
+    )
 
 
 async def _reserve_follower(
@@ -374,7 +376,9 @@ def list_checkpoints(
     chosen = _find_model_checkpoint(parts.attempts, job)
 
     def make_response(checkpoint: StoredCheckpoint) -> CheckpointResponse:
-        return CheckpointResponse.of(checkpoint, model=job.distilled_model if checkpoint.key == chosen else None)
+        return CheckpointResponse.from_checkpoint(
+            checkpoint, model=job.distilled_model if checkpoint.key == chosen else None
+        )
 
     return make_list_response(list_checkpoint_page(parts.attempts, job_id, page), make_response)
 

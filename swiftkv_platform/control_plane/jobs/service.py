@@ -146,7 +146,7 @@ class JobService:
 
     def _check_response(self, job: Job) -> None:
         """Serialize the job's response, so that no job is stored that cannot be returned."""
-        JobResponse.of(job, prices(self.settings), self.parts.clock()).model_dump_json()
+        JobResponse.from_job(job, prices(self.settings), self.parts.clock()).model_dump_json()
 
     def _check_wandb_entity(self, spec: JobSpec, tenant: str) -> None:
         """Check where a job writes with the operator's W&B key. Raises `InvalidInputError`."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.frozen import FrozenModel
@@ -26,6 +26,8 @@ DecodeKeyValue = Literal["shared", "own"]
 """Source of K and V for *deep* tokens, which run through layers >= l: `shared` takes them from x, as for prompts (the
 paper's form), `own` from the token's hidden state in the first layer of each group."""
 
+MAX_DEEP_TAIL = 1 << 20
+"""Max value of `deep_tail`."""
 MAX_LIST_LENGTH = 2000
 """Max characters of a list of layers such as `0-2,4,6-16`."""
 _RANGES_PATTERN = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
@@ -51,6 +53,8 @@ class StudentShape(FrozenModel):
     """A `DecodeKeyValue`."""
     swiftkv_prefill_layers: tuple[int, ...] | None = None
     """Layers that skipped prompt tokens run through, ascending; the last is l - 1. None: all layers < l."""
+    swiftkv_deep_tail: int = 1
+    """m: number of tokens at a prompt's end that are deep."""
 
     @classmethod
     def from_config(cls, config: Any) -> StudentShape:
@@ -65,6 +69,9 @@ class StudentShape(FrozenModel):
         given = {"num_key_value_layers": depth, "key_value_group_size": 1} | given
         for name in ("num_key_value_layers", "key_value_group_size"):
             _check_integer(name, given[name])
+        _check_deep_tail(
+            given.get("swiftkv_deep_tail", 1), has_deep_leaders=given.get("swiftkv_decode_key_value") == "own"
+        )
         return cls(**given)
 
     @classmethod
@@ -83,7 +90,7 @@ class StudentShape(FrozenModel):
 
     def without_deep_leaders(self) -> StudentShape:
         """Return the shape whose deep tokens share the prompts' K and V."""
-        return self.model_copy(update={"swiftkv_decode_key_value": "shared"})
+        return self.model_copy(update={"swiftkv_decode_key_value": "shared", "swiftkv_deep_tail": 1})
 
     def to_config(self) -> dict[str, Any]:
         """Return the keys and values of `config.json`."""
@@ -97,7 +104,8 @@ class StudentShape(FrozenModel):
         return {**own, **layers, "key_value_group_size": (int, 1)}
 
     def check_family_support(self, model_type: str, *, caches_latents: bool, prefill_only: bool) -> None:
-        """Raise `ModelError` for an unknown `swiftkv_decode_key_value`, or bypassed layers that are not supported.
+        """Raise `ModelError` for an unknown `swiftkv_decode_key_value`, or for bypassed layers or a deep tail that are
+        not supported.
 
         Args:
             caches_latents: whether the family has multi-head latent attention.
@@ -109,6 +117,12 @@ class StudentShape(FrozenModel):
                 f"swiftkv_decode_key_value is {form!r}; shared and own are accepted",
                 field="swiftkv.decode_key_value",
                 value=form,
+            )
+        if self.swiftkv_deep_tail > 1 and prefill_only:
+            raise ModelError.for_field(
+                "swiftkv.deep_tail",
+                self.swiftkv_deep_tail,
+                ", but an export with prefill_only has no layers for the end of a prompt; export the whole student",
             )
         if listed is None or not self.has_bypassed_layers:
             return
@@ -171,6 +185,14 @@ class LayerMap:
     @property
     def key_value_group_size(self) -> int:
         return self.shape.key_value_group_size
+
+    def get_first_deep_position(self, num_prompt_tokens: int) -> int | None:
+        """Return the position of a prompt's first deep token, max(num_prompt_tokens - m, 0), from which on tokens have
+        their own K and V; None if deep tokens share the prompts' K and V.
+
+        The number of prompt tokens alone decides, so outputs do not depend on batches, chunks or cached prefixes.
+        """
+        return max(num_prompt_tokens - self.shape.swiftkv_deep_tail, 0) if self.deep_leaders else None
 
     @property
     def prefill_layers(self) -> tuple[int, ...]:
@@ -242,6 +264,7 @@ class ShapeRequest:
     own_output_projection: bool = False
     decode_key_value: DecodeKeyValue = "shared"
     prefill_layers: Sequence[int] | None = None
+    deep_tail: int = 1
 
     @classmethod
     def from_spec(cls, section: Any) -> ShapeRequest:
@@ -319,6 +342,7 @@ class ShapeRequest:
         heads = {"gqa": None, "mqa": 1, "mha": num_attention_heads}
         if self.sharing not in heads:
             raise InvalidInputError.for_field("swiftkv.sharing", self.sharing, f"; {', '.join(heads)} are accepted")
+        _check_deep_tail(self.deep_tail, has_deep_leaders=self.has_deep_leaders)
         shape = StudentShape(
             num_key_value_layers=depth,
             key_value_group_size=self.key_value_group_size,
@@ -327,6 +351,7 @@ class ShapeRequest:
             own_output_projection=self.own_output_projection,
             swiftkv_decode_key_value=self.decode_key_value,
             swiftkv_prefill_layers=tuple(self.prefill_layers or ()) if self.has_bypassed_layers else None,
+            swiftkv_deep_tail=self.deep_tail,
         )
         LayerMap(num_hidden_layers, shape)  # refuses a g out of range
         return shape
@@ -384,6 +409,17 @@ def _conflicting_depth_error(layers: Sequence[int]) -> InvalidInputError:
 def _check_integer(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidInputError.for_field(f"swiftkv.{name}", value, "; an integer is accepted")
+
+
+def _check_deep_tail(size: object, *, has_deep_leaders: bool) -> None:
+    """Raise `InvalidInputError` for a deep tail without tokens, or of tokens that share the prompts' K and V."""
+    _check_integer("deep_tail", size)
+    if not 1 <= cast("int", size) <= MAX_DEEP_TAIL:
+        raise InvalidInputError.for_field("swiftkv.deep_tail", size, f"; 1..{MAX_DEEP_TAIL} tokens are accepted")
+    if size != 1 and not has_deep_leaders:
+        raise InvalidInputError.for_field(
+            "swiftkv.deep_tail", size, ", which needs swiftkv.decode_key_value own; with shared, only 1 is accepted"
+        )
 
 
 def _check_prefill_layers(layers: object, num_hidden_layers: int | None = None) -> None:

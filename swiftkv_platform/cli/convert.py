@@ -57,6 +57,9 @@ def convert(
             help="KV of generated tokens in skipped layers: from layer l as in the paper (shared), or per layer (own)."
         ),
     ] = "shared",
+    deep_tail: Annotated[
+        int, typer.Option(min=1, help="Tokens at a prompt's end that run all layers. Above 1: --decode-key-value own.")
+    ] = 1,
     calibration: Annotated[
         list[str] | None,
         typer.Option(metavar="TEXT", help="Calibration text: file, directory or data set. Repeatable."),
@@ -88,6 +91,7 @@ def convert(
             own_output_projection=own_output_projection,
             decode_key_value=decode_key_value,
             prefill_layers=None if prefill_layers is None else parse_layers(prefill_layers),
+            deep_tail=deep_tail,
             calibration=read_calibration_text(path, calibration, calibration_tokens) if calibration else None,
             files="copy" if copy else "link",
             progress=report,

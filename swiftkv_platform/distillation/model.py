@@ -38,6 +38,7 @@ from swiftkv_platform.model.packed_attention import (
     TOKENS_MULTIPLE,
     AttentionImplementation,
     DeepSpanWriter,
+    PackedSamples,
     add_conversation_spans,
     make_packed_context,
     run_lower_layers_by_span,
@@ -326,14 +327,20 @@ class DistillationModel(nn.Module):
             own_context = context
             if self.student.config.layer_map.deep_leaders:
                 deep = loss_mask if self.sequence is None else self.sequence.union_masks(loss_mask)
-                own_context = add_conversation_spans(context, deep.flatten())
+                # A pass over all tokens has each token once.
+                own_context = add_conversation_spans(
+                    context,
+                    deep.flatten(),
+                    self.student.config.shape.swiftkv_deep_tail,
+                    overlapping=not self.uses_static_shapes,
+                )
             targets, loss_mask = input_ids.roll(-1, dims=1).view(1, -1), loss_mask.reshape(1, -1)
             if self.sequence is not None:
                 own = self.sequence.get_own_positions(context.num_tokens)
                 context, own_context = self.sequence.shard(context), self.sequence.shard(own_context)
                 targets, loss_mask = targets[:, own], loss_mask[:, own]
             counted = loss_mask.flatten().nonzero().squeeze(1)  # [num_counted]
-            selection = self._select_tokens(context, loss_mask.flatten(), counted)
+            selection, student_rows = self._select_tokens(own_context, loss_mask.flatten(), counted)
 
         # 2. layers < l: x, the input of layer l
         with torch.set_grad_enabled(self.trains_lower_layers and torch.is_grad_enabled()):
@@ -358,11 +365,8 @@ class DistillationModel(nn.Module):
             x, own_context, selection=selection, deep=writer, hidden=entering, record=record
         )
 
-        def select_student_states(state: Tensor) -> Tensor:
-            return _select_rows(state, counted) if selection is None else state[0, : len(counted)]
-
         # 5. losses at the counted positions
-        student = select_student_states(output)
+        student = _select_rows(output, student_rows)
         if held_out_only:
             return {"held_out": self._compute_held_out_loss(student, teacher, targets[0, counted])}
         sums = {}
@@ -374,12 +378,12 @@ class DistillationModel(nn.Module):
             sums["logits_loss"] = self._compute_kl_loss(student, self.student.lm_head.weight, teacher)
         if self._hidden_index is not None:
             is_output = self._hidden_index == -1
-            student_state = student if is_output else select_student_states(student_states[self._hidden_index])
+            student_state = student if is_output else _select_rows(student_states[self._hidden_index], student_rows)
             teacher_state = teacher if is_output else _select_rows(teacher_states[self._hidden_index], counted)
             sums["hidden_loss"] = hidden_loss(student_state, teacher_state)
         if self.student.config.shape.has_exit_head:
             # The exit head reads x, but sends no gradient into it.
-            exit_hidden = self.student.exit_norm(select_student_states(entering.detach()))
+            exit_hidden = self.student.exit_norm(_select_rows(entering.detach(), student_rows))
             sums["exit_loss"] = self._compute_kl_loss(exit_hidden, self.student.exit_head.weight, teacher)
         return sums
 
@@ -391,15 +395,22 @@ class DistillationModel(nn.Module):
         attention, dtype = self._attention, self._dtype
         return make_packed_context(decoder, input_ids, position_ids, lengths, attention=attention, dtype=dtype)
 
-    def _select_tokens(self, context: DecoderContext, loss_mask: Tensor, counted: Tensor) -> TokenSelection | None:
-        """Select the tokens that enter the student's layers >= l: the counted ones, padded by others to a multiple of
-        `TOKENS_MULTIPLE`. None: all tokens."""
-        if self.uses_static_shapes or SAMPLES_KEY not in context.layer_arguments or len(counted) == context.num_tokens:
-            return None
+    def _select_tokens(
+        self, context: DecoderContext, loss_mask: Tensor, counted: Tensor
+    ) -> tuple[TokenSelection | None, Tensor]:
+        """Select the tokens that enter the student's layers >= l: the deep ones, or else the counted ones, padded by
+        others to a multiple of `TOKENS_MULTIPLE`. None: all tokens. Also return the rows of the counted tokens among
+        the selected ones."""
+        samples: PackedSamples | None = context.layer_arguments.get(SAMPLES_KEY)
+        if self.uses_static_shapes or samples is None or len(counted) == context.num_tokens:
+            return None, counted
+        entering, rows = counted, torch.arange(len(counted), device=counted.device)
+        if samples.spans is not None:
+            entering, rows = samples.deep_tokens, samples.counted_rows
         # Layers run even if nothing counts: other workers wait for this one's gradients.
-        num_selected = -(-max(len(counted), 1) // TOKENS_MULTIPLE) * TOKENS_MULTIPLE
-        others = loss_mask.logical_not().nonzero().squeeze(1)[: num_selected - len(counted)]
-        return TokenSelection(torch.cat((counted, others)))
+        num_selected = -(-max(len(entering), 1) // TOKENS_MULTIPLE) * TOKENS_MULTIPLE
+        others = loss_mask.logical_not().nonzero().squeeze(1)[: num_selected - len(entering)]
+        return TokenSelection(torch.cat((entering, others))), rows
 
     def _compute_kl_loss(self, hidden: Tensor, head: Tensor, teacher: Tensor) -> Tensor:
         return logits_loss(hidden, teacher, head, self.student.lm_head.weight, temperature=self._spec.temperature)
@@ -453,9 +464,9 @@ def compile_layers(model: DistillationModel) -> None:
         layer.compile(dynamic=False)
 
 
-def _select_rows(states: Tensor, counted: Tensor) -> Tensor:
-    """Select the states [batch, num_tokens, size] at the positions `counted`: [num_counted, size]."""
-    return states.flatten(0, 1).index_select(0, counted)
+def _select_rows(states: Tensor, rows: Tensor) -> Tensor:
+    """Select the states [batch, num_tokens, size] of some rows of all batches: [num_rows, size]."""
+    return states.flatten(0, 1).index_select(0, rows)
 
 
 def find_first_trained_layer(config: Any, spec: DistillationSpec) -> int:

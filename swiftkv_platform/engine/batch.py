@@ -71,19 +71,23 @@ class Batch:
     first_rows: tuple[int, ...]
     """First row of each sequence, and the number of all rows."""
     deep_rows: tuple[int, ...]
-    """Rows of deep tokens (a prompt's last token and later ones), which run through all layers < l."""
-    recomputed_rows: dict[int, list[int]]
-    """By index into the schedule: rows that run through layers >= l again to recompute their own K and V, without
-    `next_token_rows`."""
+    """Rows of tokens with their own K and V in layers >= l, which run through all layers < l."""
+    cache_rows: dict[int, list[int]]
+    """By index into the schedule: deep rows that run through layers >= l only for their own K and V. These are a
+    prompt's deep tail, and generated tokens after a preemption; `next_token_rows` is not included."""
 
     def find_upper_rows(self, exits: Container[int]) -> list[int]:
         """Return the ascending rows that run through layers >= l. `exits`: sequences whose token the exit head
         chose."""
-        return sorted(self.find_deep_rows(exits).union(*self.prompt_rows.values()))
+        return sorted(self.find_logits_rows(exits) | _collect_rows(self.cache_rows))
 
     def find_deep_rows(self, exits: Container[int]) -> set[int]:
         """Return the upper rows with their own K and V, for a student whose deep tokens have their own."""
-        return _collect_rows(self.next_token_rows, exits) | _collect_rows(self.recomputed_rows)
+        return _collect_rows(self.next_token_rows, exits) | _collect_rows(self.cache_rows)
+
+    def find_logits_rows(self, exits: Container[int]) -> set[int]:
+        """Return the upper rows whose logits are needed."""
+        return _collect_rows(self.next_token_rows, exits) | _collect_rows(self.prompt_rows)
 
 
 def _collect_rows(by_index: Mapping[int, Iterable[int]], exits: Container[int] = ()) -> set[int]:
@@ -102,13 +106,12 @@ def make_pass_context(decoder: Any, inputs: ModelInputs, cache: KVCache, hidden:
     )
 
 
-def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache, *, has_own_deep_kv: bool = False) -> Batch:
-    """Make the batch of the scheduled tokens and the drafts found in the text. `has_own_deep_kv`: deep tokens have
-    their own K and V, which must be recomputed after a preemption."""
+def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache) -> Batch:
+    """Make the batch of the scheduled tokens and the drafts found in the text."""
     spans: list[SequenceSpan] = []
     next_token_rows: dict[int, range] = {}
     prompt_rows: dict[int, range] = {}
-    recomputed_rows: dict[int, list[int]] = {}
+    cache_rows: dict[int, list[int]] = {}
     deep_rows: list[int] = []
     first_rows = [0]
     for index, item in enumerate(scheduled):
@@ -119,23 +122,22 @@ def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache, *, has_ow
         token_ids = [*sequence.token_ids[first:end], *item.draft.token_ids]
         spans.append(SequenceSpan(range(first, first + len(token_ids)), sequence.block_table, token_ids))
         first_rows.append(row + len(token_ids))
-        # 2. find its rows for the next token, for recomputation, and for prompt log-probabilities
+        # 2. find its rows for the next token, for the cache alone, and for prompt log-probabilities
+        own_next: Sequence[int] = ()
         if item.reaches_last_token:
-            next_token_rows[index] = range(row + item.num_scheduled_tokens - 1, first_rows[-1])
-        if sequence.can_generate:
-            deep_rows += range(row + max(sequence.num_prompt_tokens - 1 - first, 0), first_rows[-1])
-        if has_own_deep_kv and sequence.can_generate:
-            stop = first_rows[-1] if index not in next_token_rows else next_token_rows[index].start
-            deep = range(max(sequence.num_prompt_tokens - 1, first), first + stop - row)
-            recomputed = [row + at - first for at in deep if at not in sequence.exited_positions]
-            recomputed_rows |= {index: recomputed} if recomputed else {}
+            own_next = next_token_rows[index] = range(row + item.num_scheduled_tokens - 1, first_rows[-1])
+        deep = sequence.find_deep_positions(first, first + len(token_ids))
+        deep_rows += [row + at - first for at in deep]
+        only_cached = [row + at - first for at in deep if at not in sequence.exited_positions]
+        only_cached = [each for each in only_cached if each not in own_next]
+        cache_rows |= {index: only_cached} if only_cached else {}
         if sequence.is_missing_prompt_logprobs:
             known = len(sequence.prompt_logprobs)  # position of the next token without a log-probability
             begin, stop = max(known - 1, first), min(end, sequence.num_prompt_tokens - 1)
             prompt_rows[index] = range(row + begin - first, row + stop - first)
-    rows = _collect_rows(next_token_rows) | _collect_rows(recomputed_rows)
-    inputs = make_inputs(spans, cache, sorted(rows.union(*prompt_rows.values())))
-    return Batch(inputs, next_token_rows, prompt_rows, tuple(first_rows), tuple(deep_rows), recomputed_rows)
+    rows = _collect_rows(next_token_rows) | _collect_rows(cache_rows) | _collect_rows(prompt_rows)
+    inputs = make_inputs(spans, cache, sorted(rows))
+    return Batch(inputs, next_token_rows, prompt_rows, tuple(first_rows), tuple(deep_rows), cache_rows)
 
 
 def make_inputs(spans: Sequence[SequenceSpan], cache: KVCache, selected: Sequence[int] = ()) -> ModelInputs:

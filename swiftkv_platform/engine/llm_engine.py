@@ -75,7 +75,6 @@ class LLMEngine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             drafting=self._drafting,
-            has_own_deep_kv=bool(loaded.config.layer_map.deep_leaders),
         )
         self.input_processor = InputProcessor(loaded, config, num_slots=self.num_blocks * self.block_size)
         """Validates and tokenizes requests. Thread-safe."""

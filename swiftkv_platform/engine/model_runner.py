@@ -7,7 +7,7 @@ embed -> layers < l -> K, V of all later layers        all scheduled tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -85,26 +85,27 @@ class ModelRunner:
 
     def _run_step(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
         # 1. run layers < l over all tokens
-        batch = make_batch(scheduled, self._cache, has_own_deep_kv=self._has_own_deep_kv)
+        batch = make_batch(scheduled, self._cache)
         context = self._make_context(batch.inputs)
         bypass = BypassRows.for_step(self._decoder, batch.deep_rows, context.num_tokens)
         x = self._decoder.run_lower(context, bypass)  # [1, num_tokens, hidden_size]
         # 2. find sequences that exit early, and the rows that run through layers >= l
         exits = compute_exit_logits(self._model, x, scheduled, batch)
         rows = batch.find_upper_rows(exits.index_by_row)
+        logits_rows = batch.find_logits_rows(exits.index_by_row)
         deep = batch.find_deep_rows(exits.index_by_row) if self._has_own_deep_kv else set()
         # 3. write K and V of layers >= l from x, draft, and run layers >= l
         shared = self._write_shared_kv(x, context, deep)
         drafts = self._draft_tokens(x, scheduled, batch)
         if drafts.tokens:
-            logits = self._verify_drafts(x, scheduled, batch, drafts, rows, deep)
+            logits = self._verify_drafts(x, scheduled, batch, drafts, rows, logits_rows, deep)
         else:
-            logits = self._run_upper_layers(x, context, shared, batch.inputs, rows, deep)
+            logits = self._run_upper_layers(x, context, shared, batch.inputs, rows, logits_rows, deep)
         # 4. choose tokens
         results = [StepResult() for _ in scheduled]
         self._choose_tokens(scheduled, batch, logits, exits, drafts, results)
         self._add_prompt_logprobs(scheduled, batch, logits, results)
-        self._count_skipped_tokens(batch, logits, results)
+        self._count_skipped_tokens(batch, rows, results)
         return results
 
     def _make_context(self, inputs: ModelInputs, hidden: torch.Tensor | None = None) -> DecoderContext:
@@ -143,15 +144,22 @@ class ModelRunner:
         shared: Sequence[Any],
         inputs: ModelInputs,
         rows: list[int],
+        logits_rows: set[int],
         deep: set[int],
     ) -> RowLogits:
-        """Run layers >= l for `rows`, and return their logits in float32. Without rows nothing runs."""
+        """Run layers >= l for `rows`, and return the logits of `logits_rows` in float32. Without rows nothing runs."""
         if not rows:
             return RowLogits({}, x.new_empty(0, self._model.config.vocab_size, dtype=torch.float32))
         kept = inputs.select_rows(rows)
         writer = DeepRowsWriter.for_pass(self._decoder, context, rows, deep) if self._has_own_deep_kv else None
         hidden = self._decoder.run_student_upper(x, context, selection=kept, shared=shared, deep=writer)
-        return RowLogits({row: at for at, row in enumerate(rows)}, self._model.lm_head(hidden)[0].float())
+        return self._compute_logits(hidden, rows, logits_rows)
+
+    def _compute_logits(self, hidden: torch.Tensor, rows: Sequence[int], logits_rows: Container[int]) -> RowLogits:
+        """Apply the head to those of the hidden states [1, len(rows), hidden_size] that are in `logits_rows`."""
+        chosen = [at for at, row in enumerate(rows) if row in logits_rows]
+        logits = self._model.lm_head(select_entries(hidden, chosen, dim=1))[0].float()
+        return RowLogits({rows[at]: index for index, at in enumerate(chosen)}, logits)
 
     def _verify_drafts(
         self,
@@ -160,10 +168,11 @@ class ModelRunner:
         batch: Batch,
         drafts: ExitDrafts,
         upper_rows: list[int],
+        logits_rows: set[int],
         deep: set[int],
     ) -> RowLogits:
-        """Run layers >= l for `upper_rows` and the exit head's drafts. In the result, rows of drafts follow the batch's
-        rows."""
+        """Run layers >= l for `upper_rows` and the exit head's drafts. Returns the logits of `logits_rows` and the
+        drafts, whose rows follow the batch's rows."""
         # 1. collect the rows of each sequence, followed by its drafts
         spans: list[SequenceSpan] = []
         rows: list[int] = []
@@ -187,7 +196,7 @@ class ModelRunner:
             hidden = self._decoder.run_student_upper(
                 hidden, context, shared=read_shared_key_values(self._decoder, context)
             )
-        return RowLogits({row: at for at, row in enumerate(rows)}, self._model.lm_head(hidden)[0].float())
+        return self._compute_logits(hidden, rows, {row for row in rows if row >= num_rows} | logits_rows)
 
     def _choose_tokens(
         self,
@@ -264,7 +273,7 @@ class ModelRunner:
             if not bool(values.sum().isfinite()):
                 results[index].error = NOT_FINITE_MESSAGE
 
-    def _count_skipped_tokens(self, batch: Batch, logits: RowLogits, results: list[StepResult]) -> None:
+    def _count_skipped_tokens(self, batch: Batch, upper_rows: list[int], results: list[StepResult]) -> None:
         if self._has_upper_layers:
             for result, (first, end) in zip(results, pairwise(batch.first_rows), strict=True):
-                result.num_skipped_tokens = end - first - sum(row in logits.index_by_row for row in range(first, end))
+                result.num_skipped_tokens = end - first - sum(first <= row < end for row in upper_rows)

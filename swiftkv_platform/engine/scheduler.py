@@ -66,11 +66,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         drafting: DraftPlanner | None = None,
-        has_own_deep_kv: bool = False,
     ) -> None:
-        """Make an empty scheduler. `has_own_deep_kv`: deep tokens (a prompt's last token and later ones) have their own
-        K and V. These differ from those of the same tokens inside a prompt, so their blocks are not shared."""
-        self._has_own_deep_kv = has_own_deep_kv
         self._blocks = blocks
         self._drafting = drafting
         self._max_num_seqs = max_num_seqs
@@ -154,13 +150,9 @@ class Scheduler:
         """Record that the KV of `num_tokens` more tokens is final, and free the blocks of rejected drafts."""
         sequence.num_computed_tokens += num_tokens
         assert sequence.num_computed_tokens <= sequence.num_tokens
-        num_shared = min(sequence.num_computed_tokens, self._count_shareable_tokens(sequence))
+        num_shared = min(sequence.num_computed_tokens, sequence.num_shareable_tokens)
         self._blocks.commit(sequence.block_table, sequence.token_ids, num_shared, sequence.sender.tenant)
         self._blocks.shrink(sequence.block_table, sequence.num_tokens)
-
-    def _count_shareable_tokens(self, sequence: Sequence) -> int:
-        """Return how many leading tokens have K and V that any sequence with the same prefix can use."""
-        return sequence.num_prompt_tokens - 1 if self._has_own_deep_kv else sequence.num_tokens
 
     def assert_consistent(self) -> None:
         """Assert that each block is free or belongs to a running sequence."""
@@ -274,9 +266,7 @@ class Scheduler:
         table, token_ids = sequence.block_table, sequence.token_ids
         matched = []
         if not sequence.is_missing_prompt_logprobs:  # these need hidden states, which are not cached
-            known = token_ids[
-                : self._count_shareable_tokens(sequence) + 1
-            ]  # plus one: match_prefix leaves a token to run
+            known = token_ids[: sequence.num_shareable_tokens + 1]  # plus one: match_prefix leaves a token to run
             matched = self._blocks.match_prefix(table, known, sequence.sender.tenant)
         # Each running sequence may soon need another block, and would then preempt the new one: wasted cpu_time.
         if not self._blocks.can_allocate(matched, len(token_ids), num_spare=len(self._running)):

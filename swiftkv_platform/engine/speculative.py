@@ -252,7 +252,11 @@ def compute_exit_logits(model: Any, x: torch.Tensor, scheduled: Sequence[Schedul
     Args:
         x: hidden states after layer l - 1, [1, num_tokens, hidden_size].
     """
-    candidates = [i for i in batch.next_token_rows if scheduled[i].sequence.params.uses_exit_threshold]
+    candidates = [
+        i
+        for i in batch.next_token_rows
+        if scheduled[i].sequence.params.uses_exit_threshold and scheduled[i].sequence.can_exit
+    ]
     if not candidates:
         return RowLogits({}, x.new_empty(0))
     logits = model.exit_logits(select_entries(x[0], [batch.next_token_rows[index][0] for index in candidates])).float()

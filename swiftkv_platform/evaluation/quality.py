@@ -14,10 +14,11 @@ import torch
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.model.context import PACKED_ATTENTION
+from swiftkv_platform.model.context import PACKED_ATTENTION, TokenSelection
 from swiftkv_platform.model.packed_attention import (
     DeepSpanWriter,
     add_conversation_spans,
+    get_packed_samples,
     make_packed_context,
     run_lower_layers_by_span,
     to_tensors,
@@ -205,7 +206,7 @@ class _SampleLayout:
 
 def _measure_batch(model: Any, batch: dict[str, torch.Tensor], sample_layout: _SampleLayout) -> HeldOutTotals:
     """Measure one forward pass over tensors [rows, max_length]; the layers below l run once if both modes share them.
-    Positions that count are deep tokens, each run of them a turn."""
+    Positions that count are deep tokens; each run of them is an answer."""
     decoder, counted = model.model, batch["loss_mask"]
     targets = batch["input_ids"].roll(-1, dims=1)[counted]  # [num_positions]
     if decoder.layer_map.deep_leaders:
@@ -214,15 +215,21 @@ def _measure_batch(model: Any, batch: dict[str, torch.Tensor], sample_layout: _S
         )
     else:
         context = decoder.make_context(batch["input_ids"], position_ids=batch["position_ids"])
-    turns = add_conversation_spans(context, counted.flatten()) if decoder.layer_map.deep_leaders else context
-    x, entering = run_lower_layers_by_span(decoder, context, turns, None)
+    span_context, selection, student_rows = context, None, counted.flatten().nonzero().squeeze(1)
+    if decoder.layer_map.deep_leaders:
+        deep_tail = model.config.shape.swiftkv_deep_tail
+        span_context = add_conversation_spans(context, counted.flatten(), deep_tail, overlapping=True)
+        samples = get_packed_samples(span_context)
+        selection, student_rows = TokenSelection(samples.deep_tokens), samples.counted_rows
+    x, entering = run_lower_layers_by_span(decoder, context, span_context, selection)
     teacher_x = x
     if decoder.run_teacher_lower is not None or decoder.layer_map.bypassed_layers:
         teacher_x = (decoder.run_teacher_lower or decoder.run_lower)(context)
     teacher = _select(decoder.run_teacher_upper(teacher_x, context), counted)  # [num_positions, hidden_size]
     deep = DeepSpanWriter(decoder.project_key_values(x, context.rotation)) if decoder.layer_map.deep_leaders else None
-    student = _select(decoder.run_student_upper(x, turns, deep=deep, hidden=entering), counted)
-    exits = _select(entering, counted) if model.config.shape.has_exit_head else None
+    output = decoder.run_student_upper(x, span_context, selection=selection, deep=deep, hidden=entering)
+    student = output.flatten(0, 1)[student_rows]
+    exits = entering.flatten(0, 1)[student_rows] if model.config.shape.has_exit_head else None
     positions, prompts = _locate_positions(batch["position_ids"], counted)  # [num_positions]
     chunk_size = max(1, _LOGITS_PER_CHUNK // model.config.vocab_size)
     chunks, totals = list[torch.Tensor](), HeldOutTotals()

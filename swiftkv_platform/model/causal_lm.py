@@ -84,20 +84,24 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         attentions are asked for, all tokens do. With `exits`, which `generate()` passes, these are the logits of
         the last token, and rows may stop at layer l with those of the exit head.
 
-        If deep tokens have K and V of their own (`LayerMap.deep_leaders`), the prompt's last token and all later ones
-        are deep. `prompt_length`, including padding, is one number for all rows or one each, [batch]. Without it,
-        the first deep token is the one before the first counted label; without labels, a number `logits_to_keep` is the
-        number of deep tokens, where 0 means the last one only.
+        If deep tokens have K and V of their own (`LayerMap.deep_leaders`), the prompt's last `deep_tail` tokens and all
+        later ones are deep. `prompt_length`, including padding, is one number for all rows or one each, [batch].
+        Without it, the prompt ends before the first counted label; without labels, it ends with the first of
+        `logits_to_keep` last tokens, where 0 means the last one.
         """
         tokens = input_ids if inputs_embeds is None else inputs_embeds
+        ends_prompt = False
         if self.model.layer_map.deep_leaders and tokens is not None:
-            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            seen = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+            deep_tail, num_tokens = self.model.layer_map.shape.swiftkv_deep_tail, tokens.shape[1]
             kwargs["first_deep"] = _find_first_deep_token(
-                prompt_length, labels, logits_to_keep, tokens.shape[1], int(seen)
+                prompt_length, labels, logits_to_keep, num_tokens, seen, deep_tail
             )
+            ends_prompt = deep_tail > 1 and isinstance(prompt_length, int) and seen + num_tokens <= prompt_length
         selection: Any = None
         if exits is not None:
-            selection, logits_to_keep = exits.select_rows, 0
+            # A tail of several tokens runs all layers, so that a prompt's last token does not exit.
+            selection, logits_to_keep = exits.select_all_rows if ends_prompt else exits.select_rows, 0
         elif tokens is not None and labels is None and not self._outputs_every_token(kwargs):
             requested, logits_of_selection = _select_logits(logits_to_keep, tokens.shape[1])
             if requested is not None and supports_selection(self.config, requested):
@@ -204,20 +208,21 @@ def _find_first_deep_token(
     logits_to_keep: int | torch.Tensor,
     num_tokens: int,
     num_past: int,
+    deep_tail: int,
 ) -> int | torch.Tensor:
     """Return the index of the first deep token among `num_tokens` tokens after `num_past` cached ones, for all rows or
     per row, [batch]."""
     if isinstance(prompt_length, torch.Tensor):
-        return (prompt_length - 1 - num_past).clamp(0, num_tokens)
+        return (prompt_length - deep_tail - num_past).clamp(0, num_tokens)
     if prompt_length is not None:
-        return min(max(prompt_length - 1 - num_past, 0), num_tokens)
+        return min(max(prompt_length - deep_tail - num_past, 0), num_tokens)
     if labels is not None:
         counts = (labels != _IGNORED_LABEL).long()
-        first = torch.where(counts.any(-1), counts.argmax(-1), num_tokens)
-        return (first - 1).clamp(0)
+        first = torch.where(counts.any(-1), counts.argmax(-1), num_tokens + deep_tail - 1)
+        return (first - deep_tail).clamp(0)
     if isinstance(logits_to_keep, int):
-        return num_tokens - min(max(logits_to_keep, 1), num_tokens)
-    return num_tokens - 1 if logits_to_keep.numel() else num_tokens
+        return max(num_tokens - max(logits_to_keep, 1) + 1 - deep_tail, 0)
+    return max(num_tokens - deep_tail, 0) if logits_to_keep.numel() else num_tokens
 
 
 def _slice_logits(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:

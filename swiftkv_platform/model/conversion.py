@@ -53,6 +53,7 @@ def convert(
     own_output_projection: bool = False,
     decode_key_value: DecodeKeyValue = "shared",
     prefill_layers: Sequence[int] | None = None,
+    deep_tail: int = 1,
     calibration: Iterable[TokenBatch] | None = None,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
@@ -75,6 +76,7 @@ def convert(
             (`shared`), or their own hidden state (`own`).
         prefill_layers: layers that skipped prompt tokens run through, ascending, instead of l, which follows from the
             last of them; needs `decode_key_value` own. None: all layers < l, as in the paper.
+        deep_tail: number of tokens at a prompt's end that run all layers; above 1 it needs `decode_key_value` own.
         calibration: batches of token ids [batch, num_tokens] for the calibrated start; None copies the teacher's
             projections (k and v: the mean over the group).
         dtype: dtype to load a path in; None keeps the checkpoint's.
@@ -93,6 +95,7 @@ def convert(
         own_output_projection=own_output_projection,
         decode_key_value=decode_key_value,
         prefill_layers=prefill_layers,
+        deep_tail=deep_tail,
     )
     return make_student(teacher, shape, calibration=calibration, dtype=dtype, revision=revision)
 

@@ -423,7 +423,7 @@ class SwiftKVDecoderMixin(nn.Module):
             if isinstance(selection.tokens, int):
                 run = TokenSelection(max(selection.tokens, num_deep))
             elif num_deep:
-                run = None
+                run = TokenSelection(num_deep) if not selection.tokens.numel() else None
         if run is not None and run.count_selected(num_tokens) == num_tokens and run.rows is None:
             run = None
         hidden = self.run_student_upper(x, context, selection=run, deep=self.make_deep_suffix(x, context, first, run))

@@ -1,8 +1,8 @@
 """Deep tokens with their own K and V in layers >= l (`swiftkv_decode_key_value: own`).
 
 Skipped prompt tokens have no hidden state in layers >= l, so their K and V come from x. *Deep* tokens (a prompt's last
-token and all later ones) run through these layers. With `own`, their K and V in each group come from their own hidden
-state in the group's first layer, as in the teacher. The prompt's length alone decides which tokens are deep
+`deep_tail` tokens and all later ones) run through these layers. With `own`, their K and V in each group come from their
+own hidden state in the group's first layer, as in the teacher. The prompt's length alone decides which tokens are deep
 (`docs/model.md`).
 """
 

@@ -50,11 +50,18 @@ class ThresholdExits:
         self._rows = (~self._exited).nonzero().squeeze(1) if bool(self._exited.any()) else None
         return TokenSelection(1, rows=self._rows)
 
+    def select_all_rows(self, x: torch.Tensor) -> TokenSelection:
+        """Select the last token of all rows of `x` [batch, num_tokens, hidden_size]: no row exits in this step."""
+        self._exited, self._rows = torch.zeros(len(x), dtype=torch.bool, device=x.device), None
+        return TokenSelection(1)
+
     def merge_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits of all rows [batch, 1, vocab_size] from those of the selected rows [num_rows, 1,
         vocab_size]."""
+        if self._rows is None:
+            return logits
         assert self._logits is not None, "select_rows comes first"
-        return logits if self._rows is None else self._logits.index_copy(0, self._rows, logits)
+        return self._logits.index_copy(0, self._rows, logits)
 
     def finish_step(self, done: torch.Tensor) -> None:
         """Count the step's exited tokens. `done`: rows that end with this step, bool [batch]."""
@@ -156,8 +163,10 @@ class SwiftKVGenerationMixin(nn.Module):
             _refuse_cache("kv_cache_dtype", kv_cache_dtype, "differs from past_key_values; leave one of them out")
         if generation_config.use_cache is False and wanted is not None:
             _refuse_cache("kv_cache_dtype", kv_cache_dtype, "needs a cache; leave out use_cache=False")
-        if generation_config.use_cache is False and self.config.layer_map.deep_leaders:
-            # Without a cache each pass recomputes the generated tokens, which are deep.
+        without_cache = generation_config.use_cache is False
+        if self.config.layer_map.deep_leaders and (without_cache or self.config.shape.swiftkv_deep_tail > 1):
+            # Without a cache each pass recomputes the generated tokens, which are deep. With one, a chunk of the prompt
+            # may hold part of the deep tail.
             model_kwargs["prompt_length"] = _get_prompt_length(generation_config, model_kwargs)
         plain_teacher = not self.model.swiftkv_enabled and wanted is None
         if given is not None or generation_config.use_cache is False or plain_teacher:
@@ -231,6 +240,7 @@ class SwiftKVGenerationMixin(nn.Module):
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
+                prompt_length=model_kwargs.get("prompt_length", seen + new.shape[1]),
                 logits_to_keep=torch.empty(0, dtype=torch.long, device=new.device),
             )
         return input_ids if embeddings is not None else new[:, num_run:]

@@ -65,12 +65,14 @@ VarlenOperator = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive deep tokens in a sample, such as an assistant message of a conversation. Indices count the tokens of
-    the whole row."""
+    """Consecutive deep tokens in a sample, such as an assistant message of a conversation and the deep tail of its
+    prompt. Indices count the tokens of the whole row."""
 
     sample_begin: int
     """First token of the sample."""
     begin: int
+    counted_begin: int
+    """First token after the deep tail without the prompt's last token, which predicts a generated token."""
     end: int
     """First token after the span."""
 
@@ -126,16 +128,35 @@ class PackedSamples:
         cu_seqlens = None if operator is None else _cumulative_lengths(lengths, device)
         return cls(tuple(lengths), get_layer_windows(config), dtype, operator, cu_seqlens)
 
-    def add_conversation_spans(self, deep_mask: Tensor) -> Self:
+    def add_conversation_spans(self, counted_mask: Tensor, deep_tail: int, *, overlapping: bool) -> Self:
         """Return the samples for layers >= l of a student whose deep tokens have their own K and V. Attention then
-        expects the K and V from x of all tokens, followed by the deep tokens' own.
+        expects the K and V from x of all tokens, followed by the deep tokens' own. See `conversation_spans`.
 
         Args:
-            deep_mask: [num_tokens], nonzero for deep tokens. It is read on the host.
+            counted_mask: [num_tokens], nonzero for tokens that predict a generated token. It is read on the host.
         """
-        deep = deep_mask.tolist()
-        spans = conversation_spans(deep, self.lengths)
-        return replace(self, spans=tuple(spans), num_tokens=len(deep), device=deep_mask.device)
+        counted = counted_mask.tolist()
+        spans = conversation_spans(counted, self.lengths, deep_tail, overlapping=overlapping)
+        return replace(self, spans=tuple(spans), num_tokens=len(counted), device=counted_mask.device)
+
+    @cached_property
+    def deep_tokens(self) -> Tensor:
+        """Token indices of all spans, span by span, int64. Tokens of overlapping spans occur several times."""
+        return self._make_indices([token for span in self.spans or () for token in range(span.begin, span.end)])
+
+    @cached_property
+    def counted_rows(self) -> Tensor:
+        """Rows among `deep_tokens` of the tokens that predict a generated token, int64."""
+        rows: list[int] = []
+        first = 0
+        for span in self.spans or ():
+            rows += range(first + span.counted_begin - span.begin, first + span.end - span.begin)
+            first += span.end - span.begin
+        return self._make_indices(rows)
+
+    def _make_indices(self, indices: list[int]) -> Tensor:
+        assert self.device is not None, "add_conversation_spans sets it"
+        return torch.tensor(indices, dtype=torch.long).to(self.device, non_blocking=True)
 
     def select_tokens(self, selection: TokenSelection) -> Self:
         assert isinstance(selection.tokens, Tensor), "training selects the counted tokens by index"
@@ -180,7 +201,7 @@ class PackedSamples:
             # keys: from x before the span, then the span's own, which follow those of all tokens
             keys += [*range(span.sample_begin, span.begin), *(self.num_tokens + row for row in own)]
             num_keys.append(span.begin - span.sample_begin + size)
-        indices = [torch.tensor(rows).to(self.device, non_blocking=True) for rows in (queries, keys)]
+        indices = [self._make_indices(rows) for rows in (queries, keys)]
         cu_seqlens = _cumulative_lengths(num_queries, self.device), _cumulative_lengths(num_keys, self.device)
         return _SpanIndices(indices[0], indices[1], num_queries, num_keys, cu_seqlens)
 
@@ -256,15 +277,26 @@ def _cumulative_lengths(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
 
 
-def conversation_spans(deep: Sequence[bool | int], lengths: Sequence[int]) -> list[Span]:
-    """Return the spans of consecutive deep tokens in samples of the given lengths. `deep` has a flag per token."""
+def conversation_spans(
+    counted: Sequence[bool | int], lengths: Sequence[int], deep_tail: int = 1, *, overlapping: bool = False
+) -> list[Span]:
+    """Return the spans of deep tokens in samples of the given lengths.
+
+    Args:
+        counted: a flag per token, set for tokens that predict a generated token. Consecutive ones are an answer.
+        deep_tail: number of the prompt's last tokens in each span; the last of them is counted.
+        overlapping: whether a deep tail may begin inside an earlier answer, as in serving; else it begins after it.
+    """
     spans: list[Span] = []
     begin = 0
     for length in lengths:
         end = begin + length
-        # where a span begins or ends: the flag differs from the previous token's
-        edges = [at for at in range(begin, end + 1) if (at < end and deep[at]) != (at > begin and deep[at - 1])]
-        spans += [Span(begin, *pair) for pair in zip(edges[::2], edges[1::2], strict=True)]
+        # where an answer begins or ends: the flag differs from the previous token's
+        edges = [at for at in range(begin, end + 1) if (at < end and counted[at]) != (at > begin and counted[at - 1])]
+        previous_end = begin
+        for first, stop in zip(edges[::2], edges[1::2], strict=True):
+            spans.append(Span(begin, max(first - deep_tail + 1, begin if overlapping else previous_end), first, stop))
+            previous_end = stop
         begin = end
     return spans
 
@@ -424,12 +456,22 @@ def make_packed_context(
     )
 
 
-def add_conversation_spans(context: DecoderContext, deep_mask: Tensor) -> DecoderContext:
-    """Return the context for layers >= l of a student whose deep tokens, marked by `deep_mask` [num_tokens], have their
-    own K and V. Deep tokens predict a generated token; consecutive ones form a span. A span attends to everything
-    before it, including earlier answers, as a prompt, as in serving."""
+def get_packed_samples(context: DecoderContext) -> PackedSamples:
+    """Return the samples of a context from `make_packed_context`."""
     samples: PackedSamples = context.layer_arguments[SAMPLES_KEY]
-    with_spans = {SAMPLES_KEY: samples.add_conversation_spans(deep_mask)}
+    return samples
+
+
+def add_conversation_spans(
+    context: DecoderContext, counted_mask: Tensor, deep_tail: int, *, overlapping: bool
+) -> DecoderContext:
+    """Return the context for layers >= l of a student whose deep tokens have their own K and V.
+
+    The tokens in `counted_mask` [num_tokens] predict a generated token. Consecutive ones and the last `deep_tail`
+    tokens of their prompt form a span. A span attends to everything before it, including earlier answers, as a prompt,
+    as in serving. `overlapping`: as in `conversation_spans`; only for passes over the selected `deep_tokens`."""
+    samples = get_packed_samples(context).add_conversation_spans(counted_mask, deep_tail, overlapping=overlapping)
+    with_spans = {SAMPLES_KEY: samples}
     return replace(context, layer_arguments={**context.layer_arguments, **with_spans})
 
 

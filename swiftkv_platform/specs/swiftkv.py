@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs.base import MAX_LAYERS, Layers, Range, Spec, make_field_error
-from swiftkv_platform.student_shape import MAX_LIST_LENGTH, ShapeRequest, parse_layers
+from swiftkv_platform.student_shape import MAX_DEEP_TAIL, MAX_LIST_LENGTH, ShapeRequest, parse_layers
 
 _MAX_SHOWN_LENGTH = 120
 
@@ -67,6 +67,10 @@ class SwiftKVSpec(Spec):
     last of them + 1. In skipped layers below l, only K and V are computed, so the same compute is spent on the more
     important layers; `swiftkv analyze --num-prefill-layers` selects them. Requires `decode_key_value: own`. Not
     supported by vLLM."""
+    deep_tail: Annotated[int, Range(1, MAX_DEEP_TAIL)] = 1
+    """m: number of tokens at a prompt's end that run all layers and keep their own K and V; a prompt of at most m
+    tokens skips nothing. Longer tails answer short prompts better and cost m / (prompt length) of the skipped compute.
+    Requires `decode_key_value: own`. Not supported by vLLM."""
     calibration_tokens: Annotated[int, Range(1024, 10**12)] = 16384
     """Number of tokens for the calibrated initialization."""
 
@@ -96,16 +100,31 @@ class SwiftKVSpec(Spec):
             return self
         raise _make_layer_list_error(layers, problem)
 
+    @model_validator(mode="after")
+    def _validate_deep_tail(self) -> Self:
+        if self.deep_tail > 1 and self.decode_key_value != "own":
+            raise make_field_error(
+                "swiftkv.deep_tail",
+                self.deep_tail,
+                f"swiftkv.deep_tail is {self.deep_tail}: it needs decode_key_value own; with "
+                f"{self.decode_key_value!r} only 1 is accepted",
+            )
+        return self
+
     @property
     def request(self) -> ShapeRequest:
         """The student's shape, as far as it is known without a teacher."""
         return ShapeRequest.from_spec(self)
 
     def inherit_from(self, parent: Self) -> Self:
-        """Return the section of a job that continues from `parent`: `decode_key_value` defaults to the parent's."""
-        if "decode_key_value" in self.model_fields_set:
-            return self
-        return self.model_copy(update={"decode_key_value": parent.decode_key_value})
+        """Return the section of a job that continues from `parent`: `decode_key_value` and `deep_tail` default to the
+        parent's."""
+        inherited: dict[str, Any] = {}
+        if "decode_key_value" not in self.model_fields_set:
+            inherited["decode_key_value"] = parent.decode_key_value
+        if "deep_tail" not in self.model_fields_set and (self.decode_key_value == parent.decode_key_value or inherited):
+            inherited["deep_tail"] = parent.deep_tail
+        return self.model_copy(update=inherited)
 
     def make_layer_list_error(self, problem: str) -> PydanticCustomError:
         """Return a validation error for `prefill_layers`."""

@@ -29,12 +29,15 @@ LAYER_MAPS: tuple[dict[str, Any], ...] = (
     {"num_key_value_layers": 2, "key_value_group_size": 2},
     {"num_key_value_layers": 2},
     {"num_key_value_layers": 1, "key_value_group_size": 2},
+    {"num_key_value_layers": 2, "deep_tail": 9},
+    {"num_key_value_layers": 1, "key_value_group_size": 2, "deep_tail": 64},
 )
-"""Shapes of students of 5 layers."""
+"""Shapes of students of 5 layers. The last one's deep tail is longer than the prompts."""
 BYPASSING: tuple[dict[str, Any], ...] = (
     {"prefill_layers": [0, 2, 3]},
     {"prefill_layers": [1, 2], "key_value_group_size": 2},
     {"prefill_layers": [0, 3]},
+    {"prefill_layers": [0, 2, 3], "deep_tail": 9},
 )
 BY_HEAD = [name for name in FAMILY_CONFIGS if not name.startswith("deepseek")]
 """Families that let prompts bypass layers: those that cache K and V by head."""
@@ -51,8 +54,10 @@ def expected_logits(student: Any, ids: torch.Tensor, turns: torch.Tensor | None)
     return reference.logits(student.state_dict(), student.config, ids, inv_freq, swiftkv=True, turns=turns)
 
 
-def one_turn(prompt_length: int) -> torch.Tensor:
-    return torch.where(torch.arange(len(PROMPT)) >= prompt_length - 1, 0, -1)
+def one_turn(student: Any, prompt_length: int, num_tokens: int = len(PROMPT)) -> torch.Tensor:
+    """Return `turns` of the reference for a prompt and its answer."""
+    deep_tail = student.config.swiftkv_deep_tail
+    return torch.where(torch.arange(num_tokens) >= prompt_length - deep_tail, 0, -1)
 
 
 @pytest.mark.parametrize(("name", "layer_map"), [*in_turn(FAMILY_CONFIGS, LAYER_MAPS), *in_turn(BY_HEAD, BYPASSING)])
@@ -62,7 +67,7 @@ def test_the_forward_pass_equals_the_reference(name: str, layer_map: dict[str, A
     for implementation in ("sdpa", "eager"):
         student.set_attn_implementation(implementation)
         for length in (1, 17, 40):
-            expected = expected_logits(student, PROMPT, one_turn(length))
+            expected = expected_logits(student, PROMPT, one_turn(student, length))
             for use_cache in (False, True):
                 actual = student(PROMPT[None], use_cache=use_cache, prompt_length=length).logits[0]
                 torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
@@ -71,10 +76,12 @@ def test_the_forward_pass_equals_the_reference(name: str, layer_map: dict[str, A
             torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
         labels = PROMPT.where(torch.arange(40) >= 17, -100)[None]
         torch.testing.assert_close(
-            student(PROMPT[None], labels=labels).logits[0], expected_logits(student, PROMPT, one_turn(17))
+            student(PROMPT[None], labels=labels).logits[0], expected_logits(student, PROMPT, one_turn(student, 17))
         )
-        last = student(PROMPT[None], logits_to_keep=3, prompt_length=5).logits[0]
-        torch.testing.assert_close(last, expected_logits(student, PROMPT, one_turn(5))[-3:], atol=1e-4, rtol=1e-4)
+        for given, length in (({"prompt_length": 5}, 5), ({}, 38)):
+            last = student(PROMPT[None], logits_to_keep=3, **given).logits[0]
+            expected = expected_logits(student, PROMPT, one_turn(student, length))[-3:]
+            torch.testing.assert_close(last, expected, atol=1e-4, rtol=1e-4)
 
 
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 256}
@@ -96,32 +103,40 @@ def test_generate_writes_the_text_of_the_reference(name: str, layer_map: dict[st
     student = make_student(name, layer_map)
     for way, settings in WAYS.items():
         written = student.generate(PROMPT[None], **settings, **GREEDY)[0]
-        turns = torch.where(torch.arange(len(written)) >= len(PROMPT) - 1, 0, -1)
+        turns = one_turn(student, len(PROMPT), len(written))
         logits = expected_logits(student, written, turns)[len(PROMPT) - 1 : -1]
         tokens = written[len(PROMPT) :]
         assert len(tokens) == NEW_TOKENS
         assert (logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]).max() < 1e-4, way
 
 
+@pytest.mark.parametrize("deep_tail", [1, 9])
 @torch.no_grad()
-def test_rows_that_exit_keep_shared_keys_and_values() -> None:
-    """A token that exits at layer l has no K and V of its own; later tokens read its shared ones."""
-    student = make_student("llama", early_exit=True)
+def test_rows_that_exit_keep_shared_keys_and_values(deep_tail: int, tmp_path: Path) -> None:
+    """A token that exits at layer l has no K and V of its own; later tokens read its shared ones. The last token of a
+    prompt with a longer deep tail does not exit. The engine writes the same text."""
+    student = make_student("llama", early_exit=True, deep_tail=deep_tail)
     student.exit_head.weight.mul_(2.0)
     batch = torch.stack([PROMPT, PROMPT.flip(0), PROMPT.roll(5)])
     early_exit = {"mode": "threshold", "threshold": THRESHOLD}
     output = student.generate(batch, **GREEDY, early_exit=early_exit, return_dict_in_generate=True)
     assert 0 < int(output.num_exited_tokens.sum()) < output.num_exited_tokens.numel() * NEW_TOKENS
     for row in output.sequences:
-        turns = torch.full((len(row),), -1)
+        turns = one_turn(student, len(PROMPT), len(row))
+        turns[len(PROMPT) :] = -1
         for at in range(len(PROMPT), len(row)):
             ids = row[:at]
             x = student.model.run_lower(student.model.make_context(ids[None]))
             head = student.exit_logits(x[0, -1])
-            exits = head.softmax(-1).max() >= THRESHOLD
+            exits = head.softmax(-1).max() >= THRESHOLD and (deep_tail == 1 or at > len(PROMPT))
             turns[at - 1] = -1 if exits else 0
             logits = head if exits else expected_logits(student, ids, turns[:at])[-1]
             assert logits.max() - logits[row[at]] < 1e-4
+    student.save_pretrained(tmp_path)
+    params = replace(PARAMS, early_exit=early_exit, num_lookup_tokens=0)
+    outputs = LLMEngine.from_pretrained(tmp_path, CONFIG).generate(batch.tolist(), params)
+    assert [one.token_ids for one in outputs] == output.sequences[:, len(PROMPT) :].tolist()
+    assert [one.num_exited_tokens for one in outputs] == output.num_exited_tokens.tolist()
 
 
 COUNTED = ((10, 24), (30, 39)), ((5, 23),), (), ((0, 19),), ((7, 8),)
@@ -139,7 +154,7 @@ def packed_rows() -> PackedRows:
     return pack(Samples(ids, counts, starts), np.arange(len(LENGTHS)), max_length=64, pad_token_id=0, packing=True)
 
 
-def reference_losses(student: Any, rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_losses(student: Any, rows: PackedRows, *, overlapping: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed KL at temperature 2, times 4, of the student and of its exit head."""
     state, inv_freq = student.state_dict(keep_vars=True), reference.frequencies(student.model.rotary_emb)
     student_loss, exit_loss = torch.zeros(()), torch.zeros(())
@@ -149,19 +164,36 @@ def reference_losses(student: Any, rows: PackedRows) -> tuple[torch.Tensor, torc
             ids, counted = (batch[name][0, begin : begin + length] for name in ("input_ids", "loss_mask"))
             begin += length
             begins = counted & ~torch.cat((torch.tensor([False]), counted[:-1]))
-            turns = torch.where(counted, begins.cumsum(0) - 1, -1)
+            answers = torch.where(counted, begins.cumsum(0) - 1, -1)
             with torch.no_grad():
                 teacher = reference.logits(state, student.config, ids, inv_freq, swiftkv=False)[counted]
-            log_p = (teacher / 2.0).log_softmax(-1)
+            log_p = torch.zeros(length, teacher.shape[-1])
+            log_p[counted] = (teacher / 2.0).log_softmax(-1)
 
-            def loss(logits: torch.Tensor, log_p: torch.Tensor = log_p) -> torch.Tensor:
-                return 4.0 * (log_p.exp() * (log_p - (logits / 2.0).log_softmax(-1))).sum()
+            def loss(logits: torch.Tensor, answer: torch.Tensor, log_p: torch.Tensor = log_p) -> torch.Tensor:
+                chosen = log_p[answer]
+                return 4.0 * (chosen.exp() * (chosen - (logits[answer] / 2.0).log_softmax(-1))).sum()
 
-            entering: list[torch.Tensor] = []
-            mine = reference.logits(state, student.config, ids, inv_freq, swiftkv=True, turns=turns, entering=entering)
-            student_loss = student_loss + loss(mine[counted])
-            exit_loss = exit_loss + loss(student.exit_logits(entering[0].detach())[counted])
+            for number in range(int(answers.max()) + 1):  # each answer is one that is generated after its own prompt
+                answer, entering = answers == number, list[torch.Tensor]()
+                tail = slice(
+                    find_first_deep(student, answers, number, overlapping=overlapping), int(answer.nonzero()[0])
+                )
+                turns = torch.where(answer, 0, -1)
+                turns[tail] = 0
+                mine = reference.logits(
+                    state, student.config, ids, inv_freq, swiftkv=True, turns=turns, entering=entering
+                )
+                student_loss = student_loss + loss(mine, answer)
+                exit_loss = exit_loss + loss(student.exit_logits(entering[0].detach()), answer)
     return student_loss, exit_loss
+
+
+def find_first_deep(student: Any, answers: torch.Tensor, number: int, *, overlapping: bool) -> int:
+    """Return the first token of an answer's deep tail, which passes over all tokens begin after the previous answer."""
+    first = int((answers == number).nonzero()[0]) - student.config.swiftkv_deep_tail + 1
+    previous = (answers == number - 1).nonzero() if number and not overlapping else answers[:0]
+    return max(first, int(previous.max()) + 1 if len(previous) else 0)
 
 
 WAYS_OF_STEP = ("kept tokens", "all tokens", "operator")
@@ -182,7 +214,7 @@ def test_a_training_step_equals_the_reference(name: str, step: tuple[dict[str, A
     distillation_model = DistillationModel(student, DistillationSpec(), dtype=torch.float32)
     distillation_model.uses_static_shapes = way == "all tokens"
     parameters = student.swiftkv_parameters()
-    expected = reference_losses(student, rows)
+    expected = reference_losses(student, rows, overlapping=way != "all tokens")
     wanted = torch.autograd.grad(sum(expected), list(parameters.values()), allow_unused=True)
     batch, lengths = rows.make_padding_free_batch(range(len(rows)), multiple=64)
 
@@ -207,7 +239,7 @@ CONFIG = EngineConfig(max_num_seqs=3, max_num_batched_tokens=17, block_size=4, k
 
 
 SERVED = (
-    *in_turn(FAMILY_CONFIGS, tuple(product(LAYER_MAPS[:1], [False, True])), KINDS),
+    *in_turn(FAMILY_CONFIGS, tuple(product((LAYER_MAPS[0], LAYER_MAPS[3]), [False, True])), KINDS),
     *in_turn(BY_HEAD, tuple(product(BYPASSING, [False, True])), BY_HEAD),
 )
 
@@ -225,8 +257,7 @@ def test_every_family_is_served(name: str, way: tuple[dict[str, Any], bool], tmp
     for params in (PARAMS, replace(PARAMS, prompt_logprobs=0)):
         for prompt, output in zip(prompts, engine.generate(prompts, params), strict=True):
             text, size = torch.tensor(prompt + output.token_ids), len(prompt)
-            turns = torch.where(torch.arange(len(text)) >= size - 1, 0, -1)
-            logits = expected_logits(student, text, turns)[:-1]
+            logits = expected_logits(student, text, one_turn(student, size, len(text)))[:-1]
             behind = logits.amax(-1) - logits.gather(1, text[1:, None])[:, 0]
             assert len(output.token_ids) == NEW_TOKENS
             assert behind[size - 1 :].max() < 1e-4
@@ -237,16 +268,20 @@ def test_every_family_is_served(name: str, way: tuple[dict[str, Any], bool], tmp
     engine.assert_consistent()
 
 
-def test_blocks_of_an_answer_are_not_shared(tmp_path: Path) -> None:
-    """An answer sent back is read as a prompt: of the cached blocks, only those of the original prompt are reused."""
-    make_student("llama").save_pretrained(tmp_path)
+@pytest.mark.parametrize(("deep_tail", "num_shared"), [(1, 36), (9, 28), (64, 0)])
+def test_blocks_of_an_answer_are_not_shared(deep_tail: int, num_shared: int, tmp_path: Path) -> None:
+    """An answer sent back is read as a prompt: of the cached blocks, only those of the original prompt before its deep
+    tail are reused."""
+    make_student("llama", deep_tail=deep_tail).save_pretrained(tmp_path)
     engine = LLMEngine.from_pretrained(tmp_path, CONFIG)
     prompt = PROMPT.tolist()
     (first,) = engine.generate([prompt], PARAMS)
     (again,) = engine.generate([prompt], PARAMS)
     (further,) = engine.generate([prompt + first.token_ids], PARAMS)
     assert again.token_ids == first.token_ids
-    assert (first.num_cached_tokens, again.num_cached_tokens, further.num_cached_tokens) == (0, 36, 36)
+    assert [one.num_cached_tokens for one in (first, again, further)] == [0, num_shared, num_shared]
+    num_skipped = [max(len(PROMPT) - deep_tail, 0), max(len(PROMPT) - deep_tail - num_shared, 0)]
+    assert [one.num_skipped_tokens for one in (first, again)] == num_skipped
 
 
 ONE_LAYER = {"num_key_value_layers": 2}

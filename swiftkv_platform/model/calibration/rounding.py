@@ -33,6 +33,7 @@ from swiftkv_platform.model.deep_tokens import DeepGroup
 from swiftkv_platform.model.packed_attention import (
     DeepSpanWriter,
     add_conversation_spans,
+    get_packed_samples,
     get_sample_lengths,
     make_packed_context,
 )
@@ -78,7 +79,7 @@ class _RoundingPass:
         self._contexts: list[DecoderContext] = []
         """Contexts by row, without hidden states."""
         self._deep: list[torch.Tensor] = []
-        """Masks of deep tokens by row, bool [num_tokens]."""
+        """Masks of tokens that predict a generated token, by row, bool [num_tokens]."""
         self._hidden: list[StoredActivation] = []
         self._x: list[StoredActivation] = []
         """Outputs of layer l - 1, by row."""
@@ -95,7 +96,7 @@ class _RoundingPass:
             raise InvalidInputError("calibration got no tokens; give more text", field="calibration")
         for i in range(layer_map.num_key_value_layers):
             yield from self._round_layer(i)
-        self._x, deep = self._hidden, [TokenSelection(mask.nonzero().squeeze(1)) for mask in self._deep]
+        self._x, deep = self._hidden, [self._select_deep_tokens(row)[0] for row in range(len(self._deep))]
         self._hidden = [self._store.add(kept.select(x.load("cpu"))) for kept, x in zip(deep, self._x, strict=True)]
         with load_module(self._source, decoder.norm_swiftkv):
             for leader in layer_map.leaders:
@@ -157,14 +158,21 @@ class _RoundingPass:
         if i < first:
             return self._decoder.run_layer(i, hidden, replace(context, hidden=hidden))
         x = self._x[row].load("cpu")
-        kept = TokenSelection(self._deep[row].nonzero().squeeze(1))
+        kept, context = self._select_deep_tokens(row)
         context = replace(context, hidden=x)
-        if config.layer_map.deep_leaders:
-            context = add_conversation_spans(context, self._deep[row])
         key_value: Any = tuple(kept_tensor.load("cpu") for kept_tensor in self._key_value[row])
         if i in config.layer_map.leaders:
             key_value = self._make_key_value(i, row, x, self._decoder.layer_rotations.select(i, context.rotation), kept)
         return self._decoder.run_layer(i, hidden, context.select(kept), shared_key_value=key_value)
+
+    def _select_deep_tokens(self, row: int) -> tuple[TokenSelection, DecoderContext]:
+        """Return the selection of a row's deep tokens, and the row's context for layers >= l."""
+        counted, context, layer_map = self._deep[row], self._contexts[row], self._config.layer_map
+        if not layer_map.deep_leaders:
+            return TokenSelection(counted.nonzero().squeeze(1)), context
+        deep_tail = layer_map.shape.swiftkv_deep_tail
+        context = add_conversation_spans(context, counted, deep_tail, overlapping=True)
+        return TokenSelection(get_packed_samples(context).deep_tokens), context
 
     def _make_key_value(self, i: int, row: int, x: torch.Tensor, rotation: Rotation, kept: TokenSelection) -> Any:
         """Return a group's keys and values, or a function that makes them; stores them for the group's other layers."""

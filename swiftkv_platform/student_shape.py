@@ -186,13 +186,14 @@ class LayerMap:
     def key_value_group_size(self) -> int:
         return self.shape.key_value_group_size
 
-    def get_first_deep_position(self, num_prompt_tokens: int) -> int | None:
-        """Return the position of a prompt's first deep token, max(num_prompt_tokens - m, 0), from which on tokens have
-        their own K and V; None if deep tokens share the prompts' K and V.
+    @property
+    def deep_tail(self) -> int | None:
+        """m: number of tokens at a prompt's end with their own K and V; None if deep tokens share the prompts'.
 
-        The number of prompt tokens alone decides, so outputs do not depend on batches, chunks or cached prefixes.
+        The first deep token is at position max(prompt length - m, 0). The prompt's length alone decides, so outputs do
+        not depend on batches, chunks or cached prefixes.
         """
-        return max(num_prompt_tokens - self.shape.swiftkv_deep_tail, 0) if self.deep_leaders else None
+        return self.shape.swiftkv_deep_tail if self.deep_leaders else None
 
     @property
     def prefill_layers(self) -> tuple[int, ...]:

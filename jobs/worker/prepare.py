@@ -152,6 +152,7 @@ def compute_flops_per_token(spec: JobSpec, config: Any, rows: PackedRows) -> flo
         make_training_setup(spec),
         samples=rows.sample_length_histogram,
         counted_share=rows.num_counted_tokens / rows.num_tokens,
+        deep_share=rows.count_deep_tokens(spec.swiftkv.deep_tail) / rows.num_tokens,
     )
     try:
         flops = plan_training(config.to_dict(), setup).flops_per_token

@@ -64,6 +64,9 @@ def plan(
         int | None, typer.Option("--sequence-length", "-s", help="Prompt tokens. Default: the model's context length.")
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, fp8 or int8.")] = "bfloat16",
+    deep_tail: Annotated[
+        int | None, typer.Option(min=1, help="Tokens at a prompt's end that run all layers. Default: 1.")
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -97,7 +100,11 @@ def plan(
     shapes: list[dict[str, Any]] = [{"num_key_value_layers": layers} for layers in num_key_value_layers or ()]
     shapes += [{"prefill_layers": parse_layers(listed)} for listed in prefill_layers or ()]
     group_sizes: Sequence[int | None] = key_value_group_size or (None,)
-    prompt: dict[str, Any] = {"sequence_length": sequence_length, "kv_cache_dtype": kv_cache_dtype}
+    prompt: dict[str, Any] = {
+        "sequence_length": sequence_length,
+        "kv_cache_dtype": kv_cache_dtype,
+        "deep_tail": deep_tail,
+    }
     plans = [
         make_plan(values, **layers, key_value_group_size=group_size, **prompt)
         for layers in shapes or [{}]

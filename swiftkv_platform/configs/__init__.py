@@ -42,9 +42,9 @@ class SwiftKVConfigMixin:
         config = cast("Any", self)
         if config.num_key_value_layers is None:
             config.num_key_value_layers = config.num_hidden_layers
-        self._validate_shape()
+        self.validate_shape()
 
-    def _validate_shape(self) -> None:
+    def validate_shape(self) -> None:
         """Raise `InvalidInputError` for a shape that does not fit the teacher, before any weight is read."""
         config, heads = cast("Any", self), self.layer_map.shape.num_key_value_heads_swiftkv
         self.shape.check_family_support(

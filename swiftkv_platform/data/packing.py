@@ -79,6 +79,20 @@ class PackedRows:
         counted = np.add.reduceat(self.samples.loss_mask, self.samples.starts[:-1], dtype=np.int32)
         return int(counted[self.members].sum(dtype=np.int64))
 
+    def count_deep_tokens(self, deep_tail: int) -> int:
+        """Return the number of loss targets of all rows, and of the `deep_tail` - 1 tokens before each answer in its
+        sample."""
+        if deep_tail == 1 or not len(self.members):
+            return self.num_counted_tokens
+        mask, starts = np.asarray(self.samples.loss_mask), self.samples.starts
+        is_first = mask.copy()
+        is_first[1:] &= ~mask[:-1]
+        is_first[starts[:-1]] = mask[starts[:-1]]
+        first = np.flatnonzero(is_first)
+        owner = np.searchsorted(starts, first, side="right") - 1
+        tails = np.bincount(owner, np.minimum(first - starts[owner], deep_tail - 1), len(starts) - 1)
+        return self.num_counted_tokens + int(tails[self.members].sum())
+
     @property
     def packing_efficiency(self) -> float:
         """Share of all positions that is not padding; 0.0 without rows."""

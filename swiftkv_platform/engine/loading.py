@@ -28,7 +28,7 @@ from swiftkv_platform.model.weights.loading import resolve_tied_head
 from swiftkv_platform.model.weights.quantization import BITS, is_quantized
 from swiftkv_platform.sources.model_directories import fetch_model_directory
 from swiftkv_platform.specs.engine import EngineConfig
-from swiftkv_platform.student_shape import StudentShape
+from swiftkv_platform.student_shape import LayerMap, StudentShape
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,12 @@ class ModelDescription:
     @property
     def has_exit_head(self) -> bool:
         return StudentShape.from_config(self.config).has_exit_head
+
+    @property
+    def deep_tail(self) -> int | None:
+        """As in `LayerMap`; None for a model of another engine."""
+        layer_map: LayerMap | None = getattr(self.config, "layer_map", None)
+        return None if layer_map is None else layer_map.deep_tail
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ def make_largest_step(loaded: LoadedModel, config: EngineConfig, cache: KVCache)
             seed=0,
             stop_token_ids=frozenset(),
             max_model_len=loaded.context_length,
-            first_deep_position=loaded.config.layer_map.get_first_deep_position(size),
+            deep_tail=loaded.deep_tail,
         )
         blocks.allocate(sequence.block_table, [], size)
         scheduled.append(ScheduledSequence(sequence, size))

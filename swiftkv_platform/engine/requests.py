@@ -24,7 +24,6 @@ from swiftkv_platform.model.tokenizers import get_special_ids, max_bytes_per_tok
 from swiftkv_platform.specs.base import MAX_BYTES_PER_TOKEN, MAX_PROMPT_LOGPROBS, MAX_SEED
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
-from swiftkv_platform.student_shape import LayerMap
 from swiftkv_platform.web.limiters import Sender
 
 ResultT = TypeVar("ResultT")
@@ -54,7 +53,7 @@ class InputProcessor:
         self._max_model_len = model.context_length
         self._vocab_size: int = model.config.get_text_config().vocab_size
         self._has_exit_head = model.has_exit_head
-        self._layer_map: LayerMap | None = getattr(model.config, "layer_map", None)
+        self._deep_tail = model.deep_tail
         self._num_slots = num_slots
         self.vocabulary = Vocabulary(model.tokenizer)
         self._random = random.Random(config.seed)  # noqa: S311  # sampling, not secrets
@@ -123,8 +122,6 @@ class InputProcessor:
         seed = self._random.randint(0, MAX_SEED) if params.seed is None else params.seed
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
         self._arrivals += 1
-        num_tokens = len(request.token_ids)
-        first_deep = None if self._layer_map is None else self._layer_map.get_first_deep_position(num_tokens)
         others = [
             None if constraint is None else constraint.copy(constraint.name, constraint.cpu_time)
             for _ in range(params.n - 1)
@@ -144,7 +141,7 @@ class InputProcessor:
                 priority=priority,
                 sender=sender,
                 constraint=own,
-                first_deep_position=first_deep,
+                deep_tail=self._deep_tail,
             )
             for index, own in enumerate([constraint, *others])
         ]

@@ -51,7 +51,7 @@ class Sequence:
         priority: int = 0,
         sender: Sender = _ANONYMOUS_SENDER,
         constraint: Constraint | None = None,
-        first_deep_position: int | None = None,
+        deep_tail: int | None = None,
     ) -> None:
         self.request_id = request_id
         self.index = index
@@ -64,9 +64,8 @@ class Sequence:
         self.sender = sender
         self.constraint = constraint
         """Grammar of this sequence's output, or None."""
-        self.first_deep_position = first_deep_position
-        """Position from which on tokens have their own K and V in layers >= l (`LayerMap.get_first_deep_position`);
-        None: the K and V of all tokens come from x."""
+        self.deep_tail = deep_tail
+        """As in `LayerMap`; None: the K and V of all tokens come from x."""
         self.token_ids = list(prompt_token_ids)
         self.block_table = BlockTable()
         self.num_computed_tokens = 0
@@ -135,20 +134,21 @@ class Sequence:
     def can_exit(self) -> bool:
         """Whether the next token may come from the exit head. A deep tail of several tokens runs all layers, so that a
         prompt's last token does not exit."""
-        at_last = self.first_deep_position is None or self.first_deep_position == self.num_prompt_tokens - 1
-        return at_last or self.num_output_tokens > 0
+        return self.deep_tail in (None, 1) or self.num_output_tokens > 0
 
     @property
     def num_shareable_tokens(self) -> int:
-        """Number of leading tokens whose K and V any sequence with the same prefix can use."""
-        return self.num_tokens if self.first_deep_position is None else self.first_deep_position
+        """Number of leading tokens whose K and V any sequence with the same prefix can use: those before the first
+        token with its own K and V."""
+        return self.num_tokens if self.deep_tail is None else max(self.num_prompt_tokens - self.deep_tail, 0)
 
     def find_deep_positions(self, first: int, end: int) -> range:
         """Return the positions from `first` to `end` - 1 of tokens with their own K and V. Without generated tokens,
         only prompt log-probabilities need them, and these do not read the last token."""
-        if self.first_deep_position is None or not (self.can_generate or self.params.prompt_logprobs is not None):
+        needs_own = self.can_generate or self.params.prompt_logprobs is not None
+        if self.deep_tail is None or not needs_own:
             return range(0)
-        return range(max(self.first_deep_position, first), end if self.can_generate else min(end, self.num_tokens - 1))
+        return range(max(self.num_shareable_tokens, first), end if self.can_generate else min(end, self.num_tokens - 1))
 
     def get_excluded_token_ids(self, num_output_tokens: int) -> frozenset[int]:
         """Return the tokens that may not follow the first `num_output_tokens` output tokens."""

@@ -310,6 +310,7 @@ def _make_export_config(
     if prefill_only:
         _check_prefill_only(config, source, teacher)
         config.swiftkv_prefill_only, config.swiftkv_teacher_weights = True, False
+        config.validate_shape()
         return config, config.layer_map.is_prefill_tensor
     if teacher:
         return config, lambda _: True

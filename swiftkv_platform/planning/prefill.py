@@ -145,10 +145,16 @@ def forward_flops(
 def prefill_flops(
     model: Architecture, layer_map: LayerMap, sequence_length: int, convention: Convention, *, square: bool = False
 ) -> Flops:
-    """Return the FLOPs of a whole prompt, up to the logits of its last token."""
+    """Return the FLOPs of a whole prompt, up to the logits of its last token. The paper does not count the last token's
+    pass through layers >= l."""
+    num_deep = min(layer_map.deep_tail or 1, sequence_length)
     if convention == "executed":
-        return forward_flops(model, layer_map, num_tokens=sequence_length, num_selected=1, num_logits=1, square=square)
-    layers = forward_flops(model, layer_map, num_tokens=sequence_length, num_selected=0, num_logits=0, square=square)
+        return forward_flops(
+            model, layer_map, num_tokens=sequence_length, num_selected=num_deep, num_logits=1, square=square
+        )
+    layers = forward_flops(
+        model, layer_map, num_tokens=sequence_length, num_selected=num_deep - 1, num_logits=0, square=square
+    )
     embedding_and_head = 2 * Linear(model.hidden_size, model.vocab_size).flops
     return layers + Flops(vocabulary=sequence_length * embedding_and_head)
 
@@ -208,7 +214,7 @@ class Plan(FrozenModel):
     prefill_flops_ratio: float
     """SwiftKV / dense as the paper counts (table 1): embedding and head for every token."""
     executed_prefill_flops_ratio: float
-    """SwiftKV / dense as executed: only the last token has logits and enters layers >= l."""
+    """SwiftKV / dense as executed: only the last token has logits, and only the deep tail enters layers >= l."""
     kv_bytes_per_token: float
     """Bytes of the student's cache per prompt token, including scales."""
     dense_kv_bytes_per_token: float
@@ -232,6 +238,7 @@ def plan(
     sequence_length: int | None = None,
     kv_cache_dtype: str = "bfloat16",
     num_key_value_heads_swiftkv: int | None = None,
+    deep_tail: int | None = None,
 ) -> Plan:
     """Compute FLOPs and KV bytes of a student from its teacher's `config.json`. Raises `InvalidInputError` if l, g, a
     length or a dtype is out of range, `ModelError` if the configuration cannot be read or its family is unknown.
@@ -244,6 +251,7 @@ def plan(
         sequence_length: tokens of the prompt; default: the model's context.
         kv_cache_dtype: float32, bfloat16, float16, fp8 or int8.
         num_key_value_heads_swiftkv: KV heads of the student's groups (appendix C); default: the configuration's.
+        deep_tail: tokens at a prompt's end that run all layers; default: the student configuration's, or 1.
     """
     teacher = read_architecture(config)
     num_layers, shape = len(teacher.layers), teacher.student
@@ -262,6 +270,10 @@ def plan(
     heads = num_key_value_heads_swiftkv or (teacher.student and teacher.student.num_key_value_heads_swiftkv)
     if heads is not None:
         shape = resolve_layer_map(teacher, shape).shape.model_copy(update={"num_key_value_heads_swiftkv": heads})
+    deep_tail = deep_tail or (teacher.student and teacher.student.swiftkv_deep_tail)
+    if deep_tail is not None and deep_tail > 1:
+        tail = {"swiftkv_deep_tail": deep_tail, "swiftkv_decode_key_value": "own"}
+        shape = resolve_layer_map(teacher, shape).shape.model_copy(update=tail)
     return plan_prefill(config, shape, sequence_length=sequence_length, kv_cache_dtype=kv_cache_dtype)
 
 

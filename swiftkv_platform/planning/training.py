@@ -34,6 +34,8 @@ class TrainingSetup:
     """Packed samples of the rows; None: one sample per row."""
     counted_share: float = 1.0
     """Share of positions that count in the loss."""
+    deep_share: float | None = None
+    """Share of positions that count or belong to the deep tail of a prompt; None: `counted_share`."""
     micro_batch_size: int = 1
     batch_size: int = 32
     num_workers: int = 1
@@ -58,6 +60,11 @@ class TrainingSetup:
     def skips_uncounted(self) -> bool:
         """Whether tokens without loss skip the student's layers >= l."""
         return self.sequence_parallel_size == 1 and not self.compiled
+
+    @property
+    def entering_share(self) -> float:
+        """Share of positions that run the student's layers >= l as deep tokens."""
+        return self.counted_share if self.deep_share is None else self.deep_share
 
     @property
     def rows_per_pass(self) -> int:
@@ -192,7 +199,7 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
     student = backward = recomputed = 0.0
     own, tail = model.shared_attention, setup.trainable != "qkv"
     trains_x = setup.trainable == "all"
-    share = setup.counted_share if setup.skips_uncounted else 1.0
+    share = setup.entering_share if setup.skips_uncounted else 1.0
     if setup.trainable == "all" or layer_map.bypassed_layers:  # the teacher runs these layers itself
         teacher += needs_teacher * lower
     # Prompt tokens run through bypassed layers too, but only their K and V are used. Deep tokens run separately.
@@ -205,7 +212,7 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
     lower += deep_lower
     for i, layer in enumerate(model.layers[first:], start=first):
         query = share * sum_linear_flops(own.query)
-        attention = _attention_flops(layer, setup, setup.counted_share if layer_map.deep_leaders else 1.0)
+        attention = _attention_flops(layer, setup, setup.entering_share if layer_map.deep_leaders else 1.0)
         leads, written = i in layer_map.leaders, (i in layer_map.deep_leaders) * share
         key_value = leads * (sum_linear_flops(own.key_value) + (1 + written) * sum_linear_flops(own.expansion))
         deep = leads * written * sum_linear_flops(own.key_value)
@@ -244,7 +251,7 @@ def _deep_layer_flops(layer: Layer, setup: TrainingSetup, share: float) -> float
     """Return the FLOPs per token of a layer for deep tokens, the last ones of their sample."""
     attention = layer.attention
     maps = (*attention.query, *attention.key_value, *attention.output, *layer.mlp)
-    return share * sum_linear_flops(maps) + _attention_flops(layer, setup, setup.counted_share)
+    return share * sum_linear_flops(maps) + _attention_flops(layer, setup, setup.entering_share)
 
 
 def _attention_flops(layer: Layer, setup: TrainingSetup, query_share: float = 1.0) -> float:
@@ -389,7 +396,7 @@ def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingS
     if setup.trainable == "all":  # deep tokens run once more through the layers from the first gap on
         for i in range(layer_map.first_bypassed_layer, first):
             layer_bytes = _layer_bytes(model, model.layers[i], setup, dtype_bytes, has_gradient=True)
-            per_token += round(setup.counted_share * (layer_bytes + dtype_bytes * cached)) + dtype_bytes * cached
+            per_token += round(setup.entering_share * (layer_bytes + dtype_bytes * cached)) + dtype_bytes * cached
             # of prompts that bypass the layer, only its normalized input remains
             if i in layer_map.bypassed_layers:
                 per_token -= layer_bytes - (dtype_bytes + FLOAT32_BYTES) * hidden

@@ -64,6 +64,13 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
                 ", and vLLM runs every token of a batch through all layers below l; "
                 f"{_NATIVE_ENGINE} (engine.backend native) serves this student",
             )
+        if config.swiftkv and (config.layer_map.deep_tail or 1) > 1:
+            raise ModelError.for_field(
+                "swiftkv_deep_tail",
+                config.swiftkv_deep_tail,
+                ", but in vLLM, only the last token of a prompt runs all layers; "
+                f"{_NATIVE_ENGINE} (engine.backend native) serves this student",
+            )
         if not config.swiftkv and not config.swiftkv_teacher_weights:
             raise _make_error(
                 "teacher mode needs the teacher's projections, which this checkpoint was exported without",

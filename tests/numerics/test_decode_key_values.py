@@ -335,6 +335,28 @@ def test_a_checkpoint_says_what_prompts_run_through(tmp_path: Path) -> None:
         make_student("deepseek_v2", BYPASSING[0])
 
 
+def test_a_checkpoint_says_its_deep_tail(tmp_path: Path) -> None:
+    """It is saved, loaded and exported, can be changed in the file, and needs own K and V."""
+    make_student("llama", deep_tail=9).save_pretrained(tmp_path / "student")
+    export(tmp_path / "student", tmp_path / "served", teacher=False)
+    config = json.loads((tmp_path / "served" / "config.json").read_text())
+    assert config["swiftkv_deep_tail"] == 9
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "served").config.layer_map.deep_tail == 9
+    with pytest.raises(ModelError, match="export the whole student"):
+        export(tmp_path / "student", tmp_path / "prefill", prefill_only=True)
+    for changes, message in (
+        ({"swiftkv_deep_tail": 0}, "1..1048576 tokens are accepted"),
+        ({"swiftkv_deep_tail": "9"}, "an integer is accepted"),
+        ({"swiftkv_decode_key_value": "shared"}, "needs swiftkv"),
+    ):
+        (tmp_path / "served" / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises((ModelError, InvalidInputError), match=message):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "served")
+    with pytest.raises(InvalidInputError, match="needs swiftkv") as refused:
+        convert(family_teacher("llama"), num_key_value_layers=2, deep_tail=9)
+    assert refused.value.field == "swiftkv.deep_tail"
+
+
 def test_a_checkpoint_says_its_form(tmp_path: Path) -> None:
     """`decode_key_value` and its tensors are saved and loaded; missing tensors or an unknown value are refused."""
     student = make_student("llama")

@@ -36,6 +36,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "own-g1": {"num_key_value_layers": 3, "early_exit": True, "decode_key_value": "own"},
     "own-g2": {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True, "decode_key_value": "own"},
     "bypassing": {"prefill_layers": [0, 2], "early_exit": True, "decode_key_value": "own"},
+    "tail": {"num_key_value_layers": 2, "early_exit": True, "decode_key_value": "own", "deep_tail": 4},
+    "bypassing-tail": {"prefill_layers": [0, 2], "early_exit": True, "decode_key_value": "own", "deep_tail": 16},
 }
 
 

@@ -26,7 +26,7 @@ from swiftkv_platform.evaluation.quality import (
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.planning import read_architecture
-from swiftkv_platform.planning.prefill import prefill_flops
+from swiftkv_platform.planning.prefill import prefill_flops, sum_linear_flops
 from swiftkv_platform.student_shape import LayerMap
 
 VOCAB, MAX_LENGTH, NUM_LAYERS = 97, 32, 4
@@ -262,6 +262,20 @@ def test_prefill_cost_leaves_out_what_serving_bypasses() -> None:
     found = through.swiftkv.flops_per_token - around.swiftkv.flops_per_token
     assert found == pytest.approx(spared * (num_tokens - 1) / num_tokens)
     assert around.dense.flops_per_token == through.dense.flops_per_token
+
+
+@pytest.mark.parametrize("deep_tail", [6, 64])
+def test_prefill_cost_counts_the_deep_tail(deep_tail: int) -> None:
+    """A prompt within its tail costs what the teacher's does."""
+    shape: dict[str, Any] = {"num_key_value_layers": 3, "decode_key_value": "own", "deep_tail": deep_tail}
+    model = convert(LlamaForCausalLM(LlamaConfig(**TEACHER)).eval(), **shape)
+    cost, num_tokens = measure_prefill(model, prompt_length=40, rounds=1), 40
+    planned = read_architecture(model.config.to_dict())
+    flops = prefill_flops(planned, model.config.layer_map, num_tokens, "executed", square=True)
+    # generate() also projects K and V from x for the tail
+    own = len(model.config.layer_map.leaders) * deep_tail * sum_linear_flops(planned.shared_attention.key_value)
+    assert cost.swiftkv.flops_per_token * num_tokens == flops.total + own * (deep_tail < num_tokens)
+    assert (flops.total == cost.dense.flops_per_token * num_tokens) == (deep_tail > num_tokens)
 
 
 @pytest.mark.parametrize(("implementation", "group_size"), [("sdpa", 1), ("eager", 2)])

@@ -64,7 +64,7 @@ def prompts(vocab_size: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     "form",
     [
-        {"prefill_layers": [0, 2], "key_value_group_size": 2, "early_exit": True, "decode_key_value": "own"},
+        {"prefill_layers": [0, 2], "early_exit": True, "decode_key_value": "own", "deep_tail": 7},
         pytest.param(STUDENT | {"decode_key_value": "own"}, marks=in_soak),
         pytest.param(STUDENT, marks=in_soak),
     ],

@@ -97,6 +97,8 @@ KEEPING: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2}
         *(("llama", {"prefill_layers": [0, 2]}, trainable) for trainable in ("qkv", "tail", "all")),
         *((name, KEEPING, trainable) for name, trainable in (("llama", "qkv"), ("qwen3", "tail"))),
         *((name, KEEPING, trainable) for name, trainable in (("deepseek_v2", "qkv"), ("olmo2", "tail"))),
+        ("llama", {"prefill_layers": [0, 2], "deep_tail": 5}, "all"),
+        ("llama", KEEPING | {"deep_tail": 5}, "qkv"),
     ],
 )
 def test_flops_of_students_that_keep_their_own(name: str, layers: dict[str, Any], trainable: Any) -> None:
@@ -104,7 +106,8 @@ def test_flops_of_students_that_keep_their_own(name: str, layers: dict[str, Any]
     student = countable(convert(make_teacher(name), **layers, decode_key_value="own"))
     batch = make_batch(258, 1, 20, packed=False)
     batch["loss_mask"][:, :10] = False
-    rows: Any = {"sequence_length": 20, "counted_share": 0.5, "dtype": "float32"}
+    deep_share = 0.5 + (layers.get("deep_tail", 1) - 1) / 20
+    rows: Any = {"sequence_length": 20, "counted_share": 0.5, "deep_share": deep_share, "dtype": "float32"}
     distillation_model = DistillationModel(student, DistillationSpec(trainable=trainable), dtype=torch.float32)
     planned = plan_training(student.config.to_dict(), TrainingSetup(**rows, trainable=trainable))
     assert count_step(distillation_model, batch) == pytest.approx(20 * planned.flops_per_token.total, rel=1e-12)

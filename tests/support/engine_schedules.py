@@ -50,6 +50,14 @@ class ServedModel:
         plain = AutoModelForCausalLM.from_pretrained(directory) if student else load_dense(directory)
         return cls(load_model(directory, EngineConfig()), plain.eval())
 
+    @property
+    def deep_tail(self) -> int:
+        return getattr(self.plain.config, "swiftkv_deep_tail", 1)
+
+    def find_deep_tokens(self, num_prompt_tokens: int, num_tokens: int) -> torch.Tensor:
+        """Return the reference's `turns` for a prompt and its answer."""
+        return torch.where(torch.arange(num_tokens) >= num_prompt_tokens - self.deep_tail, 0, -1)
+
     @torch.no_grad()
     def logits(self, token_ids: list[int], turns: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
         """Logits of the independent reference, [num_tokens, vocab_size]."""
@@ -199,13 +207,15 @@ def _check_tokens(subject: ServedModel, params: SamplingParams, output: RequestO
         return
     prompt, answer = list(output.prompt_token_ids), list(output.token_ids)
     whole = prompt + answer[:-1]
-    below = torch.where(torch.arange(len(whole)) >= len(prompt) - 1, 0, -1)
+    below = subject.find_deep_tokens(len(prompt), len(whole))
     turns = below.clone()  # tokens that exit are not deep
     margins = torch.full((len(answer),), -1.0)
     heads = torch.empty(0)
     if params.early_exit.mode == "threshold":
         heads = subject.exit_logits(whole, below)[len(prompt) - 1 :]
         margins = heads.softmax(-1).amax(-1) - params.early_exit.threshold
+        if subject.deep_tail > 1:  # the prompt's last token does not exit
+            margins[0] = -1.0
         turns[len(prompt) - 1 :][margins > 0] = -1
     full = subject.logits(whole, turns, below=below)[len(prompt) - 1 :]
     sources = [[logits] for logits in full]  # for each token, the logits that may have chosen it
@@ -233,7 +243,7 @@ def _check_prompt_logprobs(subject: ServedModel, output: RequestOutput) -> None:
     if output.prompt_logprobs is None:
         return
     prompt = list(output.prompt_token_ids)
-    expected = subject.logits(prompt).log_softmax(-1)
+    expected = subject.logits(prompt, subject.find_deep_tokens(len(prompt), len(prompt))).log_softmax(-1)
     assert output.prompt_logprobs[0] is None
     assert len(output.prompt_logprobs) == len(prompt)
     for at, found in enumerate(output.prompt_logprobs[1:], start=1):

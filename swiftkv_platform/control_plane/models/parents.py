@@ -194,8 +194,9 @@ def _check_optimizer(spec: JobSpec, found: FoundParent) -> None:
 
 
 def _list_student_fields(spec: JobSpec, num_hidden_layers: int | None) -> dict[str, Any]:
-    """Return the fields, and their values, that must be equal in a job and its parent."""
+    """Return the fields, and their values, that must be equal in a job and its parent. The deep tail has no weights."""
     shape = spec.swiftkv.request.to_comparable(num_hidden_layers)
+    del shape["deep_tail"]
     of_model = {"model.name_or_path": spec.model.name_or_path, "model.revision": spec.model.revision}
     return of_model | {f"swiftkv.{name}": value for name, value in shape.items()}
 

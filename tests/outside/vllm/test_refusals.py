@@ -100,6 +100,13 @@ def test_shared_heads_of_another_count(sharing: str, tmp_path: Path) -> None:
         configure(tmp_path)
 
 
+def test_a_deep_tail(tmp_path: Path) -> None:
+    make_student(tmp_path, shape={"num_key_value_layers": 2, "decode_key_value": "own", "deep_tail": 16})
+    with pytest.raises(ModelError, match=r"swiftkv_deep_tail is 16.*engine\.backend native"):
+        configure(tmp_path)
+    configure(tmp_path, hf_overrides={"swiftkv": False})
+
+
 def test_prompts_that_bypass_layers(tmp_path: Path) -> None:
     make_student(tmp_path, shape={"prefill_layers": [0, 2], "decode_key_value": "own"})
     with pytest.raises(ModelError, match=r"swiftkv_prefill_layers is \[0, 2\].*engine\.backend native") as caught:

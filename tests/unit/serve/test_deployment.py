@@ -237,6 +237,7 @@ STUDENT = {
         ({}, {"num_key_value_heads_swiftkv": 2}, "vllm"),
         ({}, {"swiftkv_prefill_layers": [0, 3]}, "native"),
         ({}, {"swiftkv_prefill_layers": [0, 1, 2, 3]}, "vllm"),
+        ({}, {"swiftkv_decode_key_value": "own", "swiftkv_deep_tail": 16}, "native"),
         ({"kv_cache_dtype": "int8"}, {}, "native"),
         ({"native_kernels": False}, {}, "native"),
         ({"backend": "native"}, {}, "native"),

@@ -71,6 +71,20 @@ def test_a_field_that_needs_another_is_refused_without_it(
     assert caught.value.errors()[0]["ctx"]["field"] == field
 
 
+@pytest.mark.parametrize(
+    ("deep_tail", "form", "message"),
+    [
+        (64, "shared", "it needs decode_key_value own"),
+        (0, "own", "1 to 1,048,576 is accepted"),
+        (1 << 21, "own", "1 to 1,048,576 is accepted"),
+    ],
+)
+def test_a_deep_tail_needs_own_keys_and_values(deep_tail: int, form: str, message: str) -> None:
+    assert spec(swiftkv={"deep_tail": 64}).swiftkv.request.deep_tail == 64
+    with pytest.raises(ValidationError, match=message):
+        spec(swiftkv={"deep_tail": deep_tail, "decode_key_value": form})
+
+
 def test_a_list_without_gaps_is_another_name_of_l() -> None:
     listed = spec(swiftkv={"prefill_layers": "0-2", "num_key_value_layers": 3, "decode_key_value": "shared"}).swiftkv
     assert (listed.request.requested_depth, listed.request.has_bypassed_layers) == (3, False)

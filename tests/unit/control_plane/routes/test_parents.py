@@ -60,6 +60,13 @@ def test_a_job_has_its_parents_form_unless_it_names_another(server: Server) -> N
     assert "use 'shared'" in error["message"]
 
 
+def test_a_job_has_its_parents_deep_tail_or_another(server: Server) -> None:
+    parent = server.succeed(swiftkv={**SIX, "deep_tail": 16})["distilled_model"]
+    for given, deep_tail in (({}, 16), ({"deep_tail": 64}, 64)):
+        job = server.submit(**continuing(parent, swiftkv={**SIX, **given}))
+        assert job["spec"]["swiftkv"]["deep_tail"] == deep_tail
+
+
 def test_a_job_bypasses_what_its_parent_bypasses(server: Server) -> None:
     parent = server.succeed(swiftkv={"prefill_layers": [0, 2, 5]})["distilled_model"]
     server.submit(**continuing(parent, swiftkv={"prefill_layers": [0, 2, 5]}))

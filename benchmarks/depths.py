@@ -3,11 +3,14 @@
     python -m benchmarks.depths DIRECTORY [--spec benchmarks/configs/smollm2-depths.yaml]
                                 [--points 22:1 15:1 15:2 11:1] [--steps 150] [--seeds 0]
                                 [--needle-lengths 512 1024] [--needle-samples 20] [--early-exit] [--output depths.json]
+                                [--tasks builtin:ifeval --task-data DIRECTORY]
     python -m benchmarks.depths DIRECTORY --spec benchmarks/configs/python-5m-depths.yaml --needle-lengths \\
                                 --points 6:1 6:2:teacher-output 6:2 6:4 --steps 250 --seeds 0 1 2
 
 The spec names the teacher, the data and the loss. A point `l:g[:START][:teacher-output][:own]` replaces its `swiftkv`
-section, except `decode_key_value`, which `own` or `shared` overrides. Instead of l, a point may list the layers that
+section, except `decode_key_value`, which `own` or `shared` overrides. `:SECTION.FIELD=VALUE` sets another field of the
+point's spec, such as `swiftkv.deep_tail=64` or `distillation.trainable=all`; `:steps=0` trains a point for another
+number of steps. Instead of l, a point may list the layers that
 prompts run through, as 0-2,4,6-16. Students whose layers share a KV cache layer have their own output projections
 unless the point says `teacher-output`; `--early-exit` also trains an exit head. Runs use a job's trainer in this
 process, with rate search, guard and best state; `--steps 0` only measures starts. A seed sets the order of the rows and
@@ -15,8 +18,9 @@ the choice of calibration rows.
 
 A point has KL, agreement and perplexity ratio on the held-out rows, before and after training, with intervals of 95% by
 text, and by position in the answer and by prompt length; the share of numbers found in prompts of each length by
-student and teacher; and with an exit head its agreement by confidence (the paper's figure D.1). DIRECTORY keeps the
-teacher's answers and finished points, so that an interrupted run can be resumed.
+student and teacher; and with an exit head its agreement by confidence (the paper's figure D.1). With `--tasks` it has
+the scores of both on lm-evaluation-harness tasks. DIRECTORY keeps the teacher's answers and finished points, so that an
+interrupted run can be resumed.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 from torch import Tensor
 
 from benchmarks.common import describe_conditions, make_benchmark_parser, write_report
@@ -46,7 +51,10 @@ from swiftkv_platform.distillation.steering import Progress, SteeringNote
 from swiftkv_platform.distillation.strategy import EvaluationModel
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.evaluation.analysis import Needles
+from swiftkv_platform.evaluation.harness.run import run_tasks
+from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.paired import HeldOutIntervals
+from swiftkv_platform.evaluation.parts import NoResultStore
 from swiftkv_platform.evaluation.quality import HeldOutTotals
 from swiftkv_platform.evaluation.report import build_exit_bins, build_quality_bins
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
@@ -63,6 +71,7 @@ from swiftkv_platform.jobs.worker.setup import (
 )
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.specs import JobSpec, load_spec
+from swiftkv_platform.specs.evaluation import TaskSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.student_shape import parse_layers
 
@@ -193,6 +202,29 @@ class TrainingRuns:
         return CheckpointTensors(directory / key)
 
 
+@dataclass(frozen=True)
+class TeacherAnswers(NoResultStore):
+    """Stores the teacher's answers to tasks, which all points share."""
+
+    directory: Path
+
+    def get(self, name: str, /) -> bytes | None:
+        file = self._get_file(name)
+        return file.read_bytes() if file.is_file() else None
+
+    def put(self, name: str, data: bytes) -> None:
+        if "-teacher-" in name:
+            self.directory.mkdir(exist_ok=True)
+            self._get_file(name).write_bytes(data)
+
+    def progress(self, name: str, done: int, total: int) -> None:
+        if done == total:
+            print(f"  {name}: {total} answers", flush=True)
+
+    def _get_file(self, name: str) -> Path:
+        return self.directory / name.replace("/", "_")
+
+
 class RunsByDecodeKeyValue(dict[str, TrainingRuns]):
     """Runs by `decode_key_value`. With `own`, the rows differ: the loss excludes a leading prompt of each text.
 
@@ -214,6 +246,8 @@ class RunsByDecodeKeyValue(dict[str, TrainingRuns]):
 
 def make_point_spec(spec: JobSpec, point: str, args: argparse.Namespace, seed: int) -> JobSpec:
     layers, group_size, *options = point.split(":")
+    changes = dict(option.split("=", 1) for option in options if "=" in option)
+    options = [option for option in options if "=" not in option]
     depth = {"num_key_value_layers": int(layers)} if layers.isdecimal() else {"prefill_layers": parse_layers(layers)}
     [start] = [option for option in options if option not in (TEACHER_OUTPUT, *DECODE_MODES)] or ["calibrated"]
     decode_key_value = next((option for option in options if option in DECODE_MODES), spec.swiftkv.decode_key_value)
@@ -227,8 +261,19 @@ def make_point_spec(spec: JobSpec, point: str, args: argparse.Namespace, seed: i
         "calibration_tokens": args.calibration_tokens or spec.swiftkv.calibration_tokens,
     }
     document = spec.model_dump(mode="json", exclude_unset=True)
-    training = document["training"] | {"max_steps": max(args.steps, 1), "seed": seed}
-    return JobSpec.model_validate(document | {"swiftkv": swiftkv, "training": training})
+    changes.pop("steps", None)
+    steps = count_steps(point, args)
+    training = document["training"] | {"max_steps": max(steps, 1), "seed": seed}
+    document |= {"swiftkv": swiftkv, "training": training}
+    for name, value in changes.items():
+        section, field = name.split(".")
+        document[section] = document.get(section, {}) | {field: yaml.safe_load(value)}
+    return JobSpec.model_validate(document)
+
+
+def count_steps(point: str, args: argparse.Namespace) -> int:
+    found = [int(option.removeprefix("steps=")) for option in point.split(":") if option.startswith("steps=")]
+    return found[0] if found else args.steps
 
 
 def make_result_name(point: str, args: argparse.Namespace, seed: int) -> str:
@@ -258,7 +303,20 @@ def measure_needles(runs: TrainingRuns, run: TrainedRun, needles: list[Needles],
     return {one.length: one.measure_share_found(model) for one in needles}
 
 
-def measure_point(runs: TrainingRuns, run: TrainedRun, needles: list[Needles]) -> PointResult:
+def measure_tasks(runs: TrainingRuns, run: TrainedRun, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return teacher's and student's scores of each task, with the interval of their difference."""
+    if not args.tasks:
+        return []
+    named = [{"name": name, "data_dir": args.task_data} for name in args.tasks]
+    evaluation = run.spec.evaluation.model_copy(update={"task_limit": args.task_limit})
+    student, tokenizer = runs.load(run.spec, run.final_tensors), load_tokenizer(run.spec, runs.path)
+    tasks = resolve_tasks([TaskSpec.model_validate(task) for task in named])
+    answers = TeacherAnswers(args.directory / "teacher-answers")
+    results = run_tasks(student, tokenizer, tasks, evaluation, parts=answers)
+    return [score.model_dump(mode="json") for score in results.scores]
+
+
+def measure_point(runs: TrainingRuns, run: TrainedRun, needles: list[Needles], args: argparse.Namespace) -> PointResult:
     start, end = (
         runs.compare_on_held_out(run.spec, run.initial_tensors),
         runs.compare_on_held_out(run.spec, run.final_tensors),
@@ -272,6 +330,7 @@ def measure_point(runs: TrainingRuns, run: TrainedRun, needles: list[Needles]) -
         "start": summarize_totals(start),
         "end": summarize_totals(end),
         "needles": measure_needles(runs, run, needles, swiftkv=True),
+        "tasks": measure_tasks(runs, run, args),
         "exit_head": None if exits is None else [one.model_dump() for one in exits],
     }
 
@@ -308,8 +367,8 @@ def main() -> int:
                 with tempfile.TemporaryDirectory(dir=name) as trained:
                     point_spec = make_point_spec(spec, point, args, seed)
                     runs = runs_by_value[point_spec.swiftkv.decode_key_value]
-                    run = runs.train(point_spec, Path(trained) if args.steps else None)
-                    write_report(measure_point(runs, run, needles), done)
+                    run = runs.train(point_spec, Path(trained) if count_steps(point, args) else None)
+                    write_report(measure_point(runs, run, needles, args), done)
                     if needles and not teacher.is_file():
                         write_report(measure_needles(runs, run, needles, swiftkv=False), teacher)
             rows.setdefault(point, []).append(json.loads(done.read_text(encoding="utf-8")))
@@ -328,12 +387,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("directory", type=Path, help="directory for completions and finished points")
     parser.add_argument("--spec", type=Path, default=SPEC_FILE, help="job spec of the teacher, the data and the loss")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--points", nargs="+", default=POINTS, metavar="l:g[:START][:teacher-output][:own]")
+    parser.add_argument(
+        "--points", nargs="+", default=POINTS, metavar="l:g[:START][:teacher-output][:own][:FIELD=VALUE]"
+    )
     parser.add_argument("--steps", type=int, default=150, help="training steps; 0: measure only the starts")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--calibration-tokens", type=int, help="calibration tokens; default: the spec's")
     parser.add_argument("--needle-lengths", type=int, nargs="*", default=[512, 1024])
     parser.add_argument("--needle-samples", type=int, default=20)
+    parser.add_argument("--tasks", nargs="*", default=[], help="lm-evaluation-harness tasks, such as builtin:ifeval")
+    parser.add_argument("--task-data", help="directory with the tasks' files")
+    parser.add_argument("--task-limit", type=int, help="samples of each task; default: all")
     parser.add_argument("--early-exit", action="store_true", help="also train an exit head at layer l")
     return parser.parse_args()
 
@@ -346,6 +410,8 @@ def print_row(point: str, row: PointResult) -> None:
         f"{end['top1_agreement']:.1%}, {row['tokens']:,} tokens; needles {found}",
         flush=True,
     )
+    for task in row.get("tasks", ()):
+        print(f"        {json.dumps(task)}", flush=True)
 
 
 if __name__ == "__main__":

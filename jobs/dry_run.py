@@ -168,9 +168,9 @@ class FakeInputs:
                 known = self._tied[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
         return known
 
-    def forget_parameter(self, filled: nn.Parameter) -> None:
-        """Forget a parameter that `fill` has made, even if another module still waits for a tied one."""
-        for empty in [empty for empty, known in self._tied.items() if known is filled]:
+    def drop_tied_parameter(self, made: nn.Parameter) -> None:
+        """Drop a parameter that `fill` has made, so that no module is tied to it any more."""
+        for empty in [empty for empty, known in self._tied.items() if known is made]:
             del self._tied[empty]
 
     def make_rows(self, num_rows: int) -> PackedRows:
@@ -243,7 +243,7 @@ class FakeWeights:
             for leaf, parameter in part._parameters.items():
                 if parameter is not None:
                     part._parameters[leaf] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-                    self._fakes.forget_parameter(parameter)
+                    self._fakes.drop_tied_parameter(parameter)
 
 
 class FakeWorkers(Workers):

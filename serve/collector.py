@@ -57,8 +57,8 @@ class OutputCollector:
     """`finished`, the code of the error that ended the request, or `left` if the caller has disconnected."""
     _streams: Sequence[RequestStream] = field(repr=False)
     _num_samples: int
-    _deadline: float | None
-    """Time on the event loop's clock."""
+    _request_deadline: float | None
+    """End of the request's timeout on the event loop's clock; None: no timeout."""
     _closed: bool = field(default=False, init=False)
 
     @property
@@ -110,7 +110,7 @@ class OutputCollector:
         """
         num_finished = 0
         try:
-            async for prompt, output in _merge(self._streams, self._deadline):
+            async for prompt, output in _merge(self._streams, self._request_deadline):
                 choice = prompt * self._num_samples + output.index
                 if output.finish_reason == "error":
                     raise output.failure()

@@ -180,7 +180,7 @@ class ModelRunner:
         for index, (first, end) in enumerate(pairwise(batch.first_rows)):
             own = [row for row in upper_rows if first <= row < end]
             if own:
-                sequence, drafted = scheduled[index].sequence, drafts.rows.get(index, [])
+                sequence, drafted = scheduled[index].sequence, drafts.rows_by_index.get(index, [])
                 positions = [sequence.num_computed_tokens + row - first for row in own]
                 positions += range(sequence.num_tokens, sequence.num_tokens + len(drafted))
                 spans.append(SequenceSpan(positions, sequence.block_table))
@@ -218,7 +218,7 @@ class ModelRunner:
                 at.append(len(logits.values) + exits.index_by_row[index])
             else:
                 at += [logits.index_by_row[row] for row in own]
-                at += [logits.index_by_row[batch.first_rows[-1] + row] for row in drafts.rows.get(index, ())]
+                at += [logits.index_by_row[batch.first_rows[-1] + row] for row in drafts.rows_by_index.get(index, ())]
             rows += [make_sampling_row(scheduled[index].sequence, drafted[:count]) for count in range(len(drafted) + 1)]
             owners[index] = range(len(at) - len(drafted) - 1, len(at)), drafted
         if not at:

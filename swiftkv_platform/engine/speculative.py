@@ -104,7 +104,7 @@ class ExitDrafts:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     hidden: list[torch.Tensor] = field(default_factory=list)
     """x (hidden states after layer l - 1) of each draft pass, [1, num_drafts, hidden_size]."""
-    rows: dict[int, list[int]] = field(default_factory=dict)
+    rows_by_index: dict[int, list[int]] = field(default_factory=dict)
     """Rows of a sequence's drafts in the concatenation of `hidden`, by index into the schedule."""
 
 
@@ -155,7 +155,7 @@ def draft_from_exit_head(
             spans.append(SequenceSpan([sequence.num_tokens + len(own)], sequence.block_table, [token]))
             own.append(token)
             sequence.drafts.exit_confidences.append(confidences[at])
-            drafts.rows.setdefault(index, []).append(count + row)
+            drafts.rows_by_index.setdefault(index, []).append(count + row)
         x = lower(make_inputs(spans, cache))
         drafts.hidden.append(x)
         count += len(active)

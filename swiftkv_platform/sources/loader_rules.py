@@ -299,7 +299,7 @@ def clean_added_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return an `added_tokens.json`: ids by token. Raises `ModelError` for other values."""
     for token, number in values.items():
         if isinstance(number, bool) or not isinstance(number, int):
-            raise _make_error(ADDED_TOKENS, token[:80], number, "an id is accepted")
+            raise _make_error(ADDED_TOKENS, token[:80], number, "a token id is accepted")
     return dict(values)
 
 

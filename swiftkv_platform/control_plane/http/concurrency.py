@@ -84,8 +84,8 @@ RequestKind = Literal["reading", "changing", "submitting", "fetching", "followin
 (fetching), polling for an event stream (following), and finding a deployment (asking). Requests wait only for
 requests of the same kind."""
 
-UNPAUSED_S = 0.001
-"""Request seconds that cause no pause."""
+MIN_SECONDS_BEFORE_PAUSE = 0.001
+"""A request that takes at most this long causes no pause."""
 PAUSE_RATIO = 2.0
 """Seconds of pause per second of the previous request: two thirds of the time remain for other tenants."""
 MAX_PAUSE_S = 0.1
@@ -129,6 +129,7 @@ class TenantConcurrencyLimiter:
                 yield
             finally:
                 now = time.monotonic()
-                self._paused_until[key] = now + min(max(now - began - UNPAUSED_S, 0.0) * PAUSE_RATIO, MAX_PAUSE_S)
+                pause_s = max(now - began - MIN_SECONDS_BEFORE_PAUSE, 0.0) * PAUSE_RATIO
+                self._paused_until[key] = now + min(pause_s, MAX_PAUSE_S)
         finally:
             semaphore.release()

@@ -120,7 +120,7 @@ async def test_between_two_turns_of_a_tenant_others_have_twice_the_time() -> Non
         took = loop.time() - began
     ended = loop.time()
     async with taken.acquire("a", "reading"):
-        assert loop.time() - ended >= (min(took, 0.03) - concurrency.UNPAUSED_S) * 2 * 0.9
+        assert loop.time() - ended >= (min(took, 0.03) - concurrency.MIN_SECONDS_BEFORE_PAUSE) * 2 * 0.9
 
 
 async def test_one_that_would_wait_behind_too_many_is_refused_and_others_are_not(

@@ -422,8 +422,10 @@ class SwiftKVDecoderMixin(nn.Module):
         if selection is not None and selection.rows is None:
             if isinstance(selection.tokens, int):
                 run = TokenSelection(max(selection.tokens, num_deep))
+            elif selection.tokens is not None and not selection.tokens.numel():
+                run = TokenSelection(num_deep)
             elif num_deep:
-                run = TokenSelection(num_deep) if not selection.tokens.numel() else None
+                run = None
         if run is not None and run.count_selected(num_tokens) == num_tokens and run.rows is None:
             run = None
         hidden = self.run_student_upper(x, context, selection=run, deep=self.make_deep_suffix(x, context, first, run))

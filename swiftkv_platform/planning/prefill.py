@@ -270,7 +270,8 @@ def plan(
     heads = num_key_value_heads_swiftkv or (teacher.student and teacher.student.num_key_value_heads_swiftkv)
     if heads is not None:
         shape = resolve_layer_map(teacher, shape).shape.model_copy(update={"num_key_value_heads_swiftkv": heads})
-    deep_tail = deep_tail or (teacher.student and teacher.student.swiftkv_deep_tail)
+    if deep_tail is None and teacher.student is not None:
+        deep_tail = teacher.student.swiftkv_deep_tail
     if deep_tail is not None and deep_tail > 1:
         tail = {"swiftkv_deep_tail": deep_tail, "swiftkv_decode_key_value": "own"}
         shape = resolve_layer_map(teacher, shape).shape.model_copy(update=tail)

@@ -197,7 +197,7 @@ class _TrainedStudent:
         from a copy that the first worker of a machine makes for all of them. Collective."""
         if sharded:
             return self.trained
-        copies, directory = self.workspace.num_local > 1, self.workspace.path / "trained"
+        copies, directory = self.workspace.num_local_workers > 1, self.workspace.path / "trained"
         if copies and self.workspace.is_downloader:
             directory.mkdir()
             writer = ShardWriter(directory, "trained")
@@ -243,7 +243,7 @@ class _TrainedStudent:
         if self.workers.size == 1 or not self.spec.sharding.shards_parameters:
             return False
         needed = count_parameter_bytes(self.lazy.model)
-        fits = needed < MAX_MODEL_SHARE * get_free_bytes(get_task_device(self.spec), self.workspace.num_local)
+        fits = needed < MAX_MODEL_SHARE * get_free_bytes(get_task_device(self.spec), self.workspace.num_local_workers)
         return not all(self.workers.gather(fits))
 
     def save(self, directory: Path) -> dict[str, str]:

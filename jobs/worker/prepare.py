@@ -236,7 +236,7 @@ def _load_engine(spec: JobSpec, path: str) -> LLMEngine:
     path = str(fetch_model_directory(path, spec.model.revision, field="model.name_or_path"))
     needed, available = (
         compute_teacher_bytes(path, spec.model.dtype),
-        get_free_bytes(get_task_device(spec), num_local=1),
+        get_free_bytes(get_task_device(spec), num_local_workers=1),
     )
     if needed >= available:
         refuse_row_generation(spec, needed, available, "free")

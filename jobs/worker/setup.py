@@ -83,11 +83,11 @@ def return_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, _MIN_MAPPED_BYTES)
 
 
-def get_free_bytes(device: torch.device, num_local: int) -> float:
-    """Return the free bytes on `device` for each of the `num_local` workers on this machine."""
+def get_free_bytes(device: torch.device, num_local_workers: int) -> float:
+    """Return the free bytes on `device` for each of the `num_local_workers` workers on this machine."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    return float(psutil.virtual_memory().available) / num_local
+    return float(psutil.virtual_memory().available) / num_local_workers
 
 
 def get_task_device(spec: JobSpec) -> torch.device:
@@ -121,7 +121,7 @@ class Workspace:
     path: Path
     is_downloader: bool
     """Whether this worker downloads for all workers of its machine."""
-    num_local: int
+    num_local_workers: int
     """Number of workers on the machine."""
 
 

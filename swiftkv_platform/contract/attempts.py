@@ -39,7 +39,7 @@ ADAPTER_LINEAGE = "base_digest"
 """Lineage key of adapters only: the digest of the base model's weights."""
 
 
-class _AttemptPath:
+class _AttemptObjectKey:
     """Key of an object, or prefix of objects, below the prefix of an attempt."""
 
     def __init__(self, path: str) -> None:
@@ -67,22 +67,22 @@ class AttemptId:
         """Ray's submission id, unique per attempt, so that Ray refuses to submit an attempt twice."""
         return f"{self.job_id}-{self.number}"
 
-    request_key = _AttemptPath("attempt.json")
-    preempt_key = _AttemptPath("control/preempt.json")
+    request_key = _AttemptObjectKey("attempt.json")
+    preempt_key = _AttemptObjectKey("control/preempt.json")
     """Object that exists while the attempt's machines are being preempted."""
-    pause_key = _AttemptPath("control/pause.json")
+    pause_key = _AttemptObjectKey("control/pause.json")
     """Object that exists if the attempt should pause."""
-    events_prefix = _AttemptPath("events")
-    curve_key = _AttemptPath("curve.json")
+    events_prefix = _AttemptObjectKey("events")
+    curve_key = _AttemptObjectKey("curve.json")
     """Losses by step, for the chart of the evaluation report."""
-    checkpoints_prefix = _AttemptPath("checkpoints")
-    data_prefix = _AttemptPath("data")
-    answers_prefix = _AttemptPath("answers")
-    starts_prefix = _AttemptPath("starts")
-    evaluation_prefix = _AttemptPath("evaluation")
-    artifact_prefix = _AttemptPath("artifact")
-    tracking_prefix = _AttemptPath("tracking")
-    logs_key = _AttemptPath("logs.txt")
+    checkpoints_prefix = _AttemptObjectKey("checkpoints")
+    data_prefix = _AttemptObjectKey("data")
+    answers_prefix = _AttemptObjectKey("answers")
+    starts_prefix = _AttemptObjectKey("starts")
+    evaluation_prefix = _AttemptObjectKey("evaluation")
+    artifact_prefix = _AttemptObjectKey("artifact")
+    tracking_prefix = _AttemptObjectKey("tracking")
+    logs_key = _AttemptObjectKey("logs.txt")
 
     def event_key(self, writer: str, sequence: int) -> str:
         return f"{self.events_prefix}/{writer}/{sequence:08d}.json"

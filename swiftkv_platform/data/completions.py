@@ -113,7 +113,7 @@ class PromptSource:
             )
             yield CompletionShard(key, prompts, seeds)
 
-    def read_completions(self, store: CompletionStore) -> Iterator[Completion]:
+    def read_teacher_completions(self, store: CompletionStore) -> Iterator[Completion]:
         """Yield all completions, prompt by prompt. Raises `StorageError` if a shard is missing."""
         for shard in self.plan_shards():
             data = store.get(shard.key)

@@ -93,7 +93,7 @@ def prepare_data(
             prompts = PromptSource(
                 source, index, encoder, teacher=completions.teacher, seed=seed, remote=remote, access=access
             )
-            sources.append(collector.read_completions(prompts.read_completions(completions.store)))
+            sources.append(collector.read_teacher_completions(prompts.read_teacher_completions(completions.store)))
         progress(len(sources), len(spec.sources))
     documents = writer.finish()
     # 2. hold out samples, and repeat training documents by their source's weight
@@ -218,7 +218,7 @@ class SourceCollector:
             self._encode_batch(batch)
         return self._summarize()
 
-    def read_completions(self, completions: Iterable[Completion]) -> SourceStatistics:
+    def read_teacher_completions(self, completions: Iterable[Completion]) -> SourceStatistics:
         """Read the teacher's completions of the source's prompts. Raises `DataError` if there are none."""
         held_out = True if self.source.is_held_out else None
         for completion in completions:

@@ -115,13 +115,13 @@ def _format_number(number: float) -> str:
 Seed = Annotated[int, Range(0, MAX_SEED)]
 """Seeds that random generators, databases and JSON parsers support."""
 SignedSeed = Annotated[int, Range(-MAX_SEED - 1, MAX_SEED)]
-Epochs = Annotated[int, Range(1, 1_000_000)]
+NumEpochs = Annotated[int, Range(1, 1_000_000)]
 Count = Annotated[int, Range(1, 10**12)]
 """Number of steps, tokens or samples."""
 Size = Annotated[int, Range(1, 1 << 24)]
 """Batch sizes, e.g. rows of a batch or prompts of a forward pass."""
-KeptCheckpoints = Annotated[int, Range(1, KEPT_CHECKPOINTS.default)]
-Layers = Annotated[int, Range(1, MAX_LAYERS)]
+NumKeptCheckpoints = Annotated[int, Range(1, KEPT_CHECKPOINTS.default)]
+NumLayers = Annotated[int, Range(1, MAX_LAYERS)]
 Weight = Annotated[float, Range(0.0, 1e6)]
 Positive = Annotated[float, Range(1e-30, 1e30)]
 """A positive rate, temperature or limit within the range of float32."""
@@ -129,8 +129,8 @@ NonNegative = Annotated[float, Range(0.0, 1e30)]
 Rate = Annotated[float, Range(1e6, 1e24)]
 """FLOPs per second of a device."""
 
-Workers = Annotated[int, Range(1, MAX_WORKERS)]
-Cores = Annotated[float, Range(MIN_CORES, 10_000.0)]
+NumWorkers = Annotated[int, Range(1, MAX_WORKERS)]
+NumCores = Annotated[float, Range(MIN_CORES, 10_000.0)]
 """Cores that Ray reserves for a worker or a replica."""
 HostMemory = Annotated[int, Range(1 << 20, 1 << 50)]
 """Bytes that Ray reserves for a worker."""
@@ -144,33 +144,33 @@ def _validate_gpus(gpus: float, info: ValidationInfo) -> float:
     raise _make_range_error(gpus, f"0, a share of one GPU from {MIN_GPU} to 1, or a whole number")
 
 
-Gpus = Annotated[float, Range(0.0, 10_000.0), AfterValidator(_validate_gpus)]
+NumGpus = Annotated[float, Range(0.0, 10_000.0), AfterValidator(_validate_gpus)]
 """GPUs that Ray reserves for a worker or a replica: a share of one GPU, or whole GPUs."""
 
 Reserved = Annotated[float, Range(0.0, 1e6)]
 """Cores or GPUs of a replica."""
 MinReplicas = Annotated[int, Range(0, MAX_REPLICAS)]
 MaxReplicas = Annotated[int, Range(1, MAX_REPLICAS)]
-OngoingRequests = Annotated[float, Range(0.01, 1e6)]
+NumOngoingRequests = Annotated[float, Range(0.01, 1e6)]
 """Target requests per replica for Ray Serve's autoscaling."""
-Delay = Annotated[float, Range(0.0, 1e9)]
+DelaySeconds = Annotated[float, Range(0.0, 1e9)]
 """Seconds, 0 or more."""
-Wait = Annotated[float, Range(1e-3, 1e9)]
+WaitSeconds = Annotated[float, Range(1e-3, 1e9)]
 """Seconds, above 0."""
 
 THREADS = Range(1, 1024)
-Threads = Annotated[int, THREADS]
+NumThreads = Annotated[int, THREADS]
 RANKS = Range(1, 64)
-Ranks = Annotated[int, RANKS]
+NumRanks = Annotated[int, RANKS]
 """Devices of one machine."""
 ContextLength = Annotated[int, Range(2, 1 << 30)]
-Tokens = Annotated[int, Range(1, 1 << 30)]
-StepTokens = Annotated[int, Range(1, 1 << 24)]
+NumTokens = Annotated[int, Range(1, 1 << 30)]
+NumStepTokens = Annotated[int, Range(1, 1 << 24)]
 """Tokens per engine step; the engine allocates arrays of this size."""
 BlockSize = Annotated[int, Range(1, 1 << 16)]
-Sequences = Annotated[int, Range(1, 1 << 20)]
+NumSequences = Annotated[int, Range(1, 1 << 20)]
 """Concurrent sequences; the engine allocates arrays of this size."""
-Waiting = Annotated[int, Range(0, 1 << 20)]
+NumWaiting = Annotated[int, Range(0, 1 << 20)]
 CacheBytes = Annotated[int, Range(1, 1 << 50)]
 PromptBytes = Annotated[int, Range(1, 1 << 30)]
 GrammarSeconds = Annotated[float, Range(1e-6, 600.0)]

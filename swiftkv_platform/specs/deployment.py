@@ -12,7 +12,14 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 from pydantic import ConfigDict, Field, model_validator
 
 from swiftkv_platform.frozen import FiniteModel
-from swiftkv_platform.specs.base import Delay, MaxReplicas, MinReplicas, OngoingRequests, Range, make_field_error
+from swiftkv_platform.specs.base import (
+    DelaySeconds,
+    MaxReplicas,
+    MinReplicas,
+    NumOngoingRequests,
+    Range,
+    make_field_error,
+)
 
 
 @dataclass(frozen=True)
@@ -102,12 +109,12 @@ class ScalingSpec(FiniteModel):
     """0: no replicas without requests; the first request then waits for a replica to start."""
     max_replicas: MaxReplicas = 1
     """Max replicas under load."""
-    target_ongoing_requests: OngoingRequests | None = None
+    target_ongoing_requests: NumOngoingRequests | None = None
     """Target number of concurrent requests per replica, queued ones included. Null: scale by the engine's load (waiting
     prompt tokens and KV cache usage)."""
-    upscale_delay_s: Delay = 10.0
+    upscale_delay_s: DelaySeconds = 10.0
     """Seconds that the load must be high before replicas are started."""
-    downscale_delay_s: Delay = 300.0
+    downscale_delay_s: DelaySeconds = 300.0
     """Seconds that the load must be low before replicas are drained."""
 
     @model_validator(mode="after")

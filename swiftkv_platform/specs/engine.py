@@ -15,16 +15,16 @@ from swiftkv_platform.specs.base import (
     CacheBytes,
     ContextLength,
     GrammarSeconds,
+    NumRanks,
+    NumSequences,
+    NumStepTokens,
+    NumThreads,
+    NumTokens,
+    NumWaiting,
     PromptBytes,
     Range,
-    Ranks,
     Seed,
-    Sequences,
-    StepTokens,
-    Threads,
-    Tokens,
-    Wait,
-    Waiting,
+    WaitSeconds,
 )
 
 Backend = Literal["native", "vllm"]
@@ -57,9 +57,9 @@ class EngineConfig(FiniteModel):
     one per rank with `cuda`, none with `auto`."""
     max_model_len: ContextLength | None = None
     """Max tokens of prompt and answer together, at most the model's context; null: the model's context."""
-    max_num_seqs: Sequences = 64
+    max_num_seqs: NumSequences = 64
     """Max concurrent sequences; further ones wait."""
-    max_num_batched_tokens: StepTokens = 2048
+    max_num_batched_tokens: NumStepTokens = 2048
     """Max tokens per step, decodes and chunks of prompts together. May be smaller than `max_num_seqs`."""
     kv_cache_bytes: CacheBytes | None = None
     """Bytes of the KV cache per device. Null: enough for `max_num_seqs` sequences of `max_model_len` tokens, at most a
@@ -78,13 +78,13 @@ class EngineConfig(FiniteModel):
     native_kernels: bool = True
     """On a CPU in bfloat16, use this project's kernels for attention, norms, RoPE and SiLU, compiled on first use.
     False, without a C++ compiler or without AVX-512: use PyTorch's."""
-    max_num_waiting: Waiting = WAITING_SEQUENCES.default
+    max_num_waiting: NumWaiting = WAITING_SEQUENCES.default
     """Max waiting sequences per caller, minus half of those of other callers; further ones are refused. Each of a
     request's `n` samples counts."""
-    max_waiting_prompt_tokens: Tokens | None = None
+    max_waiting_prompt_tokens: NumTokens | None = None
     """Max waiting prompt tokens per caller, minus half of those of other callers; further requests are refused. Null:
     only `max_num_waiting` limits the queue."""
-    max_queue_s: Wait | None = None
+    max_queue_s: WaitSeconds | None = None
     """Max estimated queue time in seconds; a request that would wait longer is refused. Null: only `max_num_waiting`
     limits the queue."""
     max_prompt_bytes: PromptBytes | None = None
@@ -95,13 +95,13 @@ class EngineConfig(FiniteModel):
     token are sent at once. 0: send each token. Null: by load, from 0 for a single stream up to 0.05 s."""
     seed: Seed | None = None
     """Seed for requests without a seed; null: random."""
-    tensor_parallel_size: Ranks = 1
+    tensor_parallel_size: NumRanks = 1
     """Number of tensor-parallel devices, on one machine; the engine starts a process for each beyond the first."""
     max_grammar_bytes: Annotated[int, Range(1, MAX_GRAMMAR_BYTES)] = MAX_GRAMMAR_BYTES
     """Max bytes of a JSON schema, regular expression or grammar of structured outputs."""
     grammar_timeout_s: GrammarSeconds = 5.0
     """Max seconds to compile a grammar; other requests continue meanwhile."""
-    num_threads: Threads | None = None
+    num_threads: NumThreads | None = None
     """Threads per CPU operator; null: PyTorch's default (one per core, or `OMP_NUM_THREADS`)."""
 
     @field_validator(*NATIVE_ONLY_VALUES)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from swiftkv_platform.specs.base import Count, Layers, Name, NonNegative, Positive, Range, Size, Spec, Word
+from swiftkv_platform.specs.base import Count, Name, NonNegative, NumLayers, Positive, Range, Size, Spec, Word
 
 _MAX_TRIALS = 256
 BUILTIN_TASKS: Mapping[str, tuple[str, ...]] = {
@@ -143,9 +143,9 @@ class SweepSpec(Spec):
     tie the smallest KV cache, then the lowest KL.
     """
 
-    num_key_value_layers: Annotated[tuple[Layers, ...], Field(max_length=_MAX_TRIALS, fail_fast=True)] = ()
+    num_key_value_layers: Annotated[tuple[NumLayers, ...], Field(max_length=_MAX_TRIALS, fail_fast=True)] = ()
     """Values of `swiftkv.num_key_value_layers` (l)."""
-    key_value_group_size: Annotated[tuple[Layers, ...], Field(max_length=_MAX_TRIALS, fail_fast=True)] = ()
+    key_value_group_size: Annotated[tuple[NumLayers, ...], Field(max_length=_MAX_TRIALS, fail_fast=True)] = ()
     """Values of `swiftkv.key_value_group_size` (g)."""
     learning_rate: Annotated[tuple[Positive, ...], Field(max_length=_MAX_TRIALS, fail_fast=True)] = ()
     """Values of `optimizer.learning_rate`."""

@@ -14,10 +14,10 @@ from pydantic_core import PydanticCustomError
 from swiftkv_platform.specs.base import (
     STORED_CONTEXT,
     Count,
-    KeptCheckpoints,
     Label,
     LabelValue,
     Name,
+    NumKeptCheckpoints,
     Positive,
     Range,
     Spec,
@@ -81,7 +81,7 @@ class DistillationSpec(Spec):
 
 class CheckpointSpec(Spec):
     every_steps: Count = 100
-    keep: KeptCheckpoints = 2
+    keep: NumKeptCheckpoints = 2
     """Number of recent checkpoints to keep; older ones are deleted."""
     best_every_steps: Count | None = None
     """Min steps between checkpoints with a new lowest held-out KL, rounded up to a multiple of the validation interval.

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import model_validator
 
-from swiftkv_platform.specs.base import Cores, Gpus, HostMemory, Range, Rate, Spec, Word, Workers
+from swiftkv_platform.specs.base import HostMemory, NumCores, NumGpus, NumWorkers, Range, Rate, Spec, Word
 
 
 class ShardingSpec(Spec):
@@ -17,7 +17,7 @@ class ShardingSpec(Spec):
     """`deepspeed`: shard the optimizer state (1), gradients too (2), parameters too (3)."""
     cpu_offload: bool = False
     """Offload to host memory: sharded parameters with FSDP2; optimizer state with ZeRO, in stage 3 also parameters."""
-    sequence_parallel_size: Workers = 1
+    sequence_parallel_size: NumWorkers = 1
     """Number of workers that share the tokens of a row, for rows too long for one worker. Must divide
     `resources.num_workers`, `data.max_length`, and the numbers of attention heads and key-value heads."""
 
@@ -30,8 +30,8 @@ class ShardingSpec(Spec):
 class ElasticSpec(Spec):
     """Elastic number of workers."""
 
-    min: Workers
-    max: Workers
+    min: NumWorkers
+    max: NumWorkers
 
     @model_validator(mode="after")
     def _validate_bounds(self) -> Self:
@@ -41,11 +41,11 @@ class ElasticSpec(Spec):
 
 
 class ResourcesSpec(Spec):
-    num_workers: Workers | ElasticSpec = 2
+    num_workers: NumWorkers | ElasticSpec = 2
     """Number of workers, or `{min, max}`: training continues with fewer workers when nodes leave, and with more when
     nodes join."""
-    gpus_per_worker: Gpus = 0
-    cpus_per_worker: Cores = 1
+    gpus_per_worker: NumGpus = 0
+    cpus_per_worker: NumCores = 1
     """Cores that Ray reserves per worker. Quotas (`max_cpus`) count at least one core per worker."""
     memory_per_worker: HostMemory | None = None
     """Bytes of host memory that Ray reserves per worker, and per task of the job; null: none."""

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.specs.base import MAX_LAYERS, Layers, Range, Spec, make_field_error
+from swiftkv_platform.specs.base import MAX_LAYERS, NumLayers, Range, Spec, make_field_error
 from swiftkv_platform.student_shape import MAX_DEEP_TAIL, MAX_LIST_LENGTH, ShapeRequest, parse_layers
 
 _MAX_SHOWN_LENGTH = 120
@@ -39,11 +39,11 @@ _PrefillLayers = Annotated[
 class SwiftKVSpec(Spec):
     """Shape and initialization of the student (paper, section 3)."""
 
-    num_key_value_layers: Layers | None = None
+    num_key_value_layers: NumLayers | None = None
     """l, 1..L-1: number of layers that prompts run, each with its own KV cache. Exclusive with `prefill_reduction`."""
     prefill_reduction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Share of the L layers that prompts skip: l = L - round(share x L). Default: 0.5 if l is not set either."""
-    key_value_group_size: Layers = 1
+    key_value_group_size: NumLayers = 1
     """g (AcrossKV): number of consecutive layers >= l that share one KV cache layer; 1: no sharing."""
     sharing: Literal["gqa", "mqa", "mha"] = "gqa"
     """Key-value heads of layers >= l (paper, appendix C). `gqa`: as in the teacher; `mqa`: one; `mha`: one per query

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from swiftkv_platform.specs.base import Count, Epochs, NonNegative, Positive, Range, SignedSeed, Size, Spec
+from swiftkv_platform.specs.base import Count, NonNegative, NumEpochs, Positive, Range, SignedSeed, Size, Spec
 
 _PARENT_NAME = re.compile(
     r"(?P<model>mdl_[0-9A-Za-z]+)"
@@ -118,7 +118,7 @@ class TrainingSpec(Spec):
     from the teacher. Steps and learning-rate schedule restart."""
     load_optimizer_state: bool = False
     """Also load the optimizer state of the checkpoint `from`."""
-    num_epochs: Epochs = 2
+    num_epochs: NumEpochs = 2
     max_steps: Annotated[int, Range(0, 10**12)] | None = None
     """Number of optimizer steps; overrides `num_epochs`. 0: only evaluate and publish the checkpoint `from`."""
     batch_size: Size | None = None

@@ -230,7 +230,7 @@ def share_workspace(case: Case) -> list[tuple[str, bool, int]]:
     workers = Workers()
     with shared_workspace("shared") as workspace:
         assert workspace.path.is_dir()
-        found = workers.gather((str(workspace.path), workspace.is_downloader, workspace.num_local))
+        found = workers.gather((str(workspace.path), workspace.is_downloader, workspace.num_local_workers))
     workers.gather(None)
     return found
 

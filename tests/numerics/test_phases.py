@@ -166,7 +166,7 @@ def test_workers_of_a_machine_share_a_directory(tmp_path: Path) -> None:
     case = Case(str(tmp_path / "shared"), "")
     (found,) = run_spawned(share_workspace, [case], 2, tmp_path / "group")
     assert [is_downloader for _, is_downloader, _ in found] == [True, False]
-    assert [num_local for _, _, num_local in found] == [2, 2]
+    assert [num_local_workers for _, _, num_local_workers in found] == [2, 2]
     (path,) = {path for path, _, _ in found}
     assert not Path(path).exists()
 

@@ -102,7 +102,7 @@ class Outbox(Repository):
         )
         due = (DeliveryRow.status == PENDING, DeliveryRow.not_before <= now, ~waits_for_another)
         # The search among all pending ones comes before the transaction that writes, which it would make last longer.
-        oldest = select(DeliveryRow.sequence).where(*due, *(~_has_origin(origin) for origin in excluded_origins))
+        oldest = select(DeliveryRow.sequence).where(*due, *(~_is_sent_to_origin(origin) for origin in excluded_origins))
         with self._database.reading() as session:
             chosen = session.scalars(oldest.order_by(DeliveryRow.sequence).limit(limit)).all()
         if not chosen:
@@ -143,7 +143,7 @@ class Outbox(Repository):
             session.execute(pending.values(**values))
 
 
-def _has_origin(origin: str) -> ColumnElement[bool]:
+def _is_sent_to_origin(origin: str) -> ColumnElement[bool]:
     url = func.lower(DeliveryRow.url)
     return or_(url == origin, url.startswith(f"{origin}/", autoescape=True))
 

@@ -36,7 +36,7 @@ from swiftkv_platform.control_plane.jobs.routes import (
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.base import Epochs, Label, LabelValue, Name, SignedSeed, Size, Word
+from swiftkv_platform.specs.base import Label, LabelValue, Name, NumEpochs, SignedSeed, Size, Word
 from swiftkv_platform.specs.job import JobName
 from swiftkv_platform.storage.attempt_store import StoredCheckpoint
 from swiftkv_platform.web.bodies import BodyRoute
@@ -55,7 +55,7 @@ class PartialSpec(JobSpec):
 class Hyperparameters(FiniteModel):
     """Hyperparameters as OpenAI names them; `auto` leaves a choice to the job spec's defaults."""
 
-    n_epochs: Literal["auto"] | Epochs = "auto"
+    n_epochs: Literal["auto"] | NumEpochs = "auto"
     """`training.num_epochs`."""
     batch_size: Literal["auto"] | Size = "auto"
     """`training.batch_size`: packed sequences of a step, over all workers."""

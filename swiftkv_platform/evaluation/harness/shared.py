@@ -165,14 +165,14 @@ class EngineGenerator:
     def _kv_cache_bytes(self, lengths: Sequence[int], num_seqs: int, *, swiftkv: bool) -> int | None:
         """Return the bytes for the longest concurrent texts, limited to this worker's share of host memory; None on a
         GPU, where the engine measures free memory. Collective."""
-        num_local = self.workers.count_local()
+        num_local_workers = self.workers.count_local()
         if self.student.device.type == "cuda":
             return None
         config = self.student.config if swiftkv else make_dense_config(self.student.config)
         longest = sorted(lengths, reverse=True)[:num_seqs] or [2]
         total, one = (compute_cache_bytes(config, self.student.dtype, some) for some in (longest, longest[:1]))
         available: int = psutil.virtual_memory().available
-        return max(one, min(total, available // _MEMORY_DIVISOR // num_local))
+        return max(one, min(total, available // _MEMORY_DIVISOR // num_local_workers))
 
 
 _TOKENS_PER_BATCH = 8192

@@ -74,7 +74,7 @@ def prompts_of(spec: DataSpec, template: str | None = None) -> PromptSource:
 def written(source: PromptSource, engine: LLMEngine) -> tuple[InMemoryAnswers, list[Completion]]:
     store = InMemoryAnswers()
     write_answers(source, store, lambda: engine)
-    return store, list(source.read_completions(store))
+    return store, list(source.read_teacher_completions(store))
 
 
 def test_every_prompt_is_answered_by_the_teacher_itself(prompts: Prompts, engine: LLMEngine) -> None:
@@ -114,7 +114,7 @@ def test_workers_share_the_shards_and_a_retry_writes_the_missing_ones(prompts: P
     assert store == whole
     del store[next(iter(whole))]
     with pytest.raises(StorageError, match="are missing"):
-        list(source.read_completions(store))
+        list(source.read_teacher_completions(store))
     told.clear()
     write()
     assert store == whole

@@ -55,7 +55,7 @@ class Caller:
     """Most urgent allowed priority (lowest number); None: any."""
     quota: Quota | None = None
     """Quota of the key; None: no limit."""
-    path: str = ""
+    request_path: str = ""
     traceparent: str | None = None
     address: str = ""
 
@@ -109,7 +109,7 @@ class Gate:
         path, traceparent = request.url.path, request.headers.get("traceparent")
         address = "" if request.client is None else request.client.host
         if self._authenticator is None:
-            return Caller(path=path, traceparent=traceparent, address=address)
+            return Caller(request_path=path, traceparent=traceparent, address=address)
         key = self._authenticator.authenticate(_get_credential(request))
         key.require(Scope.GENERATE)
         self._check_tenant(key)

@@ -38,7 +38,7 @@ class RequestLogger:
         fields: dict[str, Any] = {
             "request_id": collector.id,
             "tenant": collector.context.caller.tenant,
-            "path": collector.context.caller.path,
+            "path": collector.context.caller.request_path,
             "model": card.model,
             "manifest_digest": card.manifest_digest,
             "outcome": collector.outcome,
@@ -53,7 +53,7 @@ class RequestLogger:
         get_logger().info("request", **fields)
 
     def on_request_refused(self, error: SwiftKVError, caller: Caller, card: ModelCard) -> None:
-        fields = {"tenant": caller.tenant, "path": caller.path, "model": card.model}
+        fields = {"tenant": caller.tenant, "path": caller.request_path, "model": card.model}
         get_logger().info("request", **fields, outcome=error.code, field=error.field)
 
 
@@ -77,7 +77,7 @@ class RequestTracer:
         caller, outputs = collector.context.caller, collector.outputs
         parent = self._propagator.extract({"traceparent": caller.traceparent} if caller.traceparent else {})
         request = self._tracer.start_span(
-            f"POST {caller.path}",
+            f"POST {caller.request_path}",
             parent,
             SpanKind.SERVER,
             {

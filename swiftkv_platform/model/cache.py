@@ -87,11 +87,11 @@ def pack(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat((payload.view(torch.uint8), scale.unsqueeze(-1).view(torch.uint8)), dim=-1)
 
 
-def unpack(packed: torch.Tensor, dtype: torch.dtype, to: torch.dtype) -> torch.Tensor:
-    """Dequantize the result of `pack(x, dtype)`: uint8 [..., d + 2] -> `to` [..., d]."""
+def unpack(packed: torch.Tensor, dtype: torch.dtype, output_dtype: torch.dtype) -> torch.Tensor:
+    """Dequantize the result of `pack(x, dtype)`: uint8 [..., d + 2] -> `output_dtype` [..., d]."""
     size = packed.shape[-1] - SCALE_DTYPE.itemsize
     scale = packed[..., size:].contiguous().view(SCALE_DTYPE).squeeze(-1)
-    return dequantize(packed[..., :size].view(dtype), scale, to)
+    return dequantize(packed[..., :size].view(dtype), scale, output_dtype)
 
 
 def _round_up_to_bfloat16(scale: torch.Tensor) -> torch.Tensor:

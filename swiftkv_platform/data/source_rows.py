@@ -41,6 +41,7 @@ from swiftkv_platform.sources import (
 )
 from swiftkv_platform.sources.builtin_data import (
     make_chat_prompts,
+    make_constraint_prompts,
     make_long_recall_prompts,
     make_recall_prompts,
     make_unseen_chat_prompts,
@@ -58,7 +59,13 @@ from swiftkv_platform.sources.layout import (
     select_split_files,
 )
 from swiftkv_platform.sources.names import refuse_shadowed_id
-from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_LONG_RECALL, BUILTIN_RECALL, DataSourceSpec
+from swiftkv_platform.specs import (
+    BUILTIN_CHATS,
+    BUILTIN_CONSTRAINTS,
+    BUILTIN_LONG_RECALL,
+    BUILTIN_RECALL,
+    DataSourceSpec,
+)
 
 
 @dataclass(frozen=True)
@@ -156,6 +163,7 @@ _MAKE_PROMPTS_BY_SOURCE = {
     BUILTIN_CHATS: make_chat_prompts,
     BUILTIN_RECALL: make_recall_prompts,
     BUILTIN_LONG_RECALL: make_long_recall_prompts,
+    BUILTIN_CONSTRAINTS: make_constraint_prompts,
 }
 
 

@@ -13,7 +13,7 @@ import random
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 
 HELD_OUT_PERCENT = 5
@@ -283,3 +283,91 @@ def _make_remark(rng: random.Random, people: Sequence[str]) -> str:
 
 def _make_code(rng: random.Random) -> str:
     return "".join(rng.choice(_LETTERS) for _ in range(rng.randint(4, 7)))
+
+
+_NUM_CONSTRAINT_PROMPTS = {False: 1000, True: 100}
+_WRITING_TASKS = (
+    "Write a blog post about {}.",
+    "Write a letter to a newspaper about {}.",
+    "Draft a speech for a school assembly about {}.",
+    "Review an imaginary book about {}.",
+    "Plan a one-week course on {}.",
+    "Tell the history of {} as a diary entry.",
+    "Describe a day on which everything is about {}.",
+    "Write the script of a radio interview about {}.",
+    "Advertise a festival devoted to {}.",
+    "Argue for or against a tax on {}.",
+    "Give advice to someone who is afraid of {}.",
+    "Write song lyrics about {}.",
+)
+_WORDS = ("river", "patience", "copper", "morning", "neighbor", "engine", "quiet", "harbor", "seven", "garden", "paint")
+_CLOSINGS = (
+    "That is all I have to say.",
+    "Thank you for reading this far.",
+    "Now it is your turn.",
+    "So ends my report.",
+)
+_CONSTRAINTS: tuple[tuple[str, ...], ...] = (
+    (
+        "Use at least {many} words.",
+        "Stay below {many} words.",
+        "Write exactly {few} paragraphs, with a blank line between them.",
+        "Use no more than {few} sentences.",
+    ),
+    (
+        "Write in lowercase letters only.",
+        "Write in capital letters only.",
+        "Do not use commas anywhere.",
+        "Answer in Spanish only.",
+        "Answer in French only.",
+        "Answer in German only.",
+    ),
+    (
+        "Use the words {first} and {second}.",
+        "Never use the word {first}.",
+        "Use the word {first} at least {few} times.",
+        "Let the letter q appear at least once.",
+    ),
+    (
+        "Give the text a title in <<double angle brackets>>.",
+        "Put everything in a list of exactly {few} bullet points that begin with an asterisk.",
+        "Mark at least {few} phrases with *asterisks*.",
+        "Return a JSON object and nothing else.",
+        "Begin each of {few} parts with PART and its number.",
+    ),
+    (
+        "The last sentence has to be: {closing}",
+        "Enclose the whole answer in double quotation marks.",
+        "Add a postscript that begins with P.S.",
+        "Repeat this request word for word before you answer it.",
+        "Leave at least {few} blanks such as [name] to fill in.",
+    ),
+)
+"""Constraints on an answer by kind: length, spelling and language, words, format, and frame."""
+
+
+def make_constraint_prompts(*, held_out: bool) -> list[str]:
+    """Return the training or held-out writing requests, each with one to three constraints of different kinds. The
+    sides share no topic. None of them is a prompt of IFEval, whose rules check some of the same kinds."""
+    side = "held out" if held_out else "train"
+    topics = [topic for topic in _TOPICS if _is_held_out_topic(topic) is held_out]
+    rngs = (random.Random(f"constraints {side} {number}") for number in count())  # noqa: S311 (no secret)
+    found = (_make_constraint_prompt(rng, rng.choice(topics)) for rng in rngs)
+    prompts: dict[str, None] = {}
+    while len(prompts) < _NUM_CONSTRAINT_PROMPTS[held_out]:
+        prompts[next(found)] = None
+    return list(prompts)
+
+
+def _make_constraint_prompt(rng: random.Random, topic: str) -> str:
+    first, second = rng.sample(_WORDS, 2)
+    values = {
+        "many": rng.choice((50, 100, 150, 200, 300, 400)),
+        "few": rng.randint(2, 6),
+        "first": first,
+        "second": second,
+        "closing": rng.choice(_CLOSINGS),
+    }
+    kinds = rng.sample(_CONSTRAINTS, rng.choice((1, 1, 2, 3)))
+    constraints = [rng.choice(kind).format(**values) for kind in kinds]
+    return " ".join([rng.choice(_WRITING_TASKS).format(topic), *constraints])

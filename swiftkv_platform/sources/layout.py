@@ -12,7 +12,14 @@ from pathlib import Path, PurePosixPath
 
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.sources.untrusted_files import CARD_BYTES, read_head
-from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_DATA, BUILTIN_LONG_RECALL, BUILTIN_RECALL, DataSourceSpec
+from swiftkv_platform.specs import (
+    BUILTIN_CHATS,
+    BUILTIN_CONSTRAINTS,
+    BUILTIN_DATA,
+    BUILTIN_LONG_RECALL,
+    BUILTIN_RECALL,
+    DataSourceSpec,
+)
 
 FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".py")
 """Suffixes of supported files, in upper or lower case."""
@@ -156,6 +163,7 @@ BUILTIN_SPLITS = {
     BUILTIN_CHATS: ("train", "held_out", "unseen"),
     BUILTIN_RECALL: ("train", "held_out"),
     BUILTIN_LONG_RECALL: ("train", "held_out"),
+    BUILTIN_CONSTRAINTS: ("train", "held_out"),
 }
 """Splits of each built-in data set. All but the first have prompts only, which the teacher completes."""
 

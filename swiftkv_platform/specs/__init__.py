@@ -9,6 +9,7 @@ from __future__ import annotations
 from swiftkv_platform.specs.base import is_path_like
 from swiftkv_platform.specs.data import (
     BUILTIN_CHATS,
+    BUILTIN_CONSTRAINTS,
     BUILTIN_DATA,
     BUILTIN_LONG_RECALL,
     BUILTIN_PROMPTS,
@@ -37,6 +38,7 @@ from swiftkv_platform.specs.training import EarlyStoppingSpec, GuardSpec, Optimi
 
 __all__ = [
     "BUILTIN_CHATS",
+    "BUILTIN_CONSTRAINTS",
     "BUILTIN_DATA",
     "BUILTIN_LONG_RECALL",
     "BUILTIN_PROMPTS",

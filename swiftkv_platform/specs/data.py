@@ -13,7 +13,8 @@ BUILTIN_DATA = "builtin:python-stdlib"
 
 BUILTIN_CHATS, BUILTIN_RECALL = "builtin:chat-prompts", "builtin:recall-prompts"
 BUILTIN_LONG_RECALL = "builtin:long-recall-prompts"
-BUILTIN_PROMPTS = (BUILTIN_CHATS, BUILTIN_RECALL, BUILTIN_LONG_RECALL)
+BUILTIN_CONSTRAINTS = "builtin:constraint-prompts"
+BUILTIN_PROMPTS = (BUILTIN_CHATS, BUILTIN_RECALL, BUILTIN_LONG_RECALL, BUILTIN_CONSTRAINTS)
 """Prompts that the teacher answers, from its knowledge or from a text in the prompt."""
 
 
@@ -41,8 +42,8 @@ class DataSourceSpec(Spec):
     """Hub id, file (`.jsonl`, `.ndjson`, `.json`, `.csv`, `.tsv`, `.parquet`, `.txt`, `.py`; all but Parquet also
     compressed: `.gz`, `.bz2`, `.xz`, `.zst`), directory of such files, `s3://` object or prefix, `file-...` (rows
     uploaded to the control plane), `builtin:python-stdlib` (source code of the interpreter's standard library),
-    `builtin:chat-prompts`, `builtin:recall-prompts` or `builtin:long-recall-prompts` (prompts that the teacher answers
-    with `complete`, from its knowledge or from a text in the prompt)."""
+    `builtin:chat-prompts`, `builtin:constraint-prompts`, `builtin:recall-prompts` or `builtin:long-recall-prompts`
+    (prompts that the teacher answers with `complete`, from its knowledge or from a text in the prompt)."""
     split: Word = "train"
     """Split of a hub or built-in data set, or of a directory or prefix whose file names contain the split. Built-in
     prompts have a split `held_out` for evaluation, which shares no subject or person with `train`, and

@@ -15,6 +15,7 @@ from swiftkv_platform.sources.builtin_data import (
     _UNSEEN_REQUESTS,
     is_held_out_module,
     make_chat_prompts,
+    make_constraint_prompts,
     make_long_recall_prompts,
     make_recall_prompts,
     make_unseen_chat_prompts,
@@ -30,6 +31,7 @@ RECALL = pytest.mark.parametrize("prompts", [make_recall_prompts, make_long_reca
     [
         (make_chat_prompts, "84d1689bcfd48b54", "d214c2f3b64cece5", range(2000, 4000), range(600)),
         (make_recall_prompts, "d2d3adcf1ed19aa0", "3629167de1f40f17", [2200], range(30, 2048)),
+        (make_constraint_prompts, "e8c077da233ed19e", "7527200f1c65d207", [1100], range(30, 400)),
         (make_long_recall_prompts, "992d1a3dba967b03", "bbdba7237cafc347", [1100], range(1500, 9216)),
     ],
 )

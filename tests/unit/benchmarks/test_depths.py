@@ -41,6 +41,13 @@ def test_a_point_takes_the_place_of_the_specs_own(point: str, expected: tuple[in
     assert (found.data, found.distillation, found.optimizer) == (spec.data, spec.distillation, spec.optimizer)
 
 
+def test_a_point_sets_any_field() -> None:
+    point = "15:1:own:swiftkv.deep_tail=64:distillation.trainable=all:steps=7"
+    found = make_point_spec(load_spec(SPEC_FILE), point, arguments(), seed=0)
+    assert (found.swiftkv.deep_tail, found.swiftkv.decode_key_value) == (64, "own")
+    assert (found.distillation.trainable, found.training.max_steps) == ("all", 7)
+
+
 def test_what_is_kept_of_points_has_names_of_their_own() -> None:
     settings = (arguments(), arguments(early_exit=True), arguments(steps=0), arguments(calibration_tokens=4096))
     names = [make_result_name(point, args, seed) for point in POINTS for args in settings for seed in (0, 1)]

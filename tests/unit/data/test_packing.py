@@ -35,6 +35,16 @@ def segments(row: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
     return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
 
 
+def test_deep_tokens_are_counted_with_the_tails_of_their_prompts() -> None:
+    """A tail ends where its sample begins. The tails of two answers may overlap, and both are counted."""
+    loss_mask = np.array([0, 0, 0, 1, 1, 0, 0, 1, 0] + [0, 1, 1, 0] + [1, 1, 0], dtype=bool)
+    samples = Samples(np.arange(16, dtype=np.int32), loss_mask, np.array([0, 9, 13, 16]))
+    rows = pack(samples, np.arange(3), max_length=MAX_LENGTH, pad_token_id=PAD, packing=True)
+    assert rows.count_deep_tokens(1) == rows.num_counted_tokens == 7
+    assert rows.count_deep_tokens(3) == 7 + (2 + 2) + 1
+    assert rows.count_deep_tokens(100) == 7 + (3 + 7) + 1
+
+
 lengths_strategy = st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=40)
 
 

@@ -37,7 +37,7 @@ def segments(row: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
 
 def test_deep_tokens_are_counted_with_the_tails_of_their_prompts() -> None:
     """A tail ends where its sample begins. The tails of two answers may overlap, and both are counted."""
-    loss_mask = np.array([0, 0, 0, 1, 1, 0, 0, 1, 0] + [0, 1, 1, 0] + [1, 1, 0], dtype=bool)
+    loss_mask = np.array([0, 0, 0, 1, 1, 0, 0, 1, 0, 0, 1, 1, 0, 1, 1, 0], dtype=bool)
     samples = Samples(np.arange(16, dtype=np.int32), loss_mask, np.array([0, 9, 13, 16]))
     rows = pack(samples, np.arange(3), max_length=MAX_LENGTH, pad_token_id=PAD, packing=True)
     assert rows.count_deep_tokens(1) == rows.num_counted_tokens == 7

@@ -7,6 +7,7 @@ embed -> layers < l -> K, V of all later layers        all scheduled tokens
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
@@ -276,4 +277,5 @@ class ModelRunner:
     def _count_skipped_tokens(self, batch: Batch, upper_rows: list[int], results: list[StepResult]) -> None:
         if self._has_upper_layers:
             for result, (first, end) in zip(results, pairwise(batch.first_rows), strict=True):
-                result.num_skipped_tokens = end - first - sum(first <= row < end for row in upper_rows)
+                num_run = bisect_left(upper_rows, end) - bisect_left(upper_rows, first)
+                result.num_skipped_tokens = end - first - num_run

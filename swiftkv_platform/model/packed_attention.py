@@ -72,7 +72,7 @@ class Span:
     """First token of the sample."""
     begin: int
     counted_begin: int
-    """First token after the deep tail without the prompt's last token, which predicts a generated token."""
+    """The prompt's last token, which is the first that predicts a generated token."""
     end: int
     """First token after the span."""
 

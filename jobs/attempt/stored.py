@@ -314,7 +314,7 @@ def open_parent(store: ObjectStore, parent: Parent, directory: Path, *, is_downl
 
     Args:
         directory: destination of a checkpoint's index.
-        fetches: whether this worker downloads the index for its machine.
+        is_downloader: whether this worker downloads the index for its machine.
     """
     with _raise_if_parent_missing(parent):
         files = StoredDirectory(store, parent.key)

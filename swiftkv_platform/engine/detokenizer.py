@@ -45,11 +45,11 @@ class IncrementalDetokenizer:
     stop string or an incomplete character is held back until it is decided. The cost per token is constant.
 
     Args:
-        silent: token ids that `decode` leaves out, such as special ones.
-        named: texts of silent tokens that occur in stop strings; they are searched but not shown.
+        skipped_token_ids: token ids that `decode` leaves out, such as special ones.
+        skipped_stop_texts: texts of skipped tokens that occur in stop strings; they are searched but not shown.
         min_tokens: number of tokens after which stop strings are searched.
-        include_stop: keep the stop string at the end of the text.
-        text_of: function that returns the text of a single token; if given, `offsets` are recorded.
+        include_stop_string: keep the stop string at the end of the text.
+        get_text: function that returns the text of a single token; if given, `offsets` are recorded.
     """
 
     def __init__(

@@ -88,8 +88,8 @@ class ConfidenceCalibration:
 
     Args:
         rate: learning rate.
-        drift: factor on the shift with each token without a draft.
-        common: reliability of the whole engine, to which this one is relative and which learns from the same drafts.
+        decay: factor on the shift with each token without a draft.
+        parent: calibration of the whole engine, to which this one is relative and which learns from the same drafts.
     """
 
     def __init__(self, rate: float, decay: float, parent: ConfidenceCalibration | None = None) -> None:

@@ -215,8 +215,8 @@ class BackgroundTracker:
     Args:
         on_info: called on that thread with the run's location, once it is known; retried every few seconds while it
             returns False.
-        most_waiting: size of the queue. Further calls are dropped, and counted in one warning.
-        finish_s: seconds that `finish` waits for earlier calls.
+        max_queued_calls: size of the queue. Further calls are dropped, and counted in one warning.
+        finish_timeout_s: seconds that `finish` waits for earlier calls.
     """
 
     def __init__(

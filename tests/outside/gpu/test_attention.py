@@ -98,7 +98,7 @@ def test_every_step_is_attended_to_as_by_plain_operators(
 
 @pytest.mark.skipif(not ON_GPU, reason="plain operators have no such fault")
 def test_split_keys_are_still_combined_wrongly_behind_block_tables() -> None:
-    """pytorch/pytorch#194167. When this fails, PyTorch has fixed it, and `VarlenArguments.num_splits` can be
+    """pytorch/pytorch#194167. When this fails, PyTorch has fixed it, and `VarlenArguments.choose_num_splits` can be
     removed."""
     arguments, *tensors = step(STEPS["decodes beside a short prompt"], HEADS["multi-head"], by_tables=True)
     expected = attended(reference_varlen_attn, arguments, *(tensor.float() for tensor in tensors), window=None)

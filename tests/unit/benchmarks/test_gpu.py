@@ -99,7 +99,7 @@ def test_the_agreement_sees_runs_that_are_written_over_the_first(shape: str, tmp
         assert (700, 2, 700) in steps_taken, "prompts of mixed lengths"
         assert (40, 4, 704) in steps_taken, "decodes beside short prompts"
         assert any(max_q == 1 and runs == 4 for max_q, runs, _ in steps_taken), "a decode step"
-        with patch.object(VarlenArguments, "num_splits", return_value=None):
+        with patch.object(VarlenArguments, "choose_num_splits", return_value=None):
             found = agreement.check_small_models(tmp_path / "not", torch.bfloat16, "cpu")
         assert not any(row["agrees"] for row in found.values()), found
 

@@ -95,7 +95,7 @@ def test_a_worker_that_is_killed_is_noticed(fake_python: Path) -> None:
 def test_a_silent_worker_is_stopped(fake_python: Path) -> None:
     with started(fake_python) as worker:
         worker._response_timeout_s = 0.5
-        with pytest.raises(WorkerError, match=r"has not answered for 0\.5 s"):
+        with pytest.raises(WorkerError, match=r"has not responded for 0\.5 s"):
             worker.generate([[SLEEPS]], [1])
     assert ended(worker)
 
@@ -151,4 +151,4 @@ def test_the_benchmark_compares_with_it(fake_python: Path, tmp_path: Path, capsy
         assert set(found) == set(systems) - {"vllm"}
         if load == "prefill":
             assert found["swiftkv"] == pytest.approx(faster)
-    assert "as fast as vllm: dense " in capsys.readouterr().out
+    assert "speed relative to vllm: dense " in capsys.readouterr().out

@@ -135,7 +135,7 @@ from pathlib import Path
 
 import torch
 
-from swiftkv_platform.jobs.worker.setup import give_back_freed_tensors
+from swiftkv_platform.jobs.worker.setup import return_freed_memory
 
 
 def anonymous_mib():
@@ -145,7 +145,7 @@ def anonymous_mib():
 
 if os.fork():
     os.wait()
-    give_back_freed_tensors()
+    return_freed_memory()
 torch.ones(16 << 18)  # of 16 MiB, freed at once: it raises the bound of glibc, where that may rise
 before = anonymous_mib()
 large, small = [], []

@@ -35,7 +35,7 @@ from swiftkv_platform.tracking.tracker import WandbTracker
 
 directory, run_id, first, after, timeout_s, pauses = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
 inner = WandbTracker(WandbSpec(), directory, name="n", timeout_s=timeout_s)
-tracker = BackgroundTracker(inner, finish_s=600.0)
+tracker = BackgroundTracker(inner, finish_timeout_s=600.0)
 tracker.start(run_id, {})
 for step in range(first, after):
     tracker.log({"loss": 1.0}, step)

@@ -5,6 +5,7 @@ vLLM finds the class by architecture in `MODELS_CONFIG_MAP`, before it reads wei
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from typing import Any
 
@@ -88,6 +89,8 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
         is_prefill_only = config.swiftkv and config.swiftkv_prefill_only
         skips = config.swiftkv and config.num_key_value_layers < config.num_hidden_layers and not is_prefill_only
         vllm_config.cache_config.kv_sharing_fast_prefill = skips
+        if skips:
+            _check_skipping(vllm_config)
         if is_prefill_only:
             _check_prefill_only(vllm_config)
             _add_request_check(vllm_config, _PREFILL_CHECK)
@@ -220,6 +223,49 @@ def _check_parallelism(vllm_config: VllmConfig) -> None:
             raise ModelError.for_field(option, value, "; SwiftKV models need 1; use tensor_parallel_size instead")
     if parallel.enable_dbo:
         raise _make_error("dual batch overlap is not supported with fast prefill; leave it off", "enable_dbo", True)
+
+
+def _check_skipping(vllm_config: VllmConfig) -> None:
+    """Raise `ModelError` for settings under which a forward pass that drops skipped tokens before layer l writes wrong
+    text or hangs."""
+    _check_breakable_graphs()
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    if model.is_moe and parallel.data_parallel_size > 1:
+        raise ModelError.for_field(
+            "data_parallel_size",
+            parallel.data_parallel_size,
+            ", but the ranks of a model with experts exchange batches of equal size, and layers >= l of a SwiftKV "
+            "model have fewer tokens; use 1 and more replicas, or tensor_parallel_size",
+        )
+    outputs = getattr(vllm_config, "aux_output_config", model)  # in vllm_config since 0.32
+    if getattr(outputs, "enable_return_routed_experts", False):
+        raise _make_error(
+            "skipped tokens have no experts in layers >= l; leave enable_return_routed_experts off",
+            "enable_return_routed_experts",
+            True,
+        )
+    backend = vllm_config.attention_config.backend
+    if vllm_config.speculative_config is not None and backend is not None and backend.name == "FLASHINFER":
+        raise _make_error(
+            "FlashInfer with drafts is untested with fast prefill; use attention_backend FLASH_ATTN",
+            "attention_backend",
+            backend.name,
+        )
+
+
+def _check_breakable_graphs() -> None:
+    """Raise `ModelError` if vLLM captures forward passes in breakable CUDA graphs, which `VLLM_BATCH_INVARIANT` turns
+    on. The capture freezes the decision that all tokens run layers >= l, so a replay would attend wrongly."""
+    names = "VLLM_USE_BREAKABLE_CUDAGRAPH", "VLLM_BATCH_INVARIANT"
+    breakable, invariant = (os.environ.get(name) for name in names)
+    name = names[0] if breakable is not None else names[1]
+    if breakable == "1" or (breakable is None and invariant not in (None, "", "0")):
+        raise _make_error(
+            f"{name}=1 captures whole forward passes in CUDA graphs, in which a SwiftKV model cannot skip tokens; set "
+            "VLLM_USE_BREAKABLE_CUDAGRAPH=0",
+            name,
+            "1",
+        )
 
 
 def _check_features(vllm_config: VllmConfig) -> None:

@@ -16,7 +16,13 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import export
-from swiftkv_platform.vllm.checks import _disable_full_graphs, has_v2_logits_processors, refuse_full_graphs_with_own_kv
+from swiftkv_platform.vllm.checks import (
+    _check_breakable_graphs,
+    _check_skipping,
+    _disable_full_graphs,
+    has_v2_logits_processors,
+    refuse_full_graphs_with_own_kv,
+)
 from tests.outside.vllm.engines import complete, configure, expected, make_student, prompts, serving
 
 
@@ -42,6 +48,58 @@ def test_options(options: dict[str, Any], message: str, llama: Path) -> None:
     assert caught.value.field
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}, "VLLM_USE_BREAKABLE_CUDAGRAPH"),
+        ({"VLLM_BATCH_INVARIANT": "1"}, "VLLM_BATCH_INVARIANT"),
+        ({"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}, "VLLM_USE_BREAKABLE_CUDAGRAPH"),
+        ({"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}, None),
+        ({"VLLM_BATCH_INVARIANT": "0"}, None),
+    ],
+)
+def test_breakable_graphs(
+    settings: dict[str, str], named: str | None, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would freeze that all tokens run layers >= l. A teacher has nothing to skip."""
+    monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH", raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    if named is None:
+        _check_breakable_graphs()
+        return
+    with pytest.raises(ModelError, match="set VLLM_USE_BREAKABLE_CUDAGRAPH=0") as caught:
+        configure(llama)
+    assert caught.value.field == named
+
+
+def test_what_hangs_or_records_wrong_rows(tmp_path: Path, llama: Path) -> None:
+    make_student(tmp_path, "qwen3_moe")
+    two = SimpleNamespace(data_parallel_size=2)
+    for student, changes, message in (
+        (tmp_path, {"parallel_config": two}, "data_parallel_size is 2"),
+        (tmp_path, {"aux": {"enable_return_routed_experts": True}}, "leave enable_return_routed_experts off"),
+        (llama, {"attention_config": FLASHINFER, "speculative_config": NGRAM}, "use attention_backend FLASH_ATTN"),
+        (llama, {"parallel_config": two}, None),
+        (llama, {"attention_config": FLASHINFER}, None),
+    ):
+        config = configure(student)
+        parts = {name: getattr(config, name) for name in CHECKED if hasattr(config, name)}
+        holder = parts.get("aux_output_config", config.model_config)
+        for name, value in changes.pop("aux", {}).items():
+            setattr(holder, name, value)
+        given: Any = SimpleNamespace(**parts | changes)
+        if message is None:
+            _check_skipping(given)
+            continue
+        with pytest.raises(ModelError, match=message) as caught:
+            _check_skipping(given)
+        assert caught.value.field
+
+
+CHECKED = ("parallel_config", "model_config", "aux_output_config", "attention_config", "speculative_config")
+"""Parts of vLLM's configuration that `_check_skipping` reads."""
+FLASHINFER = SimpleNamespace(backend=SimpleNamespace(name="FLASHINFER"))
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
 

@@ -52,5 +52,5 @@ def test_another_base_and_one_that_vllm_cannot_find_are_refused(tmp_path: Path) 
     document = json.loads((adapter / ADAPTER_FILE).read_text())
     document["base"]["name_or_path"] = "builtin:python-5m"
     (adapter / ADAPTER_FILE).write_text(json.dumps(document))
-    with pytest.raises(Exception, match=r"whole model that .swiftkv export .* WHOLE. writes"), serving(adapter):
+    with pytest.raises(Exception, match=r"Serve the whole model: .swiftkv export .* WHOLE. writes"), serving(adapter):
         pass

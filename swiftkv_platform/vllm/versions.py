@@ -37,6 +37,7 @@ CALLED_FUNCTIONS: Mapping[str, str] = {
     "quant_config prefix",
     "vllm.model_executor.models.qwen3_moe:Qwen3MoeSparseMoeBlock.__init__": "self vllm_config prefix",
     "vllm.model_executor.models.utils:AutoWeightsLoader.load_weights": "self weights mapper",
+    "vllm.model_executor.models.utils:WeightsMapper._map_name": "self key",
     f"{_CONFIG_CHECKS_PATH}.verify_and_update_config": "vllm_config",
     f"{_CONFIG_CHECKS_PATH}.verify_and_update_model_config": "model_config",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.evict_blocks": "self block_ids",
@@ -45,6 +46,7 @@ CALLED_FUNCTIONS: Mapping[str, str] = {
     f"{_SCHEDULER}._reserve_prefill_lookahead": "self request num_computed_tokens num_new_tokens",
     f"{_SCHEDULER}._update_request_as_session": "self session update",
     f"{_SCHEDULER}.add_request": "self request",
+    "vllm.v1.request:Request.update_block_hashes": "self",
     "vllm.v1.sample.logits_processor:LogitsProcessor.update_state": "self batch_update",
     "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_inputs": "self input_batch req_states",
     "vllm.v1.sample.logits_processor.builtin:process_dict_updates": "req_entries batch_update new_state",
@@ -58,7 +60,20 @@ READ_CONFIG_FIELDS: Mapping[str, str] = {
     "vllm.forward_context:ForwardContext": "attn_metadata batch_descriptor slot_mapping",
     "vllm.forward_context:BatchDescriptor": "num_tokens",
     "vllm.v1.attention.backends.utils:KVSharingFastPrefillMetadata": "logits_indices_padded num_logits_indices",
+    "vllm.v1.kv_cache_interface:KVCacheConfig": "kv_cache_groups",
+    "vllm.v1.worker.gpu.input_batch:InputBatch": "idx_mapping",
 }
+
+USED_IN_SOURCE: Mapping[str, str] = {
+    "vllm.v1.request:Request.__init__": "_block_hasher block_hashes num_prompt_tokens",
+    f"{_SCHEDULER}.__init__": "hash_block_size kv_cache_config kv_cache_manager requests",
+    f"{_SCHEDULER}.schedule": "_reserve_prefill_lookahead",
+    f"{_SCHEDULER}": "_free_request_blocks",
+    "vllm.v1.worker.gpu.states:RequestState.__init__": "prompt_len",
+    "vllm.model_executor.model_loader.default_loader:DefaultModelLoader": "secondary_weights",
+}
+"""Attributes that the plugin reads or sets, by the code that assigns or reads them; and methods that it overrides, by
+the code that calls them. Without the call the plugin's text would be wrong without an error."""
 
 
 def is_tested(version: str) -> bool:
@@ -111,7 +126,12 @@ def _find_changes() -> Iterator[str]:
             importlib.import_module(module)
         except (ImportError, AttributeError, TypeError) as error:
             yield f"{module} cannot be imported ({error})"
-    for table, compare in ((CALLED_FUNCTIONS, _compare_arguments), (READ_CONFIG_FIELDS, _compare_fields)):
+    tables = (
+        (CALLED_FUNCTIONS, _compare_arguments),
+        (READ_CONFIG_FIELDS, _compare_fields),
+        (USED_IN_SOURCE, _compare_source),
+    )
+    for table, compare in tables:
         for name, expected in table.items():
             module, _, path = name.partition(":")
             try:
@@ -146,3 +166,9 @@ def _compare_fields(kind: Any, expected: list[str]) -> str:
     )
     gone = [name for name in expected if name not in present]
     return f"has no {', '.join(gone)}" if gone else ""
+
+
+def _compare_source(code: Any, expected: list[str]) -> str:
+    source = inspect.getsource(code)
+    gone = [name for name in expected if re.search(rf"\b{name}\b", source) is None]
+    return f"no longer uses {', '.join(gone)}" if gone else ""

@@ -70,6 +70,10 @@ def test_a_newer_version_serves_with_a_warning_if_it_has_what_the_plugin_uses(
 SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 
 
+def _do_nothing(self: Any) -> None:
+    pass
+
+
 @pytest.mark.parametrize(
     ("name", "changed", "message"),
     [
@@ -81,6 +85,8 @@ SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
             "LlamaMLP.__init__ no longer takes hid",
         ),
         ("vllm.config.CacheConfig.__annotations__", {}, "CacheConfig has no kv_sharing_fast_prefill"),
+        (f"{SCHEDULER}.schedule", _do_nothing, "schedule no longer uses _reserve_prefill_lookahead"),
+        ("vllm.v1.request.Request.__init__", _do_nothing, "__init__ no longer uses _block_hasher, block_hashes"),
     ],
 )
 def test_a_newer_version_that_changed_what_the_plugin_uses_is_refused(

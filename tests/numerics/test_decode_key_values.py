@@ -137,6 +137,11 @@ def test_rows_that_exit_keep_shared_keys_and_values(deep_tail: int, tmp_path: Pa
     outputs = LLMEngine.from_pretrained(tmp_path, CONFIG).generate(batch.tolist(), params)
     assert [one.token_ids for one in outputs] == output.sequences[:, len(PROMPT) :].tolist()
     assert [one.num_exited_tokens for one in outputs] == output.num_exited_tokens.tolist()
+    always = {"mode": "threshold", "threshold": 0.0}
+    num_exits = [NEW_TOKENS - (deep_tail > 1)] * len(batch)
+    output = student.generate(batch, **GREEDY, early_exit=always, return_dict_in_generate=True)
+    outputs = LLMEngine.from_pretrained(tmp_path, CONFIG).generate(batch.tolist(), replace(params, early_exit=always))
+    assert output.num_exited_tokens.tolist() == [one.num_exited_tokens for one in outputs] == num_exits
 
 
 COUNTED = ((10, 24), (30, 39)), ((5, 23),), (), ((0, 19),), ((7, 8),)

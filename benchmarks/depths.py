@@ -19,14 +19,15 @@ the choice of calibration rows.
 A point has KL, agreement and perplexity ratio on the held-out rows, before and after training, with intervals of 95% by
 text, and by position in the answer and by prompt length; the share of numbers found in prompts of each length by
 student and teacher; and with an exit head its agreement by confidence (the paper's figure D.1). With `--tasks` it has
-the scores of both on lm-evaluation-harness tasks. DIRECTORY keeps the teacher's answers and finished points, so that an
-interrupted run can be resumed.
+the scores of both on lm-evaluation-harness tasks. DIRECTORY keeps the teacher's answers, finished points, and the
+newest checkpoint of a point that is not finished, from which the next run continues.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
 import tempfile
@@ -102,7 +103,7 @@ class _TrainingListener:
     tokens: int = 0
 
     def on_start(self, progress: Progress) -> None:
-        """Do nothing, since runs begin at step 0."""
+        self.tokens = progress.tokens
 
     def on_steering(self, note: SteeringNote) -> None:
         self.notes.append(note)
@@ -150,7 +151,8 @@ class TrainingRuns:
         self._starts: dict[str, Checkpoint] = {}
 
     def train(self, spec: JobSpec, directory: Path | None) -> TrainedRun:
-        """Calibrate and train. The model's tensors are stored in the empty `directory`; None: do not train."""
+        """Calibrate and train, from the newest checkpoint in `directory` if it has one. The model's tensors are stored
+        there; None: do not train."""
         plan, _ = prepare(spec, self._directory / "rows")
         start, notes = self._calibrate_start(plan.spec), _TrainingListener()
         end = start if directory is None else self._train(plan.spec, plan.total_steps, start, directory, notes)
@@ -364,13 +366,13 @@ def main() -> int:
         for seed, point in ((seed, point) for seed in args.seeds for point in args.points):
             done = args.directory / f"{make_result_name(point, args, seed)}.json"
             if not done.is_file():
-                with tempfile.TemporaryDirectory(dir=name) as trained:
-                    point_spec = make_point_spec(spec, point, args, seed)
-                    runs = runs_by_value[point_spec.swiftkv.decode_key_value]
-                    run = runs.train(point_spec, Path(trained) if count_steps(point, args) else None)
-                    write_report(measure_point(runs, run, needles, args), done)
-                    if needles and not teacher.is_file():
-                        write_report(measure_needles(runs, run, needles, swiftkv=False), teacher)
+                point_spec, training = make_point_spec(spec, point, args, seed), done.with_suffix(".training")
+                runs = runs_by_value[point_spec.swiftkv.decode_key_value]
+                run = runs.train(point_spec, training if count_steps(point, args) else None)
+                if needles and not teacher.is_file():
+                    write_report(measure_needles(runs, run, needles, swiftkv=False), teacher)
+                write_report(measure_point(runs, run, needles, args), done)
+                shutil.rmtree(training, ignore_errors=True)
             rows.setdefault(point, []).append(json.loads(done.read_text(encoding="utf-8")))
             print_row(point, rows[point][-1])
     found = json.loads(teacher.read_text(encoding="utf-8")) if needles else {}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks import depths
 from benchmarks.depths import POINTS, SPEC_FILE, main, make_point_spec, make_result_name, summarize_seeds
 from swiftkv_platform.specs import load_spec
 from tests.support.tiny_models import save_teacher
@@ -60,23 +61,30 @@ def test_seeds_become_their_mean_and_range() -> None:
     assert summarize_seeds(rows)["start"]["mean"] == 0.35
 
 
-@pytest.mark.soak("trains students of a tiny model")
-def test_points_are_trained_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = tmp_path / "texts.jsonl"
+def write_tiny_spec(directory: Path) -> Path:
+    texts = directory / "texts.jsonl"
     rows = [json.dumps({"text": f"def add_{i}(x):\n    return x + {i}\n"}) for i in range(60)]
     texts.write_text("\n".join(rows) + "\n")
     document = {
         "name": "tiny",
-        "model": {"name_or_path": str(save_teacher(tmp_path / "teacher")), "dtype": "float32"},
+        "model": {"name_or_path": str(save_teacher(directory / "teacher")), "dtype": "float32"},
         "swiftkv": {"calibration_tokens": 1024},
         "data": {"sources": [{"name_or_path": str(texts)}], "max_length": 64, "validation_fraction": 0.2},
         "training": {"batch_size": 2, "micro_batch_size": 2},
         "sharding": {"strategy": "ddp"},
         "resources": {"num_workers": 1},
     }
-    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(document))
+    (directory / "spec.yaml").write_text(yaml.safe_dump(document))
+    file = directory / "spec.yaml"
+    file.write_text(yaml.safe_dump(document))
+    return file
+
+
+@pytest.mark.soak("trains students of a tiny model")
+def test_points_are_trained_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = write_tiny_spec(tmp_path)
     report = tmp_path / "report.json"
-    options = f"{tmp_path / 'kept'} --spec {tmp_path / 'spec.yaml'} --points 2:1 2:2 2:1:shared --steps 4 --seeds 0 1"
+    options = f"{tmp_path / 'kept'} --spec {spec} --points 2:1 2:2 2:1:shared --steps 4 --seeds 0 1"
     monkeypatch.setattr("sys.argv", ["depths", *options.split(), "--needle-lengths", "--output", str(report)])
     assert main() == 0
     points = json.loads(report.read_text())["points"]
@@ -88,3 +96,24 @@ def test_points_are_trained_measured_and_kept(tmp_path: Path, monkeypatch: pytes
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").glob("*-steps-*.json")}
     assert main() == 0
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
+
+
+def test_an_interrupted_point_continues_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, steps = tmp_path / "report.json", list[int]()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    options = f"{tmp_path / 'kept'} --spec {write_tiny_spec(tmp_path)} --points 2:1 --steps 4 --needle-lengths"
+    monkeypatch.setattr("sys.argv", ["depths", *options.split(), "--output", str(report)])
+    monkeypatch.setattr(depths._TrainingListener, "on_step", lambda _self, metrics: steps.append(metrics.step))
+    with monkeypatch.context() as patch:
+        patch.setattr(depths, "measure_point", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            main()
+    assert steps == [1, 2, 3, 4]
+    assert main() == 0
+    assert steps == [1, 2, 3, 4], "the second run has nothing left to train"
+    [result] = json.loads(report.read_text())["points"]["2:1"]
+    assert result["tokens"] > 0
+    assert not list((tmp_path / "kept").glob("*.training"))

@@ -368,11 +368,13 @@ def main() -> int:
             if not done.is_file():
                 point_spec, training = make_point_spec(spec, point, args, seed), done.with_suffix(".training")
                 runs = runs_by_value[point_spec.swiftkv.decode_key_value]
-                run = runs.train(point_spec, training if count_steps(point, args) else None)
+                is_trained = count_steps(point, args) > 0
+                run = runs.train(point_spec, training if is_trained else None)
                 if needles and not teacher.is_file():
                     write_report(measure_needles(runs, run, needles, swiftkv=False), teacher)
                 write_report(measure_point(runs, run, needles, args), done)
-                shutil.rmtree(training, ignore_errors=True)
+                if is_trained:
+                    shutil.rmtree(training)
             rows.setdefault(point, []).append(json.loads(done.read_text(encoding="utf-8")))
             print_row(point, rows[point][-1])
     found = json.loads(teacher.read_text(encoding="utf-8")) if needles else {}

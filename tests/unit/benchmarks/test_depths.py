@@ -9,6 +9,7 @@ import yaml
 
 from benchmarks import depths
 from benchmarks.depths import POINTS, SPEC_FILE, main, make_point_spec, make_result_name, summarize_seeds
+from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.specs import load_spec
 from tests.support.tiny_models import save_teacher
 
@@ -71,10 +72,10 @@ def write_tiny_spec(directory: Path) -> Path:
         "swiftkv": {"calibration_tokens": 1024},
         "data": {"sources": [{"name_or_path": str(texts)}], "max_length": 64, "validation_fraction": 0.2},
         "training": {"batch_size": 2, "micro_batch_size": 2},
+        "checkpoint": {"every_steps": 2},
         "sharding": {"strategy": "ddp"},
         "resources": {"num_workers": 1},
     }
-    (directory / "spec.yaml").write_text(yaml.safe_dump(document))
     file = directory / "spec.yaml"
     file.write_text(yaml.safe_dump(document))
     return file
@@ -99,21 +100,28 @@ def test_points_are_trained_measured_and_kept(tmp_path: Path, monkeypatch: pytes
 
 
 def test_an_interrupted_point_continues_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report, steps = tmp_path / "report.json", list[int]()
+    spec, report, steps = write_tiny_spec(tmp_path), tmp_path / "report.json", list[int]()
+    on_step = depths._TrainingListener.on_step
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    def run_point(directory: str, last_step: int) -> int:
+        def record(listener: depths._TrainingListener, metrics: StepMetrics) -> None:
+            steps.append(metrics.step)
+            on_step(listener, metrics)
+            if metrics.step == last_step:
+                raise KeyboardInterrupt
 
-    options = f"{tmp_path / 'kept'} --spec {write_tiny_spec(tmp_path)} --points 2:1 --steps 4 --needle-lengths"
-    monkeypatch.setattr("sys.argv", ["depths", *options.split(), "--output", str(report)])
-    monkeypatch.setattr(depths._TrainingListener, "on_step", lambda _self, metrics: steps.append(metrics.step))
-    with monkeypatch.context() as patch:
-        patch.setattr(depths, "measure_point", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            main()
-    assert steps == [1, 2, 3, 4]
-    assert main() == 0
-    assert steps == [1, 2, 3, 4], "the second run has nothing left to train"
-    [result] = json.loads(report.read_text())["points"]["2:1"]
-    assert result["tokens"] > 0
-    assert not list((tmp_path / "kept").glob("*.training"))
+        options = f"{tmp_path / directory} --spec {spec} --points 2:1 --steps 6 --needle-lengths --output {report}"
+        monkeypatch.setattr("sys.argv", ["depths", *options.split()])
+        monkeypatch.setattr(depths._TrainingListener, "on_step", record)
+        return main()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_point("interrupted", last_step=5)
+    del steps[:]
+    assert run_point("interrupted", last_step=-1) == 0
+    assert steps in ([3, 4, 5, 6], [5, 6]), "the last checkpoint may still have been in writing"
+    assert not list((tmp_path / "interrupted").glob("*.training"))
+    [continued] = json.loads(report.read_text())["points"]["2:1"]
+    assert run_point("whole", last_step=-1) == 0
+    [whole] = json.loads(report.read_text())["points"]["2:1"]
+    assert (continued["end"], continued["tokens"]) == (whole["end"], whole["tokens"])

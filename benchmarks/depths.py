@@ -33,7 +33,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,7 @@ from swiftkv_platform.jobs.worker.setup import (
     resolve_teacher,
 )
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
+from swiftkv_platform.sources import UNRESTRICTED
 from swiftkv_platform.specs import JobSpec, load_spec
 from swiftkv_platform.specs.evaluation import TaskSpec
 from swiftkv_platform.storage.addresses import open_store
@@ -312,7 +313,8 @@ def measure_tasks(runs: TrainingRuns, run: TrainedRun, args: argparse.Namespace)
     named = [{"name": name, "data_dir": args.task_data} for name in args.tasks]
     evaluation = run.spec.evaluation.model_copy(update={"task_limit": args.task_limit})
     student, tokenizer = runs.load(run.spec, run.final_tensors), load_tokenizer(run.spec, runs.path)
-    tasks = resolve_tasks([TaskSpec.model_validate(task) for task in named])
+    access = replace(UNRESTRICTED, code_tasks=args.allow_code_tasks)
+    tasks = resolve_tasks([TaskSpec.model_validate(task) for task in named], access=access)
     answers = TeacherAnswers(args.directory / "teacher-answers")
     results = run_tasks(student, tokenizer, tasks, evaluation, parts=answers)
     return [score.model_dump(mode="json") for score in results.scores]
@@ -400,7 +402,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--needle-lengths", type=int, nargs="*", default=[512, 1024])
     parser.add_argument("--needle-samples", type=int, default=20)
     parser.add_argument("--tasks", nargs="*", default=[], help="lm-evaluation-harness tasks, such as builtin:ifeval")
-    parser.add_argument("--task-data", help="directory with the tasks' files")
+    parser.add_argument("--task-data", help="directory with the tasks' files, or with one directory for each task")
+    parser.add_argument("--allow-code-tasks", action="store_true", help="allow tasks that run answers as code")
     parser.add_argument("--task-limit", type=int, help="samples of each task; default: all")
     parser.add_argument("--early-exit", action="store_true", help="also train an exit head at layer l")
     return parser.parse_args()

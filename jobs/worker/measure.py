@@ -36,6 +36,7 @@ from swiftkv_platform.model import convert
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.tokenizers import load_tokenizer
 from swiftkv_platform.model.workers import Workers
+from swiftkv_platform.sources import UNRESTRICTED
 from swiftkv_platform.specs import DataSourceSpec, DataSpec, EvaluationSpec, JobSpec, ModelSpec
 from swiftkv_platform.specs.base import STORED_CONTEXT
 from swiftkv_platform.specs.job import resolve_model_defaults
@@ -151,7 +152,12 @@ class Evaluation:
 
 
 def evaluate_directory(
-    path: Path, *, data: Sequence[str] = (), teacher: str | None = None, evaluation: dict[str, Any] | None = None
+    path: Path,
+    *,
+    data: Sequence[str] = (),
+    teacher: str | None = None,
+    evaluation: dict[str, Any] | None = None,
+    allows_code_tasks: bool = False,
 ) -> tuple[Report, dict[str, Any]]:
     """Measure the student in `path` against its teacher.
 
@@ -160,6 +166,7 @@ def evaluate_directory(
         teacher: the model that the student was made of, as in `model.name_or_path`; None: the student's teacher mode
             or, for a student without its teacher's projections, the teacher named by the job.
         evaluation: fields of `EvaluationSpec` that override the job's or the defaults.
+        allows_code_tasks: allow tasks that run the model's answers as code.
 
     Returns:
         The report, without the stages before training, and the artifact's lineage (empty if there is none).
@@ -185,7 +192,8 @@ def evaluate_directory(
         workspace = Path(directory)
         if named is not None:
             _attach_teacher(student, resolve_teacher(named, workspace), named)
-        tasks = resolve_tasks(spec.tasks, fetch=lambda uri: fetch_data(uri, workspace / "tasks"))
+        access = replace(UNRESTRICTED, code_tasks=allows_code_tasks)
+        tasks = resolve_tasks(spec.tasks, fetch=lambda uri: fetch_data(uri, workspace / "tasks"), access=access)
         rows = _prepare_rows(student, tokenizer, job, data, workspace)
         return Evaluation(student, rows, spec).report(tokenizer, tasks), lineage
 

@@ -150,14 +150,24 @@ def evaluate(
     tasks: Annotated[
         list[str] | None,
         typer.Option(
-            help="Task of lm-evaluation-harness: name, .yaml file, builtin:mmlu, builtin:gsm8k, builtin:ifeval, "
-            "builtin:tool-calls, or paper (table B.1). Repeatable. Default: the tasks of the student's job."
+            help="Task of lm-evaluation-harness: name, .yaml file, builtin:mmlu, builtin:gsm8k, "
+            "builtin:humaneval, builtin:ifeval, builtin:tool-calls, or paper (table B.1). Repeatable. Default: the tasks "
+            "of the student's job."
         ),
     ] = None,
     task_data: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Directory with the data files of a built-in or .yaml task.")
+        str | None,
+        typer.Option(metavar="DIR", help="Directory with the files of all tasks, or with one directory for each task."),
     ] = None,
     task_limit: Annotated[int | None, typer.Option(min=1, help="Max samples per task. Default: all.")] = None,
+    allow_code_tasks: Annotated[
+        bool,
+        typer.Option(
+            "--allow-code-tasks",
+            envvar="SWIFTKV_ALLOW_CODE_TASKS",
+            help="Allow tasks that run the model's answers as code with your permissions, such as builtin:humaneval.",
+        ),
+    ] = False,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -187,7 +197,9 @@ def evaluate(
         "needle_samples": needle_samples,
     }
     changes = {name: value for name, value in options.items() if value is not None}
-    report, lineage = evaluate_directory(directory, data=data or (), teacher=teacher, evaluation=changes)
+    report, lineage = evaluate_directory(
+        directory, data=data or (), teacher=teacher, evaluation=changes, allows_code_tasks=allow_code_tasks
+    )
     document = report.model_dump(mode="json")
     if html is not None:
         html.write_text(render_evaluation_page(document, lineage), encoding="utf-8")

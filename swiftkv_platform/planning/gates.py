@@ -39,6 +39,7 @@ _SAMPLES_PER_TASK = {
     "arc_easy": 2376,
     "boolq": 3270,
     "builtin:gsm8k": 1319,
+    "builtin:humaneval": 164,
     "builtin:ifeval": 541,
     "builtin:tool-calls": 30,
     "gsm8k": 1319,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from swiftkv_platform.errors import DataError
 from swiftkv_platform.specs.base import Count, Name, NonNegative, NumLayers, Positive, Range, Size, Spec, Word
 
 _MAX_TRIALS = 256
@@ -15,10 +17,11 @@ BUILTIN_TASKS: Mapping[str, tuple[str, ...]] = {
     "builtin:gsm8k": ("gsm8k_train.jsonl", "gsm8k_test.jsonl"),
     "builtin:mmlu": ("test/*_test.csv", "dev/*_dev.csv"),
     "builtin:ifeval": ("input_data.jsonl",),
+    "builtin:humaneval": ("HumanEval.jsonl*",),
     "builtin:tool-calls": (),
 }
-"""Files of the built-in tasks below `data_dir`, as glob patterns; empty for a generated task."""
-INSTRUCTION_TASKS = frozenset({"builtin:ifeval", "builtin:tool-calls"})
+"""Files of the built-in tasks in `find_task_directory`, as glob patterns; empty for a generated task."""
+INSTRUCTION_TASKS = frozenset({"builtin:ifeval", "builtin:humaneval", "builtin:tool-calls"})
 """Built-in tasks with instructions as prompts."""
 
 
@@ -26,19 +29,44 @@ class TaskSpec(Spec):
     """A task of lm-evaluation-harness, run with teacher and student."""
 
     name: Annotated[Name, Field(min_length=1)]
-    """Name of a task or group of the harness, a task's `.yaml` file (local or `s3://`), `builtin:mmlu`, `builtin:gsm8k`
-    or `builtin:ifeval` (over their authors' files in `data_dir`), `builtin:tool-calls` (whether tool calls are valid
-    JSON), or `paper`: the seven tasks of table B.1."""
+    """Name of a task or group of the harness, a task's `.yaml` file (local or `s3://`), `builtin:mmlu`,
+    `builtin:gsm8k`, `builtin:humaneval` or `builtin:ifeval` (over their authors' files in `data_dir`),
+    `builtin:tool-calls` (whether tool calls are valid JSON), or `paper`: the seven tasks of table B.1."""
     data_dir: Name | None = None
-    """Base directory of relative `data_files` of a task file or built-in task; default: the file's directory."""
+    """Base directory of relative `data_files` of a task file; default: the file's directory. Of a built-in task the
+    directory of its files, or the one above it, so that built-in tasks can share a `data_dir`."""
     num_fewshot: Annotated[int, Range(0, 10_000)] | None = None
     """Few-shot examples; default: the task's."""
     metric: Word | None = None
     """Metric, such as `acc_norm`; default: the task's first metric where higher is better. Metrics where lower is
     better, such as `word_perplexity`, must be named."""
     chat_template: bool | None = None
-    """Use the tokenizer's chat template, with few-shot examples as separate turns. Null: only for `builtin:ifeval` and
-    `builtin:tool-calls` with instruction-tuned models."""
+    """Use the tokenizer's chat template, with few-shot examples as separate turns. Null: only for `builtin:ifeval`,
+    `builtin:humaneval` and `builtin:tool-calls` with instruction-tuned models."""
+
+
+def find_task_directory(name: str, data_dir: Path, field: str) -> Path:
+    """Return the directory with the files of a built-in task: `data_dir`, or the only directory in it that has them.
+
+    Raises `DataError` if none or several have them, and `OSError` if `data_dir` cannot be read.
+    """
+    patterns = BUILTIN_TASKS[name]
+
+    def is_complete(directory: Path) -> bool:
+        return all(any(directory.glob(pattern)) for pattern in patterns)
+
+    if is_complete(data_dir):
+        return data_dir
+    paths = sorted(data_dir.iterdir()) if data_dir.is_dir() else ()
+    found = [path for path in paths if path.is_dir() and is_complete(path)]
+    if len(found) == 1:
+        return found[0]
+    wanted, place = " and ".join(patterns), f"{field} is {str(data_dir)!r}"
+    if found:
+        names = " and ".join(repr(path.name) for path in found)
+        raise DataError(f"{place}: {names} in it hold {wanted}; use one of them", field=field, value=str(data_dir))
+    message = f"{place}: neither it nor a directory in it holds {wanted}, the files of {name}"
+    raise DataError(message, field=field, value=str(data_dir))
 
 
 def is_task_file_name(name: str) -> bool:

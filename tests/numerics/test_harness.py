@@ -1,6 +1,7 @@
 """lm-evaluation-harness on SwiftKV checkpoints: its log-likelihoods equal those of a plain forward in both modes, and
 tasks run over local files alone."""
 
+import gzip
 import json
 import math
 import subprocess
@@ -23,6 +24,7 @@ from swiftkv_platform.evaluation.harness.tasks import build_needle_tasks, load_t
 from swiftkv_platform.evaluation.parts import NoResultStore
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.workers import Workers
+from swiftkv_platform.sources import Access
 from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec, TaskSpec
 from tests.support import reference
 from tests.support.checkpoints import save
@@ -181,6 +183,7 @@ def test_teacher_and_student_answer_a_local_task(student: Any, task_file: Path) 
 
 def write_mmlu(directory: Path) -> None:
     """Write two subjects in the authors' format, with answers that a CSV reader could take for missing values."""
+    directory.mkdir(exist_ok=True)
     for subject, count in (("art_history", 2), ("biology", 3)):
         for split in ("dev", "test"):
             (directory / split).mkdir(exist_ok=True)
@@ -189,20 +192,36 @@ def write_mmlu(directory: Path) -> None:
 
 
 def write_gsm8k(directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
     for split in ("train", "test"):
         rows = ({"question": f"What is {i} and {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"} for i in range(6))
         (directory / f"gsm8k_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_built_in_tasks_read_their_authors_files(student: Any, tmp_path: Path) -> None:
-    write_mmlu(tmp_path)
-    write_gsm8k(tmp_path)
-    specs = [TaskSpec(name=f"builtin:{name}", data_dir=str(tmp_path), num_fewshot=1) for name in ("mmlu", "gsm8k")]
-    mmlu, gsm8k = scores(student, resolve_tasks(specs), task_batch_size=4, task_limit=2)
+    """Tasks with the directory above their files as `data_dir`, which they share."""
+    write_mmlu(tmp_path / "mmlu")
+    write_gsm8k(tmp_path / "gsm8k")
+    problem = {"prompt": "def zero():\n", "canonical_solution": "    return 0\n", "entry_point": "zero"}
+    # The test does not look at the function, so every completion without a syntax error passes.
+    problem["test"] = "def check(candidate):\n    pass"
+    with gzip.open(tmp_path / "mmlu" / "HumanEval.jsonl.gz", "wt") as file:
+        file.write(json.dumps(problem) + "\n")
+    specs = [
+        TaskSpec(name=f"builtin:{name}", data_dir=str(tmp_path), num_fewshot=shots)
+        for name, shots in (("mmlu", 1), ("gsm8k", 1), ("humaneval", None))
+    ]
+    mmlu, gsm8k, humaneval = scores(
+        student, resolve_tasks(specs, access=Access(code_tasks=True)), task_batch_size=4, task_limit=2
+    )
     assert (mmlu.task, mmlu.metric, mmlu.num_fewshot, mmlu.num_samples) == ("mmlu_local", "acc", 1, 4)
     assert 0 <= mmlu.student <= 1
     assert mmlu.drop_interval is not None
     assert (gsm8k.task, gsm8k.metric, gsm8k.num_samples) == ("gsm8k_local", "exact_match,strict-match", 2)
+    assert (humaneval.task, humaneval.metric, humaneval.num_samples) == ("humaneval_local", "pass@1", 1)
+    assert humaneval.teacher in (0.0, 1.0)
+    with pytest.raises(InvalidInputError, match=r"'builtin:humaneval' may run text, .*ALLOW_CODE_TASKS"):
+        resolve_tasks(specs)
 
 
 @pytest.mark.soak("the index of the harness's tasks takes seconds to read")
@@ -241,7 +260,7 @@ def test_what_cannot_be_resolved_is_said(tmp_path: Path) -> None:
         (TaskSpec(name="nowhere.yaml"), InvalidInputError, "the file 'nowhere.yaml' does not exist"),
         (TaskSpec(name="builtin:arc", data_dir="."), InvalidInputError, "builtin:gsm8k, builtin:mmlu, .* are accepted"),
         (TaskSpec(name="builtin:mmlu"), InvalidInputError, "needs data_dir"),
-        (TaskSpec(name="builtin:mmlu", data_dir=here), DataError, "has no files test/"),
+        (TaskSpec(name="builtin:mmlu", data_dir=here), DataError, "holds test/.*_test.csv and dev/"),
         (TaskSpec(name="builtin:gsm8k", data_dir=here), DataError, "gsm8k_train.jsonl"),
         (TaskSpec(name=f"{here}/list.yaml"), InvalidInputError, "is not a task file"),
         (TaskSpec(name=f"{here}/nameless.yaml"), InvalidInputError, "has no field `task`"),

@@ -42,7 +42,12 @@ from swiftkv_platform.sources.teacher_config import (
 from swiftkv_platform.sources.untrusted_files import CONFIG_BYTES, check_length
 from swiftkv_platform.specs import JobSpec, TaskSpec
 from swiftkv_platform.specs.base import MAX_LAYERS
-from swiftkv_platform.specs.evaluation import BUILTIN_TASKS, get_task_name_and_data_dir, is_task_file_name
+from swiftkv_platform.specs.evaluation import (
+    BUILTIN_TASKS,
+    find_task_directory,
+    get_task_name_and_data_dir,
+    is_task_file_name,
+)
 from swiftkv_platform.specs.job import REFERENCE_HIDDEN_SIZE, resolve_batch_size, resolve_model_defaults
 from swiftkv_platform.storage.addresses import open_store
 
@@ -387,10 +392,10 @@ def _check_task(name: str, data_dir: str | None, field: str, access: Access) -> 
         message = f"{field} is {name!r}: no such file; use a task's .yaml file, or a name that the harness knows"
         raise InvalidInputError(message, field=field, value=name)
     if (is_builtin or names_file) and data_dir is not None:
-        _check_task_data(data_dir, BUILTIN_TASKS.get(name, ()), f"{field}.data_dir", access)
+        _check_task_data(name, data_dir, f"{field}.data_dir", access)
 
 
-def _check_task_data(data_dir: str, patterns: Sequence[str], field: str, access: Access) -> None:
+def _check_task_data(name: str, data_dir: str, field: str, access: Access) -> None:
     location = access.parse_location(data_dir, field)
     if not isinstance(location, PathSource):
         return
@@ -398,8 +403,7 @@ def _check_task_data(data_dir: str, patterns: Sequence[str], field: str, access:
         directory = access.boundary.check_path(location.path, field)
         if not directory.is_dir():
             raise DataError(f"{field} is {data_dir!r}: no such directory", field=field, value=data_dir)
-        missing = [pattern for pattern in patterns if not any(directory.glob(pattern))]
+        if BUILTIN_TASKS.get(name):
+            find_task_directory(name, directory, field)
     except OSError as error:
         raise DataError(f"{field} is {data_dir!r}: it cannot be read", field=field, value=data_dir) from error
-    if missing:
-        raise DataError(f"{field} is {data_dir!r}: it holds no {missing[0]}", field=field, value=data_dir)

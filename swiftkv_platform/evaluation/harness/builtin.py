@@ -1,5 +1,5 @@
-"""Tasks of this package for lm-evaluation-harness: needles in a haystack, tool calls, and IFEval from its authors'
-file. Prompts are generated offline and are the same on every machine.
+"""Tasks of this package for lm-evaluation-harness: needles in a haystack, tool calls, and IFEval and HumanEval from
+their authors' files. Prompts are generated offline and are the same on every machine.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from swiftkv_platform.contract.verdicts import NEEDLE_PREFIX
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.evaluation.harness.humaneval import CODE_PROMPT, ENDS_OF_FUNCTION, MAX_CODE_TOKENS, score_code
 from swiftkv_platform.planning.gates import NEEDLE_LENGTHS
 from swiftkv_platform.specs import EvaluationSpec
 
@@ -44,7 +45,6 @@ _TOOL_REQUESTS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
 _JSON_START = re.compile(r"\[\s*\{|\{")
 _TOOL_CALL_FORMAT = '<tool_call>[{"name": "function name", "arguments": {"argument name": "value"}}]</tool_call>'
 
-IFEVAL_FILE = "input_data.jsonl"
 _IFEVAL_METRICS = ("prompt_level_strict_acc", "inst_level_strict_acc", "prompt_level_loose_acc", "inst_level_loose_acc")
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+")
 
@@ -56,14 +56,14 @@ def _build_generation_task(
 
     Args:
         metrics: aggregation by metric.
-        data: the harness's fields for the documents.
+        data: the harness's fields for the documents, and others that a task has.
     """
     return {
         "task": name,
-        **data,
         "test_split": "test",
         "output_type": "generate_until",
         "doc_to_text": "{{prompt}}",
+        **data,
         "doc_to_target": target,
         "num_fewshot": 0,
         "process_results": score,
@@ -198,17 +198,39 @@ def make_call_prompts() -> list[tuple[str, dict[str, Any]]]:
     return prompts
 
 
+def build_humaneval_task(file: str) -> dict[str, Any]:
+    """Return the configuration of HumanEval, which runs the model's answers as code. `file`: its problems, for
+    `datasets`."""
+    return _build_generation_task(
+        "humaneval_local",
+        "{{canonical_solution}}",
+        score_code,
+        {"pass@1": "mean"},
+        until=list(ENDS_OF_FUNCTION),
+        max_tokens=MAX_CODE_TOKENS,
+        unsafe_code=True,
+        **_read_json_file(file),
+        **CODE_PROMPT,
+    )
+
+
+def _read_json_file(file: str) -> dict[str, Any]:
+    """Return the harness's fields for documents in a JSON lines file."""
+    return {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": file}}}
+
+
 def build_ifeval_task(file: str) -> dict[str, Any]:
-    """Return the configuration of IFEval (Zhou et al., 2023), scored by the harness's checkers. `file`: name of a copy
-    of `IFEVAL_FILE` for `datasets`. Raises `InvalidInputError` if the checkers need a package that is not installed.
+    """Return the configuration of IFEval (Zhou et al., 2023), scored by the harness's checkers. `file`: its prompts,
+    for `datasets`. Raises `InvalidInputError` if the checkers need a package that is not installed.
 
     The checkers use nltk's sentence model, which is a download. Without it, text is split into sentences at punctuation
     and into words at white space, so scores of both modes may differ by a few tenths of a point from those with nltk.
     """
     _load_ifeval_checkers()
     metrics = {name: average_over_instructions if name.startswith("inst") else "mean" for name in _IFEVAL_METRICS}
-    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": file}}}
-    return _build_generation_task("ifeval_local", "", score_instructions, metrics, until=[], max_tokens=1280, **data)
+    return _build_generation_task(
+        "ifeval_local", "", score_instructions, metrics, until=[], max_tokens=1280, **_read_json_file(file)
+    )
 
 
 def score_instructions(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from jinja2 import TemplateError
 from swiftkv_platform.contract.verdicts import NEEDLE_PREFIX
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.evaluation.harness.builtin import (
-    IFEVAL_FILE,
+    build_humaneval_task,
     build_ifeval_task,
     build_needle_task,
     build_tool_call_task,
@@ -32,7 +32,7 @@ from swiftkv_platform.evaluation.harness.trust import explain_distrust
 from swiftkv_platform.installing import make_install_command
 from swiftkv_platform.sources import UNRESTRICTED, Access, PathSource
 from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
-from swiftkv_platform.specs.evaluation import BUILTIN_TASKS, is_task_file_name
+from swiftkv_platform.specs.evaluation import BUILTIN_TASKS, find_task_directory, is_task_file_name
 
 TASKS_FIELD = "evaluation.tasks"
 _BUILTIN_PREFIX = "builtin:"
@@ -118,8 +118,9 @@ def _check_allowed(task: Task, access: Access) -> Task:
         return task
     if not access.code_tasks:
         raise make_task_error(
-            f"{task.spec.name!r} may run text, such as the model's answers, as code ({why}), which the operator does "
-            "not allow (SWIFTKV_ALLOW_CODE_TASKS); use a task that compares text",
+            f"{task.spec.name!r} may run text, such as the model's answers, as code ({why}), which is not allowed; "
+            "use a task that compares text, or set SWIFTKV_ALLOW_CODE_TASKS=1 where the control plane or `swiftkv "
+            "evaluate` runs",
             task.spec.name,
         )
     return replace(task, runs_code=True)
@@ -215,21 +216,28 @@ def _build_builtin_task(spec: TaskSpec, fetch: Fetch | None, access: Access) -> 
         )
     if spec.name == "builtin:tool-calls":
         return build_tool_call_task()
-    data = _get_local_path(spec.data_dir, fetch, access)
+    data = find_task_directory(spec.name, _get_local_path(spec.data_dir, fetch, access), TASKS_FIELD)
     if spec.name == "builtin:ifeval":
-        return build_ifeval_task(_resolve_data_files(data, IFEVAL_FILE))
+        return build_ifeval_task(_get_only_file(spec.name, data))
+    if spec.name == "builtin:humaneval":
+        return build_humaneval_task(_get_only_file(spec.name, data))
     package = Path(str(files("swiftkv_platform.distillation") / "tasks"))
     if spec.name == "builtin:gsm8k":
         return _load_task_file(package / "gsm8k.yaml", spec.name, data)
     template = yaml.safe_load((package / "mmlu.yaml").read_text(encoding="utf-8"))
     subjects = sorted(path.name.removesuffix("_test.csv") for path in data.glob("test/*_test.csv"))
-    if not subjects:
-        raise _make_missing_data_error(f"{str(data)!r} has no files test/*_test.csv", data)
     return {
         "group": "mmlu_local",
         "task": [_build_subject_task(template, subject, data) for subject in subjects],
         "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
     }
+
+
+def _get_only_file(name: str, data: Path) -> str:
+    """Return the file of a built-in task that has one, as `data_files` names it."""
+    [pattern] = BUILTIN_TASKS[name]
+    found: str = _resolve_data_files(data, min(path.name for path in data.glob(pattern)))
+    return found
 
 
 def _build_subject_task(template: Mapping[str, Any], subject: str, data: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Measures that instruction-tuned models have by default, and the prompts they are asked: no model."""
 
 import json
+import os
 from pathlib import Path
 
 import datasets
@@ -8,10 +9,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from swiftkv_platform import sources
-from swiftkv_platform.evaluation.harness import builtin
+from swiftkv_platform.errors import DataError
+from swiftkv_platform.evaluation.harness import builtin, humaneval
 from swiftkv_platform.evaluation.harness.builtin import choose_needle_lengths, make_needle_prompt, score_needle
 from swiftkv_platform.evaluation.harness.tasks import is_instruction_tuned, resolve_tasks
 from swiftkv_platform.specs import EvaluationSpec, TaskSpec
+from swiftkv_platform.specs.evaluation import find_task_directory
 from tests.support.fakes.tokenizers import byte_tokenizer
 from tests.support.requirements import required_module
 
@@ -96,6 +99,60 @@ def test_ifeval_says_what_is_missing_or_scores_instructions(tmp_path: Path) -> N
     one = builtin.score_instructions(document, ["One, two. Three! Four?"])
     assert (one["prompt_level_strict_acc"], one["inst_level_strict_acc"]) == (0.0, [False, True])
     assert builtin.average_over_instructions([[True, True], [False]]) == pytest.approx(2 / 3)
+
+
+PROBLEM = {
+    "prompt": "def add(a: int, b: int) -> int:\n",
+    "entry_point": "add",
+    "test": "def check(candidate):\n    assert candidate(2, 3) == 5\n    print('passed')",
+}
+
+
+@pytest.mark.parametrize(
+    ("body", "passed"),
+    [
+        ("    return a + b\n", True),
+        ("    print('x' * 100)\n    return a + b", True),
+        ("    return a - b\n", False),
+        ("    return a +\n", False),
+        ("    raise SystemExit(0)\n", False),
+        ("    import os\n    os._exit(0)\n", False),
+        ("    return len(bytearray(1 << 31)) and a + b\n", False),
+        ("    while True:\n        print('x' * 1000)\n", False),
+    ],
+)
+def test_a_completed_function_passes_if_its_tests_run_to_their_end(body: str, passed: bool) -> None:
+    assert humaneval.score_code(PROBLEM, [body]) == {"pass@1": float(passed)}
+
+
+def test_a_program_ends_with_what_it_has_started(tmp_path: Path) -> None:
+    """The started process would hold the pipe open."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    program = f"import subprocess\nsubprocess.Popen(['sleep', '1000'], stdout=open({str(pipe)!r}, 'w'))"
+    assert humaneval.is_run_to_its_end(program)
+    os.set_blocking(reader, True)
+    assert os.read(reader, 1) == b"", "the pipe has no writer"
+    os.close(reader)
+
+
+def test_a_built_in_task_finds_its_files_in_the_directory_or_one_level_below(tmp_path: Path) -> None:
+    def find(name: str, directory: Path) -> Path:
+        return find_task_directory(f"builtin:{name}", directory, "evaluation.tasks")
+
+    for file in ("code/HumanEval.jsonl.gz", "math/gsm8k_train.jsonl", "math/gsm8k_test.jsonl", "half/gsm8k_test.jsonl"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("")
+    assert find("humaneval", tmp_path) == find("humaneval", tmp_path / "code") == tmp_path / "code"
+    assert find("gsm8k", tmp_path) == tmp_path / "math"
+    with pytest.raises(DataError, match=r"neither it nor a directory in it holds input_data.jsonl, the"):
+        find("ifeval", tmp_path)
+    with pytest.raises(DataError, match="neither it nor"):
+        find("gsm8k", tmp_path / "nowhere")
+    (tmp_path / "code2").mkdir()
+    (tmp_path / "code2" / "HumanEval.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"'code' and 'code2' in it hold HumanEval.jsonl\*; use one of them"):
+        find("humaneval", tmp_path)
 
 
 def test_the_name_of_a_directory_of_questions_is_no_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,8 +151,8 @@ def evaluate(
         list[str] | None,
         typer.Option(
             help="Task of lm-evaluation-harness: name, .yaml file, builtin:mmlu, builtin:gsm8k, "
-            "builtin:humaneval, builtin:ifeval, builtin:tool-calls, or paper (table B.1). Repeatable. Default: the tasks "
-            "of the student's job."
+            "builtin:humaneval, builtin:ifeval, builtin:tool-calls, or paper (table B.1). Repeatable. Default: the "
+            "tasks of the student's job."
         ),
     ] = None,
     task_data: Annotated[

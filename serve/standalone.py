@@ -32,7 +32,7 @@ _DRAIN_TIMEOUT_S = 5
 def serve_model(
     served: ServedConfig, args: ReplicaArgs, *, host: str, port: int, on_ready: Callable[[str], None] = lambda _: None
 ) -> None:
-    """Load a model and serve it until SIGINT or SIGTERM. BlockSplitter.
+    """Load a model and serve it until SIGINT or SIGTERM. Blocks.
 
     Args:
         port: 0 selects a free one.

@@ -137,6 +137,10 @@ class Settings(BaseSettings):
     allow_code_tasks: bool = False
     """Allow evaluation tasks to execute code on workers, with the workers' permissions: model output (HumanEval, MBPP,
     sympy tasks) or metrics from the hub."""
+    teacher_origins: tuple[str, ...] | None = None
+    """Allowed origins of `data.sources[].complete.endpoint`, the servers to which workers send prompts and
+    `TEACHER_API_KEY`: `https://host`, `https://*.domain`, `http://host:port`. None: all origins are allowed
+    without authentication, none with it."""
     model_cache_bytes: Annotated[int, Field(ge=0)] = 0
     """Max bytes of models that a machine caches for its replicas at `{home}/models`; set it on replica machines. With
     0, each replica and each swap downloads its model again."""
@@ -278,6 +282,10 @@ class Settings(BaseSettings):
     @property
     def resolved_source_roots(self) -> tuple[str, ...] | None:
         return () if self.source_roots is None and self.requires_credentials else self.source_roots
+
+    @property
+    def resolved_teacher_origins(self) -> tuple[str, ...] | None:
+        return () if self.teacher_origins is None and self.requires_credentials else self.teacher_origins
 
     @property
     def resolved_deployments_share(self) -> float:

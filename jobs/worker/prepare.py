@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import islice
@@ -36,6 +36,7 @@ from swiftkv_platform.evaluation.quality import select_evaluation_rows
 from swiftkv_platform.jobs.attempt.events import PhaseProgressReporter, Reporter
 from swiftkv_platform.jobs.attempt.stored import read_newest_object
 from swiftkv_platform.jobs.values import RunPlan
+from swiftkv_platform.jobs.worker.served_teacher import ServedAnswer, ServedTeacher
 from swiftkv_platform.jobs.worker.setup import (
     StoreFiles,
     fetch_data,
@@ -60,7 +61,7 @@ from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import ObjectStore
 
 if TYPE_CHECKING:
-    from swiftkv_platform.engine import LLMEngine
+    from swiftkv_platform.engine import LLMEngine, RequestOutput
 
 
 def prepare(
@@ -199,13 +200,15 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
     set_up_process(spec)
     store = open_store(store_uri)
     answers, num_tokens = AttemptAnswers(store, request), 0
-    progress = PhaseProgressReporter(Reporter(store, request.attempt_id, f"write-{worker}"), "write")
+    reporter = Reporter(store, request.attempt_id, f"write-{worker}")
+    progress = PhaseProgressReporter(reporter, "write")
     with tempfile.TemporaryDirectory(prefix="write-") as directory:
         workspace = Path(directory)
         path = resolve_teacher(spec.model, workspace, access=get_access(request))
         teacher = describe_teacher(spec, path)
         max_length = min(spec.data.max_length, teacher.max_model_len)
-        encoder = DocumentEncoder(load_tokenizer(spec, path), max_length=max_length, train_on=spec.data.train_on)
+        tokenizer = load_tokenizer(spec, path)
+        encoder = DocumentEncoder(tokenizer, max_length=max_length, train_on=spec.data.train_on)
         load_engine = cache(partial(_load_engine, spec, path))
         for index, source in enumerate(spec.data.sources):
             if source.complete is not None:
@@ -218,14 +221,19 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
                     remote=StoreFiles(workspace / "data"),
                     access=get_access(request),
                 )
+                field = f"data.sources[{index}]"
+                connect = cache(partial(ServedTeacher, source.complete, f"{field}.complete", tokenizer))
+                is_served = source.complete.endpoint is not None
                 num_tokens += write_answers(
                     prompts,
                     answers,
-                    load_engine,
+                    connect if is_served else load_engine,
                     worker=worker,
                     num_workers=spec.resources.max_workers,
-                    progress=partial(progress.report, f"data.sources[{index}], worker {worker}"),
+                    progress=partial(progress.report, f"{field}, worker {worker}"),
                 )
+                if is_served:
+                    reporter.send_message(f"{field}, worker {worker}: {connect().describe_usage()}")
     return num_tokens
 
 
@@ -246,7 +254,7 @@ def _load_engine(spec: JobSpec, path: str) -> LLMEngine:
 def write_answers(
     source: PromptSource,
     store: CompletionStore,
-    load_engine: Callable[[], LLMEngine],
+    load_engine: Callable[[], LLMEngine | ServedTeacher],
     *,
     worker: int = 0,
     num_workers: int = 1,
@@ -255,7 +263,7 @@ def write_answers(
     """Generate this worker's share of the missing answers, shard by shard; return their number of tokens.
 
     Args:
-        load_engine: called if there are missing answers.
+        load_engine: called if there are missing answers; a served teacher takes the engine's place.
         progress: called at the start and after each shard with (answered prompts, total).
     """
     engine, num_tokens, num_done = None, 0, 0
@@ -277,7 +285,9 @@ def write_answers(
     return num_tokens
 
 
-def _generate_answers(engine: LLMEngine, shard: CompletionShard, source: PromptSource) -> list[Completion]:
+def _generate_answers(
+    engine: LLMEngine | ServedTeacher, shard: CompletionShard, source: PromptSource
+) -> list[Completion]:
     """Return the answers to the prompts in order; empty for prompts that fill the context."""
     from swiftkv_platform.engine import SamplingParams
 
@@ -294,7 +304,8 @@ def _generate_answers(engine: LLMEngine, shard: CompletionShard, source: PromptS
         )
         for i in indices
     ]
-    outputs = engine.generate([list(answers[i].prompt_token_ids) for i in indices], parameters) if indices else []
+    prompts = [list(answers[i].prompt_token_ids) for i in indices]
+    outputs: Sequence[RequestOutput | ServedAnswer] = engine.generate(prompts, parameters) if indices else []
     for i, output in zip(indices, outputs, strict=True):
         answers[i] = replace(answers[i], token_ids=tuple(output.token_ids), text=output.text)
     return answers

@@ -102,7 +102,10 @@ class PromptSource:
 
     def plan_shards(self) -> Iterator[CompletionShard]:
         """Yield all shards, in the same order every time. Raises as `read_source_rows`."""
-        description = [asdict(self.teacher), self.settings.model_dump(mode="json")]
+        settings = self.settings.model_dump(mode="json", exclude={"endpoint"})  # a server may move
+        if settings["model"] is None:
+            del settings["model"]
+        description = [asdict(self.teacher), settings]
         waiting = self._read_prompts()
         while prompts := tuple(islice(waiting, _PROMPTS_PER_SHARD)):
             key = _hash([*description, [prompt.prompt_token_ids for prompt in prompts]]).hex()

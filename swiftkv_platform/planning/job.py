@@ -106,8 +106,8 @@ def compute_teacher_bytes(config: ConfigSource, dtype: str) -> int:
 
 
 def check_row_generation_memory(spec: JobSpec, config: ConfigSource) -> None:
-    """Raise `InvalidInputError` if the teacher generates rows of a source but does not fit into a worker's memory (that
-    of the named GPU, or `memory_per_worker`). Each worker's engine holds the whole teacher."""
+    """Raise `InvalidInputError` if the teacher generates rows of a source, without an endpoint, but does not fit into a
+    worker's memory (that of the named GPU, or `memory_per_worker`). Each worker's engine holds the whole teacher."""
     on_gpu, gpu_bytes = spec.resources.gpus_per_worker > 0, DEVICE_MEMORY.get(spec.resources.accelerator_type or "")
     teacher_bytes = compute_teacher_bytes(config, spec.model.dtype)
     if on_gpu and gpu_bytes is not None:
@@ -127,11 +127,11 @@ def check_row_generation_memory(spec: JobSpec, config: ConfigSource) -> None:
 def refuse_row_generation(spec: JobSpec, teacher_bytes: float, worker_bytes: float, memory_kind: str) -> None:
     """Raise `InvalidInputError` for the first source whose rows the teacher generates, if any."""
     for index, source in enumerate(spec.data.sources):
-        if source.complete is not None:
+        if source.complete is not None and source.complete.endpoint is None:
             raise InvalidInputError(
                 f"data.sources[{index}].complete makes every worker load the whole teacher, {teacher_bytes / 1e9:.1f} "
                 f"GB in {spec.model.dtype} plus its KV cache, but a worker has {worker_bytes / 1e9:.1f} GB "
-                f"{memory_kind}: use more memory, a smaller teacher, or text generated elsewhere",
+                f"{memory_kind}: use more memory, a smaller teacher, or complete.endpoint, a server of the teacher",
                 field=f"data.sources.{index}.complete",
                 value=source.name_or_path,
             )

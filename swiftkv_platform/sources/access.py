@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from swiftkv_platform.contract.attempts import StoredFile, is_file_id
 from swiftkv_platform.errors import InvalidInputError
@@ -47,6 +48,8 @@ class Access:
     """Hub organizations (and repositories without one) whose models and data may be used; None allows the whole hub."""
     code_tasks: bool = False
     """Whether tasks may run code that a model generates."""
+    teacher_origins: tuple[str, ...] | None = None
+    """Origins of the servers that may be asked as teachers (see `matches_origin`); None allows all."""
     tenant: str | None = None
     files: Mapping[str, StoredFile] | None = None
     """Uploaded files of the tenant that the job's spec names, by id."""
@@ -92,8 +95,17 @@ class Access:
             _check_revision(spec.model.revision)
         for index, source in enumerate(spec.data.sources):
             self.parse_data(source.name_or_path, f"data.sources[{index}].name_or_path")
+            if source.complete is not None and source.complete.endpoint is not None:
+                self._check_teacher_endpoint(source.complete.endpoint, f"data.sources[{index}].complete.endpoint")
         for index, task in enumerate(spec.evaluation.tasks):
             self.check_task(task, f"evaluation.tasks[{index}]")
+
+    def _check_teacher_endpoint(self, endpoint: str, field: str) -> None:
+        allowed = self.teacher_origins
+        if allowed is not None and not any(matches_origin(endpoint, origin) for origin in allowed):
+            known = ", ".join(allowed) or "none (SWIFTKV_TEACHER_ORIGINS)"
+            why = f", which the operator does not allow; allowed origins are: {known}"
+            raise InvalidInputError.for_field(field, endpoint, why)
 
     def check_task(self, task: str | TaskSpec, field: str) -> None:
         """Raise `InvalidInputError` for an evaluation task whose name or data may not be used."""
@@ -145,6 +157,8 @@ class SourceRules:
     """Directories and `s3://` prefixes, in which `{tenant}` stands for the caller's tenant; None allows everything."""
     code_tasks: bool = False
     """Whether tasks may run code that a model generates."""
+    teacher_origins: Sequence[str] | None = None
+    """Origins of the servers that may be asked as teachers; None allows all."""
 
     def build_access(
         self, tenant: str, hub_organizations: Sequence[str] | None = None, files: Mapping[str, StoredFile] | None = None
@@ -157,6 +171,7 @@ class SourceRules:
             else tuple(root.replace(_TENANT_PLACEHOLDER, tenant) for root in self.roots),
             hub_organizations=None if hub_organizations is None else tuple(hub_organizations),
             code_tasks=self.code_tasks,
+            teacher_origins=None if self.teacher_origins is None else tuple(self.teacher_origins),
             tenant=tenant,
             files=files,
         )
@@ -164,6 +179,16 @@ class SourceRules:
 
 NO_RULES = SourceRules()
 """Rules of a server that only local users can reach."""
+
+
+def matches_origin(url: str, allowed: str) -> bool:
+    """Whether `url` has the origin `allowed`, as `http://host:port`; `https://*.domain` allows every host below the
+    domain."""
+    asked, opened = urlsplit(url.lower()), urlsplit(allowed.lower())
+    if (asked.scheme, asked.port) != (opened.scheme, opened.port):
+        return False
+    host, pattern = asked.hostname or "", opened.hostname or ""
+    return host.endswith(pattern[1:]) if pattern.startswith("*.") else host == pattern
 
 
 def list_file_ids(spec: JobSpec) -> list[str]:

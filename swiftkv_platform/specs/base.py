@@ -7,10 +7,12 @@ where a finite value may overflow: 5 / 1e-320 is infinite."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -179,6 +181,27 @@ Name = Annotated[str, Field(max_length=1024)]
 """Name of a model, data set, task or directory."""
 Word = Annotated[str, Field(max_length=200)]
 """Name of a revision, split, metric or tag."""
+_HOST = re.compile(r"[A-Za-z0-9.:-]+")
+
+
+def _validate_url(url: str) -> str:
+    unusable = next((character for character in url if not "!" <= character <= "~"), None)
+    if unusable is not None:  # `urlsplit` drops some of these
+        raise ValueError(f"it contains {unusable!a}, which is not valid in URLs; percent-encode it")
+    parts = urlsplit(url)
+    if parts.scheme not in ("https", "http") or not _HOST.fullmatch(parts.hostname or ""):
+        raise ValueError("use an https:// URL")
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        raise ValueError("remove credentials, query and fragment, which would be stored and shown")
+    try:
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError("its port is not a number from 0 to 65535") from error
+    return url
+
+
+HttpUrl = Annotated[str, Field(max_length=500), AfterValidator(_validate_url)]
+"""URL without credentials, query and fragment."""
 Label = Annotated[str, Field(min_length=1, max_length=128, pattern=r'^[^"\\\x00-\x1f]+$')]
 """Key of `metadata`. No quotes or backslashes, because lists are filtered by JSON paths with the key."""
 LabelValue = Annotated[str, Field(max_length=4096)]

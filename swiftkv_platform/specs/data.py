@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from swiftkv_platform.specs.base import MAX_TEMPERATURE, Count, Name, Range, Seed, Size, Spec, Word
+from swiftkv_platform.specs.base import (
+    MAX_TEMPERATURE,
+    Count,
+    HttpUrl,
+    Name,
+    Range,
+    Seed,
+    Size,
+    Spec,
+    Word,
+    make_field_error,
+)
 
 BUILTIN_DATA = "builtin:python-stdlib"
 """Source code of the interpreter's standard library, as training text."""
@@ -19,8 +30,15 @@ BUILTIN_PROMPTS = (BUILTIN_CHATS, BUILTIN_RECALL, BUILTIN_LONG_RECALL, BUILTIN_C
 
 
 class CompletionSpec(Spec):
-    """How the teacher answers a source's prompts."""
+    """How the teacher answers a source's prompts. By default every worker loads it; `endpoint` names a server instead,
+    for teachers that do not fit into a worker."""
 
+    endpoint: HttpUrl | None = None
+    """OpenAI-compatible server of the teacher, with its path, as `http://vllm:8000/v1`. It is sent token ids, so its
+    model needs the tokenizer of `model.name_or_path`. The API key is `TEACHER_API_KEY` in the workers'
+    environment."""
+    model: Annotated[Word, Field(min_length=1)] | None = None
+    """Name of the teacher on `endpoint`."""
     max_tokens: Size = 512
     """Max tokens per answer."""
     temperature: Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE)] = 1.0
@@ -33,6 +51,13 @@ class CompletionSpec(Spec):
     """For texts: max tokens from the start of a text to use as the prompt."""
     seed: Seed = 0
     """Sampling seed, combined with the prompt's tokens."""
+
+    @model_validator(mode="after")
+    def _check_served_teacher(self) -> Self:
+        if (self.endpoint is None) != (self.model is None):
+            missing, given = ("model", "endpoint") if self.model is None else ("endpoint", "model")
+            raise make_field_error(missing, None, f"{given} is set without {missing}; a served teacher needs both")
+        return self
 
 
 class DataSourceSpec(Spec):

@@ -272,3 +272,25 @@ def test_a_group_runs_code_if_one_of_its_tasks_does() -> None:
         with pytest.raises(InvalidInputError, match="SWIFTKV_ALLOW_CODE_TASKS"):
             resolve_tasks([name])
     assert not any(task.runs_code for task in resolve_tasks(["gsm8k", "mmlu"]))
+
+
+def test_only_allowed_servers_are_asked_as_teachers() -> None:
+    def spec(endpoint: str) -> JobSpec:
+        source = {"name_or_path": "builtin:chat-prompts", "complete": {"endpoint": endpoint, "model": "m"}}
+        return JobSpec.model_validate({"name": "t", "data": {"sources": [source]}})
+
+    access = SourceRules((), teacher_origins=("https://llm.example", "http://*.internal:8000")).build_access("acme")
+    for endpoint in ("https://llm.example/v1", "http://vllm.internal:8000/v1"):
+        access.check_spec(spec(endpoint))
+        with pytest.raises(InvalidInputError, match="SWIFTKV_TEACHER_ORIGINS"):
+            SourceRules((), teacher_origins=()).build_access("acme").check_spec(spec(endpoint))
+        SourceRules(None).build_access("acme").check_spec(spec(endpoint))
+    for endpoint in (
+        "http://llm.example/v1",
+        "https://llm.example.evil/v1",
+        "http://internal:8000",
+        "http://a.internal",
+    ):
+        with pytest.raises(InvalidInputError, match="which the operator does not allow") as caught:
+            access.check_spec(spec(endpoint))
+        assert (caught.value.field, caught.value.value) == ("data.sources[0].complete.endpoint", endpoint)

@@ -130,7 +130,11 @@ def _parse_policies(content: bytes) -> _TenantsFile:
 
 
 def make_source_rules(settings: Settings) -> SourceRules:
-    return SourceRules(settings.resolved_source_roots, code_tasks=settings.allow_code_tasks)
+    return SourceRules(
+        settings.resolved_source_roots,
+        code_tasks=settings.allow_code_tasks,
+        teacher_origins=settings.resolved_teacher_origins,
+    )
 
 
 def get_source_access(settings: Settings, policies: TenantPolicies, tenant: str | None) -> Access:

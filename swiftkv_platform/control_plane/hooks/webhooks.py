@@ -28,6 +28,7 @@ from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.webhooks import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, Secret
 from swiftkv_platform.settings import Settings
+from swiftkv_platform.sources.access import matches_origin
 from swiftkv_platform.specs.publish import WebhookSpec
 
 
@@ -53,7 +54,7 @@ class WebhookRules:
     def get_secret(self, webhook: WebhookSpec, tenant: str) -> Secret:
         """Return the webhook's signing secret. Raises `InvalidInputError` for an address that is not allowed, or a
         missing or invalid secret. Messages never contain the secret."""
-        if not any(_matches_origin(webhook.url, allowed) for allowed in self.origins):
+        if not any(matches_origin(webhook.url, allowed) for allowed in self.origins):
             opened = ", ".join(self.origins) or "none (SWIFTKV_WEBHOOK_ORIGINS)"
             raise InvalidInputError.for_field(
                 "webhook.url", webhook.url, f", which the operator does not allow; allowed origins are: {opened}"
@@ -69,15 +70,6 @@ class WebhookRules:
             message = f"{where}; ask the operator to create the file {tenant}/{name} below SWIFTKV_SECRETS_DIR"
             raise InvalidInputError(message, field="webhook.secret_ref", value=name) from error
         return Secret.parse(text, name=name)
-
-
-def _matches_origin(url: str, allowed: str) -> bool:
-    """Whether `url` has the origin `allowed`; `https://*.domain` allows every host below the domain."""
-    asked, opened = urlsplit(url.lower()), urlsplit(allowed.lower())
-    if (asked.scheme, asked.port) != (opened.scheme, opened.port):
-        return False
-    host, pattern = asked.hostname or "", opened.hostname or ""
-    return host.endswith(pattern[1:]) if pattern.startswith("*.") else host == pattern
 
 
 def make_webhook_rules(settings: Settings) -> WebhookRules:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 from swiftkv_platform.data import completions
@@ -15,10 +16,16 @@ from swiftkv_platform.data.completions import Completion, PromptSource, TeacherC
 from swiftkv_platform.data.documents import DocumentEncoder
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.prepared import PreparedData
-from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
-from swiftkv_platform.errors import DataError, StorageError
+from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, SamplingParams
+from swiftkv_platform.errors import DataError, GenerationError, InvalidInputError, StorageError
+from swiftkv_platform.jobs.worker import served_teacher
 from swiftkv_platform.jobs.worker.prepare import write_answers
+from swiftkv_platform.jobs.worker.served_teacher import ServedTeacher
 from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_PROMPTS, BUILTIN_RECALL, BUILTIN_TEACHER, DataSpec, JobSpec
+from swiftkv_platform.specs.data import CompletionSpec
+from tests.contract.serving.replicas import application, version_of
+from tests.support.fakes.scripted_server import Answer, Script, json_answer, serve
+from tests.support.servers import serving
 from tests.support.training_text import CHAT, Write, turns
 
 pytestmark = pytest.mark.slow("writes with models")
@@ -221,3 +228,100 @@ def test_something_is_held_out_where_a_split_is(name: str) -> None:
     assert JobSpec.model_validate({"name": "n", "data": data}).data.sources[1].is_held_out
     with pytest.raises(ValueError, match="validation_fraction is 0"):
         JobSpec.model_validate({"name": "n", "data": {**data, "sources": [train]}})
+
+
+def make_answer(text: str, finish: str = "stop", **fields: Any) -> Answer:
+    choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": None, **fields}
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    return json_answer(
+        {"id": "1", "object": "text_completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
+    )
+
+
+def served_by(address: str, **settings: Any) -> ServedTeacher:
+    complete = CompletionSpec(endpoint=f"{address}/v1", model="mdl_1", **settings)
+    return ServedTeacher(complete, "data.sources[0].complete", tokenizer_of())
+
+
+def test_a_served_teacher_answers_as_one_in_the_worker(prompts: Prompts, engine: LLMEngine) -> None:
+    _, expected = written(prompts_of(data_spec(prompts(ROWS))), engine)
+    other = LLMEngine.from_pretrained(TEACHER, EngineConfig(kv_cache_bytes=1 << 24, dtype="float32"))
+    with serving(application(version_of(AsyncLLMEngine(other), context=2048))) as address:
+        source = prompts_of(data_spec(prompts(ROWS, endpoint=f"{address}/v1", model="mdl_1")))
+        store = InMemoryAnswers()
+        served = served_by(address)
+        write_answers(source, store, lambda: served)
+    answers = list(source.read_teacher_completions(store))
+    assert [answer.text for answer in answers] == [answer.text for answer in expected]
+    num_prompt_tokens = sum(len(answer.prompt_token_ids) for answer in answers)
+    counted = f"{address}/v1 has counted {num_prompt_tokens} prompt tokens and 80 completion tokens of mdl_1"
+    assert served.describe_usage() == counted
+
+
+def test_answers_do_not_depend_on_where_the_server_runs(prompts: Prompts) -> None:
+    def keys(**settings: Any) -> list[str]:
+        return [shard.key for shard in prompts_of(data_spec(prompts(ROWS, **settings))).plan_shards()]
+
+    here, there = (keys(endpoint=f"http://{host}/v1", model="m") for host in ("here", "there"))
+    assert here == there
+    assert here != keys(endpoint="http://here/v1", model="n") != keys()
+
+
+def test_token_ids_are_the_servers_own_if_it_returns_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEACHER_API_KEY", "key-of-the-teacher")
+    script = Script()
+    with serve(script) as address:
+        script.on("POST", "/v1/completions", make_answer("ab", token_ids=[7, 8, 9]))
+        [answer] = served_by(address).generate([[1, 2, 3]], [SamplingParams(max_tokens=5, temperature=0.0, seed=4)])
+    assert (answer.token_ids, answer.text) == ([7, 8, 9], "ab")
+    [request] = script.requests
+    wanted = {"model": "mdl_1", "prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0.0, "top_p": 1.0, "seed": 4}
+    assert request.body == wanted | {"return_token_ids": True}
+    assert request.headers["authorization"] == "Bearer key-of-the-teacher"
+
+
+def test_text_is_tokenized_and_ends_with_eos_if_the_teacher_ended_it() -> None:
+    script, tokenizer = Script(), tokenizer_of()
+    refusal = json_answer({"error": {"message": "unknown field return_token_ids"}}, 400)
+    script.on("POST", "/v1/completions", refusal, make_answer("return 1"), make_answer("return 1", "length"))
+    text = tokenizer.encode("return 1", add_special_tokens=False)
+    with serve(script) as address:
+        teacher = served_by(address)
+        for expected in ([*text, tokenizer.eos_token_id], text):
+            [answer] = teacher.generate([[1]], [SamplingParams(max_tokens=len(text))])
+            assert answer.token_ids == expected
+    assert ["return_token_ids" in request.body for request in script.requests] == [True, False, False]
+
+
+def test_a_busy_server_is_asked_again_and_others_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script()
+    asked: list[list[int]] = [[1]]
+
+    def ask(*steps: Answer) -> Any:
+        script.requests.clear()
+        script.on("POST", "/v1/completions", *steps)
+        return served_by(address).generate(asked, [SamplingParams(max_tokens=5)])
+
+    with serve(script) as address:
+        busy, gone = json_answer({}, 429, retry_after="0.01"), json_answer({}, 503, retry_after="0.01")
+        assert ask(busy, gone, Answer(cut=True), make_answer("a", token_ids=[5]))[0].token_ids == [5]
+        assert len(script.requests) == 4
+        monkeypatch.setattr(served_teacher, "_MAX_RETRIES", 1)
+        refused: list[tuple[Answer, type[Exception], str]] = [
+            (gone, GenerationError, r"data.sources\[0\].complete.endpoint is .* after 1 retries"),
+            (json_answer({}, 401), InvalidInputError, "rejects the key; set TEACHER_API_KEY"),
+            (json_answer({}, 404), InvalidInputError, "complete.model is 'mdl_1', which .* does not serve"),
+            (json_answer({"error": {"message": "no"}}, 400), InvalidInputError, "which refuses a request: .*no"),
+            (Answer(307, headers={"Location": "/v1/other"}), InvalidInputError, "which refuses a request"),
+        ]
+        for answer, error, message in refused:
+            with pytest.raises(error, match=message):
+                ask(answer)
+
+
+@pytest.mark.parametrize(
+    "given", [{"endpoint": "http://here/v1"}, {"model": "m"}, {"endpoint": "ftp://x", "model": "m"}]
+)
+def test_a_served_teacher_needs_an_address_and_a_name(given: dict[str, str]) -> None:
+    with pytest.raises(ValidationError, match=r"a served teacher needs both|use an https:// URL"):
+        CompletionSpec.model_validate(given)

@@ -47,6 +47,7 @@ from swiftkv_platform.planning.parameters import split_by_size
 from swiftkv_platform.planning.training import LOGITS_PER_CHUNK, LOGITS_PER_PASS, MIN_CHUNK_ROWS
 from swiftkv_platform.private_directories import ensure_private_directory
 from swiftkv_platform.specs import DistillationSpec, JobSpec
+from swiftkv_platform.specs.job import TRAINABLE_LAYERS
 
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """(hidden [chunk, hidden], its rows) -> (summed loss, gradient with respect to the logits [chunk, vocab])."""
@@ -235,7 +236,7 @@ class DistillationModel(nn.Module):
         self._hidden_index = find_hidden_loss_index(student.config, spec) if spec.hidden_loss_weight else None
         self._first_trained = find_first_trained_layer(student.config, spec)
         # Trained layers of the student no longer equal the teacher's, which therefore has its own copy of them.
-        needs_copy = spec.trainable != "qkv" and self._uses_teacher
+        needs_copy = spec.trainable in TRAINABLE_LAYERS and self._uses_teacher
         self.teacher_copy = copy_teacher(student.model, spec) if needs_copy else None
         self._freeze(dtype)
         if gradient_checkpointing:
@@ -472,14 +473,19 @@ def _select_rows(states: Tensor, rows: Tensor) -> Tensor:
 def find_first_trained_layer(config: Any, spec: DistillationSpec) -> int:
     """Return the first layer that is trained as a whole, like all layers after it; the number of layers if there is
     none."""
-    first: int = {"qkv": config.num_hidden_layers, "tail": config.num_key_value_layers, "all": 0}[spec.trainable]
+    first: int = {"tail": config.num_key_value_layers, "all": 0}.get(spec.trainable, config.num_hidden_layers)
     return first
 
 
 def select_trained_parameters(student: Any, spec: DistillationSpec) -> dict[str, nn.Parameter]:
-    """Return the parameters to train: with `trainable: qkv` the SwiftKV projections, norm and exit head, with `tail`
-    also the student's layers >= l (table 6b), with `all` also the layers < l."""
+    """Return the parameters to train: with `trainable: kv` those that make the K and V that tokens share, and the exit
+    head; with `qkv` all SwiftKV projections, norm and exit head; with `tail` also the student's layers >= l (table 6b);
+    with `all` also the layers < l."""
     trained: dict[str, nn.Parameter] = dict(student.swiftkv_parameters())
+    if spec.trainable == "kv":
+        shared = student.model.list_shared_projections()
+        kept = {id(parameter) for module in shared for parameter in module.parameters()}
+        return {name: p for name, p in trained.items() if id(p) in kept or name.startswith("exit_")}
     first = find_first_trained_layer(student.config, spec)
     for i, layer in enumerate(student.model.layers[first:], start=first):
         upper = i >= student.config.num_key_value_layers

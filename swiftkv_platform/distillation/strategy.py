@@ -37,6 +37,7 @@ from swiftkv_platform.distillation.model import (
 from swiftkv_platform.model.weights.checkpoint import read_rows
 from swiftkv_platform.model.weights.lazy_student import LazyStudent, get_local_rows
 from swiftkv_platform.specs import DistillationSpec, JobSpec, OptimizerSpec
+from swiftkv_platform.specs.job import TRAINABLE_LAYERS
 
 TrainingState = dict[str, Any]
 """`model`: trained tensors by their names in `DistillationModel`; `optimizer`: for each of them AdamW's `exp_avg`,
@@ -386,7 +387,7 @@ class EvaluationModel(nn.Module):
         self._lazy = lazy
         decoder = self.student.model
         units = list(iter_sharding_units(decoder))
-        if spec.trainable != "qkv":
+        if spec.trainable in TRAINABLE_LAYERS:
             self.teacher_copy = copy_teacher(decoder, spec)
             units += list(self.teacher_copy.layers[find_first_trained_layer(self.student.config, spec) :])
             decoder.run_teacher_upper = self.teacher_copy.run_teacher_upper

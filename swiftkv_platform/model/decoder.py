@@ -325,6 +325,10 @@ class SwiftKVDecoderMixin(nn.Module):
         """Attention modules of the groups' first layers, which own the groups' projections."""
         return [self.layers[i].self_attn for i in self.layer_map.leaders]
 
+    def list_shared_projections(self) -> list[nn.Module]:
+        """Return the modules that only shared K and V pass through; deep tokens with their own K and V use none."""
+        return [self.norm_swiftkv, *(module for leader in self._leaders for module in leader.input_projections)]
+
     def compute_shared_key_values(self, x: torch.Tensor, context: DecoderContext) -> Sequence[CacheContents]:
         """Return K and V of each group over the whole context. With a cache, append the new tokens' K and V first."""
         shared = self.project_key_values(x, context.rotation)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from swiftkv_platform.planning.architecture import Architecture, Layer
+from swiftkv_platform.specs.job import TRAINABLE_LAYERS, Trainable
 from swiftkv_platform.student_shape import LayerMap
-
-Trainable = Literal["qkv", "tail", "all"]
 
 
 @dataclass(frozen=True)
@@ -52,16 +50,17 @@ def count_student_parameters(model: Architecture, layer_map: LayerMap, trainable
     twins = len(upper) * own_of_layer
     decode = bool(layer_map.deep_leaders) * own.decode_parameters
     key_value = len(layer_map.leaders) * (own.key_value_parameters + decode)
+    projecting = len(layer_map.leaders) * own.decode_parameters  # of K and V that tokens share
     exit_head = layer_map.shape.has_exit_head * (vocabulary + hidden)
     norm = hidden * model.has_input_norm
     added = twins + key_value + norm + exit_head
-    # 2. trained tensors: the new ones, with `tail` also the layers >= l, with `all` also those below
+    # 2. trained tensors: the new ones, with `kv` not all, with `tail` also the layers >= l, with `all` also those below
     total = count_dense_parameters(model) + added
     teacher_projections = sum(
         layer.attention.query_parameters + layer.attention.key_value_parameters + of_output for layer in upper
     )
-    trained = added
-    if trainable != "qkv":
+    trained = projecting + norm + exit_head if trainable == "kv" else added
+    if trainable in TRAINABLE_LAYERS:
         tail = sum(_count_layer_parameters(model, layer) for layer in upper)
         # Layers after their group's first one have no keys to normalize.
         idle_norms = upper[-1].attention.shared_key_norms * (len(upper) - len(layer_map.leaders))
@@ -85,7 +84,7 @@ def count_student_parameters(model: Architecture, layer_map: LayerMap, trainable
         root=_count_embedding_parameters(model) + hidden + norm + exit_head,
         largest_layer=largest,
         shared_key_value=projecting * max((run.stop - run.start for run in runs), default=0),
-        trained_of_layer=own_of_layer if trainable == "qkv" else largest,
+        trained_of_layer=largest if trainable in TRAINABLE_LAYERS else own_of_layer,
         largest_tensor=max(vocabulary, *(m.in_features * m.out_features * m.copies for m in upper[-1].mlp)),
     )
 

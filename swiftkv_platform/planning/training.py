@@ -16,8 +16,9 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture, Layer, Linear, read_architecture
 from swiftkv_platform.planning.config import ConfigSource
-from swiftkv_platform.planning.parameters import Parameters, Trainable, count_student_parameters
+from swiftkv_platform.planning.parameters import Parameters, count_student_parameters
 from swiftkv_platform.planning.prefill import attention_pairs, resolve_layer_map, sum_linear_flops
+from swiftkv_platform.specs.job import TRAINABLE_LAYERS, Trainable
 from swiftkv_platform.student_shape import LayerMap, StudentShape
 
 SampleCounts = tuple[tuple[int, int], ...]
@@ -197,7 +198,7 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
     needs_teacher = setup.runs_teacher(layer_map.shape)
     teacher = needs_teacher * sum(_layer_flops(layer, setup) for layer in model.layers[first:])
     student = backward = recomputed = 0.0
-    own, tail = model.shared_attention, setup.trainable != "qkv"
+    own, tail, only_shared = model.shared_attention, setup.trainable in TRAINABLE_LAYERS, setup.trainable == "kv"
     trains_x = setup.trainable == "all"
     share = setup.entering_share if setup.skips_uncounted else 1.0
     if setup.trainable == "all" or layer_map.bypassed_layers:  # the teacher runs these layers itself
@@ -214,16 +215,21 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
         query = share * sum_linear_flops(own.query)
         attention = _attention_flops(layer, setup, setup.entering_share if layer_map.deep_leaders else 1.0)
         leads, written = i in layer_map.leaders, (i in layer_map.deep_leaders) * share
-        key_value = leads * (sum_linear_flops(own.key_value) + (1 + written) * sum_linear_flops(own.expansion))
-        deep = leads * written * sum_linear_flops(own.key_value)
+        key_value = leads * sum_linear_flops(own.key_value)
+        expansion = leads * (1 + written) * sum_linear_flops(own.expansion)
+        deep = written * key_value
         rest = share * sum_linear_flops((*own.output, *layer.mlp))
-        student += query + key_value + deep + attention + rest
+        student += query + key_value + expansion + deep + attention + rest
         # x needs no gradient; nor does the first layer's input, unless a norm before it is trained, as norm_swiftkv is.
         has_gradient = i > first or trains_x or (tail and model.has_input_norm)
-        into_x = 0 if has_gradient else share * own.query[0].flops + deep
-        if not (trains_x or model.has_input_norm):
-            into_x += leads * sum_linear_flops(own.key_value)
-        backward += (2 * query + 2 * deep - into_x) + 2 * key_value + 2 * attention + (1 + tail) * rest
+        if only_shared:  # with `kv` all other projections are frozen
+            projections = has_gradient * (query + deep) + expansion
+            into_query = 0 if has_gradient else own.query_size / (own.query_size + own.value_size) * attention
+        else:
+            into_x = 0 if has_gradient else share * own.query[0].flops + deep
+            projections, into_query = 2 * (query + deep + expansion) - into_x, 0
+        projections += (2 if trains_x or model.has_input_norm else 1) * key_value
+        backward += projections + 2 * attention - into_query + (1 + tail) * rest
         recomputed += query + deep + attention + rest
     head = Linear(model.hidden_size, model.vocab_size).flops
     logits = 3 if setup.objective == "logits" else 2  # student, its gradient, teacher
@@ -437,7 +443,7 @@ def _layer_bytes(
     attention = dtype_bytes * own.num_heads * (own.query_size + own.value_size) + FLOAT32_BYTES * own.num_heads
     inner = _inner_features(model, layer)
     routed = _routed_features(model, layer)
-    tail = dtype_bytes * (2 * hidden + inner // 3) if setup.trainable != "qkv" else 0
+    tail = dtype_bytes * (2 * hidden + inner // 3) if setup.trainable in TRAINABLE_LAYERS else 0
     return norms + query + attention + dtype_bytes * (inner + routed) + tail
 
 

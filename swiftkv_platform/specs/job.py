@@ -62,6 +62,11 @@ class ModelSpec(Spec):
     """Dtype of forward and backward passes; trained weights and optimizer state are always float32."""
 
 
+Trainable = Literal["kv", "qkv", "tail", "all"]
+TRAINABLE_LAYERS: frozenset[Trainable] = frozenset({"tail", "all"})
+"""Values of `distillation.trainable` that train whole layers, so that the teacher needs its own copy of them."""
+
+
 class DistillationSpec(Spec):
     """Losses (paper, section 3.3)."""
 
@@ -74,9 +79,10 @@ class DistillationSpec(Spec):
     """Index into the hidden states; -2 is the output of the second-to-last layer."""
     objective: Literal["logits", "lm"] = "logits"
     """`logits`: the teacher's logits; `lm`: next tokens of the text (paper, table 6a)."""
-    trainable: Literal["qkv", "tail", "all"] = "qkv"
-    """`qkv`: the SwiftKV projections and norm; `tail`: also all parameters of layers >= l (paper, table 6b); `all`: all
-    layers."""
+    trainable: Trainable = "qkv"
+    """`kv`: only the projections and norm that make the K and V of skipped prompt tokens, so that tokens which run all
+    layers keep the teacher's weights (with `swiftkv.decode_key_value: own`); `qkv`: all SwiftKV projections; `tail`:
+    also all parameters of layers >= l (paper, table 6b); `all`: all layers."""
 
 
 class CheckpointSpec(Spec):
@@ -239,7 +245,7 @@ def _find_section_conflicts(spec: JobSpec) -> Iterator[PydanticCustomError]:
             "publish.adapter",
             True,
             "publish.adapter is true, but distillation.trainable 'all' changes every tensor, so the adapter would be "
-            "as large as the model; use publish.adapter false, or distillation.trainable qkv or tail",
+            "as large as the model; use publish.adapter false, or distillation.trainable kv, qkv or tail",
         )
     gpus, dtype = resources.gpus_per_worker, spec.model.dtype
     if training.attn_implementation == "varlen_attn" and not (gpus and dtype == "bfloat16"):

@@ -17,6 +17,7 @@ from swiftkv_platform.distillation.model import (
 )
 from swiftkv_platform.distillation.partial_reads import CheckpointTensors
 from swiftkv_platform.errors import InvalidInputError, LossNotFiniteError
+from swiftkv_platform.model import convert
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec
 from tests.numerics.distillation_worker import (
@@ -30,6 +31,7 @@ from tests.numerics.distillation_worker import (
     tiny_rows,
     tiny_student,
 )
+from tests.numerics.test_planning import make_teacher
 from tests.support.parameters import pairwise
 
 
@@ -58,7 +60,7 @@ def _naive_losses(student: Any, batch: dict[str, torch.Tensor], temperature: flo
 
 
 @pytest.mark.parametrize(
-    ("trainable", "objective", "group_size"), pairwise(["qkv", "tail", "all"], ["logits", "lm"], [1, 2])
+    ("trainable", "objective", "group_size"), pairwise(["kv", "qkv", "tail", "all"], ["logits", "lm"], [1, 2])
 )
 def test_the_fork_equals_two_full_forward_passes(trainable: str, objective: str, group_size: int) -> None:
     """Losses and gradients match. Rows are packed, so attention and positions must respect the samples' borders."""
@@ -131,6 +133,20 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else() -> None:
         assert len(calls) == (3 if checkpointing else 2)  # teacher, student, and recomputation in the backward pass
     for name in gradients[0]:
         torch.testing.assert_close(gradients[1][name], gradients[0][name], msg=name)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2", "olmo2"])
+def test_a_prompt_within_the_tail_is_answered_by_the_teacher_whatever_kv_has_trained(family: str) -> None:
+    student = convert(make_teacher(family), num_key_value_layers=2, decode_key_value="own", deep_tail=6).eval()
+    spec = DistillationSpec(trainable="kv")
+    with torch.no_grad():
+        for parameter in select_trained_parameters(student, spec).values():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+    for length, is_equal in ((6, True), (7, False)):
+        prompt = torch.arange(1, 1 + length)[None]
+        with torch.no_grad():
+            expected, actual = (student.swiftkv(mode)(prompt, logits_to_keep=1).logits for mode in (False, True))
+        assert torch.allclose(actual, expected, atol=1e-5) == is_equal
 
 
 @pytest.mark.parametrize("trainable", ["tail", "all"])

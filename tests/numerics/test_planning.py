@@ -115,7 +115,7 @@ def test_absent_keys_mean_what_transformers_takes_them_to_mean(model_type: str, 
 
 
 @pytest.mark.parametrize(
-    ("name", "trainable", "own_output_projection"), pairwise(CONFIGS, ["qkv", "tail", "all"], [False, True])
+    ("name", "trainable", "own_output_projection"), pairwise(CONFIGS, ["kv", "qkv", "tail", "all"], [False, True])
 )
 def test_parameters_are_those_of_the_fork(name: str, trainable: Any, own_output_projection: bool) -> None:
     teacher = make_teacher(name)

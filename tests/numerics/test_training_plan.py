@@ -25,6 +25,7 @@ from tests.support.tiny_models import CONFIGS, random_teacher
 
 SPECS: dict[str, dict[str, Any]] = {
     "paper": {},
+    "K and V that prompts share": {"trainable": "kv"},
     "all of layers >= l": {"trainable": "tail"},
     "all layers": {"trainable": "all"},
     "all layers, language modelling": {"trainable": "all", "objective": "lm"},
@@ -95,6 +96,7 @@ KEEPING: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2}
     ("name", "layers", "trainable"),
     [
         *(("llama", {"prefill_layers": [0, 2]}, trainable) for trainable in ("qkv", "tail", "all")),
+        *((name, KEEPING, "kv") for name in ("llama", "deepseek_v2", "olmo2")),
         *((name, KEEPING, trainable) for name, trainable in (("llama", "qkv"), ("qwen3", "tail"))),
         *((name, KEEPING, trainable) for name, trainable in (("deepseek_v2", "qkv"), ("olmo2", "tail"))),
         ("llama", {"prefill_layers": [0, 2], "deep_tail": 5}, "all"),

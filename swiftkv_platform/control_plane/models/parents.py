@@ -28,7 +28,7 @@ from swiftkv_platform.storage.attempt_store import AttemptStore, StoredCheckpoin
 PARENT_FIELD = "training.from"
 _MAX_STEM_CHARS = 80
 """Characters of a job's name that are used in the name of a model of its checkpoint."""
-_TRAINABLE_BY_SIZE = ("qkv", "tail", "all")
+_TRAINABLE_BY_SIZE = ("kv", "qkv", "tail", "all")
 """Values of `distillation.trainable`; each includes what the values before it train."""
 _MAX_ANCESTORS = 64
 _MAX_NAMED_STEPS = 20

@@ -186,7 +186,7 @@ def test_the_gate_keeps_a_bad_student_from_being_published(job: Job) -> None:
     assert b">failed<" in job.store.get_bytes("jobs/job/attempts/1/evaluation.html")
 
 
-@pytest.mark.parametrize("trainable", [pytest.param("qkv", marks=WIDE), "tail"])
+@pytest.mark.parametrize("trainable", ["kv", pytest.param("qkv", marks=WIDE), "tail"])
 def test_a_published_adapter_is_the_whole_artifact_with_its_teacher(job: Job, trainable: str) -> None:
     spec = job.spec(**COPIED, distillation={"trainable": trainable})
     _, prepared = prepare(job, spec)

@@ -28,7 +28,7 @@ from swiftkv_platform.data.documents import DocumentEncoder
 from swiftkv_platform.data.packing import PackedRows, total_steps
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.prepared import PreparedData
-from swiftkv_platform.distillation.model import find_hidden_loss_index, select_trained_parameters
+from swiftkv_platform.distillation.model import find_hidden_loss_index, list_trained_tails, select_trained_parameters
 from swiftkv_platform.distillation.sequence_parallel import check_head_counts
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.evaluation.harness.run import check_tasks
@@ -149,11 +149,12 @@ def compute_flops_per_token(spec: JobSpec, config: Any, rows: PackedRows) -> flo
     """Return the FLOPs of training on `rows` per counted position, without recomputation by gradient checkpointing.
     Each token attends to its own sample. None for a family unknown to the planner. `config`: the student's
     configuration."""
+    tails = list_trained_tails(spec.swiftkv.deep_tail, spec.distillation)
     setup = replace(
         make_training_setup(spec),
         samples=rows.sample_length_histogram,
         counted_share=rows.num_counted_tokens / rows.num_tokens,
-        deep_share=rows.count_deep_tokens(spec.swiftkv.deep_tail) / rows.num_tokens,
+        deep_share=sum(map(rows.count_deep_tokens, tails)) / len(tails) / rows.num_tokens,
     )
     try:
         flops = plan_training(config.to_dict(), setup).flops_per_token

@@ -332,7 +332,7 @@ class DistillationModel(nn.Module):
                 own_context = add_conversation_spans(
                     context,
                     deep.flatten(),
-                    self.student.config.shape.swiftkv_deep_tail,
+                    self._choose_deep_tail(input_ids, held_out_only),
                     overlapping=not self.uses_static_shapes,
                 )
             targets, loss_mask = input_ids.roll(-1, dims=1).view(1, -1), loss_mask.reshape(1, -1)
@@ -387,6 +387,13 @@ class DistillationModel(nn.Module):
             exit_hidden = self.student.exit_norm(_select_rows(entering.detach(), student_rows))
             sums["exit_loss"] = self._compute_kl_loss(exit_hidden, self.student.exit_head.weight, teacher)
         return sums
+
+    def _choose_deep_tail(self, input_ids: Tensor, held_out_only: bool) -> int:
+        """Return the deep tail of a pass in tokens: the served one for held-out text, else one of `list_trained_tails`.
+        It depends on the rows alone, so a resumed run chooses the same."""
+        deep_tail: int = self.student.config.shape.swiftkv_deep_tail
+        tails = (deep_tail,) if held_out_only else list_trained_tails(deep_tail, self._spec)
+        return tails[0] if len(tails) == 1 else tails[int(input_ids.sum()) % len(tails)]
 
     def _begin_pass(self, input_ids: Tensor, position_ids: Tensor, lengths: Sequence[int] | None) -> DecoderContext:
         """Embed the tokens; packed attention takes all rows concatenated."""
@@ -468,6 +475,15 @@ def compile_layers(model: DistillationModel) -> None:
 def _select_rows(states: Tensor, rows: Tensor) -> Tensor:
     """Select the states [batch, num_tokens, size] of some rows of all batches: [num_rows, size]."""
     return states.flatten(0, 1).index_select(0, rows)
+
+
+def list_trained_tails(deep_tail: int, spec: DistillationSpec) -> tuple[int, ...]:
+    """Return the deep tails of training in tokens, which are equally likely. `deep_tail`: the served one."""
+    return (
+        (1, max(deep_tail // 4, 1), deep_tail // 2, deep_tail)
+        if spec.vary_deep_tail and deep_tail > 1
+        else (deep_tail,)
+    )
 
 
 def find_first_trained_layer(config: Any, spec: DistillationSpec) -> int:

@@ -83,6 +83,9 @@ class DistillationSpec(Spec):
     """`kv`: only the projections and norm that make the K and V of skipped prompt tokens, so that tokens which run all
     layers keep the teacher's weights (with `swiftkv.decode_key_value: own`); `qkv`: all SwiftKV projections; `tail`:
     also all parameters of layers >= l (paper, table 6b); `all`: all layers."""
+    vary_deep_tail: bool = True
+    """With `swiftkv.deep_tail` m > 1: train each micro-batch with a tail of 1, m / 4, m / 2 or m tokens, so that short
+    prompts train the K and V of skipped tokens too. False: always m, as measured and served."""
 
 
 class CheckpointSpec(Spec):

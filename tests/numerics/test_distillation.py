@@ -149,6 +149,26 @@ def test_a_prompt_within_the_tail_is_answered_by_the_teacher_whatever_kv_has_tra
         assert torch.allclose(actual, expected, atol=1e-5) == is_equal
 
 
+def test_training_varies_the_tail_and_held_out_text_has_the_served_one() -> None:
+    def measure(row: torch.Tensor, deep_tail: int, *, vary: bool, held_out_only: bool = False) -> float:
+        student = convert(make_teacher("llama"), num_key_value_layers=2, decode_key_value="own", deep_tail=deep_tail)
+        spec = DistillationSpec(vary_deep_tail=vary)
+        distillation_model = DistillationModel(student, spec, dtype=torch.float32)
+        positions, counted = torch.arange(16)[None], torch.arange(16)[None] >= 12
+        [loss] = distillation_model(row, positions, counted, held_out_only=held_out_only).values()
+        return float(loss)
+
+    rows = [torch.arange(1, 17)[None] + torch.eye(16, dtype=torch.long)[0] * number for number in range(4)]
+    found = set()
+    for row in rows:
+        expected = {tail: measure(row, tail, vary=False) for tail in (1, 2, 4, 8)}
+        [tail] = [tail for tail, loss in expected.items() if loss == measure(row, 8, vary=True)]
+        found.add(tail)
+        held_out = [measure(row, 8, vary=vary, held_out_only=True) for vary in (True, False)]
+        assert held_out[0] == held_out[1]
+    assert found == {1, 2, 4, 8}
+
+
 @pytest.mark.parametrize("trainable", ["tail", "all"])
 def test_trained_layers_keep_the_teacher(trainable: Any) -> None:
     """The layers >= l are trained, or all layers, while the teacher that they are compared with stays unchanged."""

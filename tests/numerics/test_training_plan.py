@@ -110,7 +110,8 @@ def test_flops_of_students_that_keep_their_own(name: str, layers: dict[str, Any]
     batch["loss_mask"][:, :10] = False
     deep_share = 0.5 + (layers.get("deep_tail", 1) - 1) / 20
     rows: Any = {"sequence_length": 20, "counted_share": 0.5, "deep_share": deep_share, "dtype": "float32"}
-    distillation_model = DistillationModel(student, DistillationSpec(trainable=trainable), dtype=torch.float32)
+    spec = DistillationSpec(trainable=trainable, vary_deep_tail=False)
+    distillation_model = DistillationModel(student, spec, dtype=torch.float32)
     planned = plan_training(student.config.to_dict(), TrainingSetup(**rows, trainable=trainable))
     assert count_step(distillation_model, batch) == pytest.approx(20 * planned.flops_per_token.total, rel=1e-12)
     assert planned.trained_parameters == sum(p.numel() for p in distillation_model.parameters() if p.requires_grad)

@@ -28,7 +28,12 @@ from swiftkv_platform.data.documents import DocumentEncoder
 from swiftkv_platform.data.packing import PackedRows, total_steps
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.prepared import PreparedData
-from swiftkv_platform.distillation.model import find_hidden_loss_index, list_trained_tails, select_trained_parameters
+from swiftkv_platform.distillation.model import (
+    find_hidden_loss_index,
+    list_trained_tails,
+    select_trained_parameters,
+    supports_shared_prefixes,
+)
 from swiftkv_platform.distillation.sequence_parallel import check_head_counts
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.evaluation.harness.run import check_tasks
@@ -121,6 +126,7 @@ def prepare(
                 completions=None if answers is None else TeacherCompletions(describe_teacher(spec, path), answers),
                 mask_prompts=spec.swiftkv.request.has_deep_leaders,
                 with_steering=spec.training.validation is not None,
+                share_prefixes=supports_shared_prefixes(spec),
                 progress=progress,
             )
         select_evaluation_rows(
@@ -154,7 +160,8 @@ def compute_flops_per_token(spec: JobSpec, config: Any, rows: PackedRows) -> flo
         make_training_setup(spec),
         samples=rows.sample_length_histogram,
         counted_share=rows.num_counted_tokens / rows.num_tokens,
-        deep_share=sum(map(rows.count_deep_tokens, tails)) / len(tails) / rows.num_tokens,
+        # Deep tokens of samples that share a prefix may be several times in the rows.
+        deep_share=min(sum(map(rows.count_deep_tokens, tails)) / len(tails) / rows.num_tokens, 1.0),
     )
     try:
         flops = plan_training(config.to_dict(), setup).flops_per_token

@@ -58,6 +58,7 @@ def prepare_data(
     completions: TeacherCompletions | None = None,
     mask_prompts: bool = False,
     with_steering: bool = False,
+    share_prefixes: bool = False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> PreparedData:
     """Read, tokenize and pack every source of `spec`.
@@ -71,6 +72,7 @@ def prepare_data(
         completions: the teacher's completions for sources with `complete`.
         mask_prompts: exclude a leading prompt of each sample from the loss, see `DocumentEncoder`.
         with_steering: use a share of the held-out texts as validation rows, see `PreparedData.steering`.
+        share_prefixes: whether training samples with a common prompt share its tokens in a row.
         progress: called after each source with the number of sources read so far and in total.
 
     Raises:
@@ -114,8 +116,19 @@ def prepare_data(
     steering = _select_steering(documents, held_out) if with_steering else np.zeros_like(held_out)
     reported = held_out & ~steering
     train, evaluation, validation = (
-        pack(documents.samples, members, max_length=spec.max_length, pad_token_id=pad_token_id, packing=spec.packing)
-        for members in (samples[~held_out[samples]], np.flatnonzero(reported), np.flatnonzero(steering))
+        pack(
+            documents.samples,
+            members,
+            max_length=spec.max_length,
+            pad_token_id=pad_token_id,
+            packing=spec.packing,
+            share_prefixes=shares,
+        )
+        for members, shares in (
+            (samples[~held_out[samples]], share_prefixes),
+            (np.flatnonzero(reported), False),
+            (np.flatnonzero(steering), False),
+        )
     )
     # 4. save rows and statistics
     statistics = DataStatistics(

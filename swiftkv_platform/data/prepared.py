@@ -2,7 +2,7 @@
 
     tokens.bin, counts.bin          `Samples.tokens` (dtype in data.json) and `Samples.loss_mask`
     samples.npy, texts.npy          `Samples.starts` and `Samples.text_ids`
-    {train,held_out,steering}-*.npy samples of each row
+    {train,held_out,steering}-*.npy samples of each row, and their shared prefixes if there are any
     data.json                       statistics, fingerprint, and metadata of the arrays
 
 A token takes three bytes, or five if the vocabulary needs 32 bits.
@@ -68,6 +68,8 @@ class PreparedData:
             rows: PackedRows = getattr(self, split)
             np.save(directory / f"{split}-members.npy", rows.members)
             np.save(directory / f"{split}-rows.npy", rows.row_starts)
+            if rows.prefix_lengths is not None:
+                np.save(directory / f"{split}-prefixes.npy", rows.prefix_lengths)
         description = {
             "dtype": self.train.samples.tokens.dtype.name,
             "max_length": self.train.max_length,
@@ -83,6 +85,7 @@ class PreparedData:
         `steering`: there, the reported rows are the validation rows."""
         description = json.loads((directory / "data.json").read_text(encoding="utf-8"))
         texts, has_steering = directory / "texts.npy", (directory / "steering-rows.npy").is_file()
+        prefixes = {split: directory / f"{split}-prefixes.npy" for split in _SPLIT_NAMES}
         samples = Samples(
             *open_tokens(directory, np.dtype(description["dtype"])),
             np.load(directory / "samples.npy", mmap_mode="r"),
@@ -95,6 +98,7 @@ class PreparedData:
                 row_starts=np.load(directory / f"{split}-rows.npy", mmap_mode="r"),
                 max_length=description["max_length"],
                 pad_token_id=description["pad_token_id"],
+                prefix_lengths=np.load(prefixes[split], mmap_mode="r") if prefixes[split].is_file() else None,
             )
             for split in (_SPLIT_NAMES if has_steering else ("train", "held_out", "held_out"))
         )
@@ -121,8 +125,8 @@ def compute_fingerprint(spec: DataSpec, directory: Path, *splits: PackedRows) ->
         with (directory / name).open("rb") as file:
             while chunk := file.read(_BYTES_PER_READ):
                 digest.update(chunk)
-    arrays = [array for split in splits for array in (split.members, split.row_starts)]
-    for array in (splits[0].samples.starts, *arrays):
+    arrays = [array for split in splits for array in (split.members, split.row_starts, split.prefix_lengths)]
+    for array in (splits[0].samples.starts, *(array for array in arrays if array is not None)):
         digest.update(str(len(array)).encode())
         digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
     return digest.hexdigest()
@@ -157,6 +161,7 @@ class RowStatistics(FrozenModel):
     samples: int
     """Documents, or parts of split ones."""
     tokens: int
+    """Tokens of the rows: a prefix that samples share counts once."""
     counted_tokens: int
     """Loss targets."""
     rows: int

@@ -313,7 +313,7 @@ class DistillationModel(nn.Module):
             position_ids: int64 of the same shape; they restart with every packed sample.
             loss_mask: bool of the same shape; True where the loss counts.
             sample_lengths: lengths of the samples in a batch of one row; None: derived from `position_ids`, which syncs
-                with the host.
+                with the host. Only the latter finds shared prefixes, see `make_packed_context`.
             held_out_only: return only `held_out`, the figure of held-out text: the KL at temperature 1, or with
                 `objective: lm` the loss on the next token.
         """
@@ -470,6 +470,12 @@ def compile_layers(model: DistillationModel) -> None:
     model.uses_static_shapes = True
     for layer in [*model.student.model.layers, *model.get_teacher_layers()]:
         layer.compile(dynamic=False)
+
+
+def supports_shared_prefixes(spec: JobSpec) -> bool:
+    """Whether samples of a row may share the tokens of a common prompt. If all tokens enter the student's layers >= l
+    once, the tokens of a deep tail cannot belong to several samples."""
+    return spec.sharding.sequence_parallel_size == 1 and not spec.training.compile
 
 
 def _select_rows(states: Tensor, rows: Tensor) -> Tensor:

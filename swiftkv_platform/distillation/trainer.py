@@ -315,8 +315,8 @@ class Trainer:
         )
 
 
-MicroBatch = tuple[dict[str, Tensor], tuple[int, ...]]
-"""Tensors of concatenated samples, and the lengths of the samples."""
+MicroBatch = tuple[dict[str, Tensor], tuple[int, ...] | None]
+"""Tensors of concatenated samples, and the lengths of the samples; None if they share prefixes."""
 
 
 def build_micro_batches(

@@ -1,4 +1,5 @@
-"""Attention over packed samples that are concatenated in one row: each sample attends to itself, without a mask.
+"""Attention over packed samples that are concatenated in one row: each sample attends to itself, without a mask, and to
+the prefix that it shares with the sample before it.
 
 A GPU runs PyTorch's `varlen_attn` (FlashAttention) on cumulative sequence lengths. Other devices run SDPA once per
 sample with its causal flag. On a CPU this is 11 times faster than a mask for rows of 2,048 tokens with samples of 133
@@ -66,10 +67,10 @@ VarlenOperator = Callable[..., Any]
 @dataclass(frozen=True)
 class Span:
     """Consecutive deep tokens in a sample, such as an assistant message of a conversation and the deep tail of its
-    prompt. Indices count the tokens of the whole row."""
+    prompt. All but `sample` are positions in the sample."""
 
-    sample_begin: int
-    """First token of the sample."""
+    sample: Sequence[int]
+    """Indices of the sample's tokens in the row, those of a shared prefix first."""
     begin: int
     counted_begin: int
     """The prompt's last token, which is the first that predicts a generated token."""
@@ -78,17 +79,27 @@ class Span:
 
 
 @dataclass(frozen=True)
-class _SpanIndices:
-    """Indices of the queries of all spans, and of the keys and values that each span attends to, span by span."""
+class _AttentionIndices:
+    """Indices of the queries of all parts (samples or spans), and of the keys and values that each part attends to, by
+    part. A part's queries are those of its last keys."""
 
     queries: Tensor
     keys: Tensor
     num_queries: list[int]
-    """Number of queries per span."""
+    """Number of queries per part."""
     num_keys: list[int]
-    """Number of keys per span."""
+    """Number of keys per part."""
     cu_seqlens: tuple[Tensor, Tensor]
-    """Cumulative lengths of the spans' queries and keys, see `_cumulative_lengths`."""
+    """Cumulative lengths of the parts' queries and keys, see `_cumulative_lengths`."""
+
+    @classmethod
+    def create(cls, parts: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device) -> Self:
+        """`parts`: (indices of the queries, indices of the keys) of each part."""
+        num_queries, num_keys = [len(queries) for queries, _ in parts], [len(keys) for _, keys in parts]
+        queries = _make_indices([row for queries, _ in parts for row in queries], device)
+        keys = _make_indices([row for _, keys in parts for row in keys], device)
+        cu_seqlens = _cumulative_lengths(num_queries, device), _cumulative_lengths(num_keys, device)
+        return cls(queries, keys, num_queries, num_keys, cu_seqlens)
 
 
 @dataclass(frozen=True)
@@ -97,10 +108,14 @@ class PackedSamples:
     `SelectsTokens`."""
 
     lengths: tuple[int, ...]
+    """Number of tokens per sample, without its shared prefix."""
     windows: tuple[int | None, ...]
     """Sliding window per layer in tokens, including the query itself; None: no window."""
     dtype: torch.dtype
     """Compute dtype of the model and of the operator's inputs."""
+    device: torch.device
+    prefix_lengths: tuple[int, ...] | None = None
+    """Number of tokens that each sample shares with the sample before it, whose first tokens they are; None: all 0."""
     operator: VarlenOperator | None = None
     """Attention operator; None: SDPA, sample by sample."""
     cu_seqlens: Tensor | None = None
@@ -112,21 +127,21 @@ class PackedSamples:
     queries. `query_tokens` then begins with the tokens of all spans."""
     num_tokens: int = 0
     """Number of tokens including padding; set if `spans` is set."""
-    device: torch.device | None = None
-    """Device of the tokens; set if `spans` is set."""
 
     @classmethod
     def create(
         cls,
         config: Any,
         lengths: Sequence[int],
+        prefix_lengths: Sequence[int] = (),
         *,
         device: torch.device,
         dtype: torch.dtype,
         operator: VarlenOperator | None = None,
     ) -> Self:
         cu_seqlens = None if operator is None else _cumulative_lengths(lengths, device)
-        return cls(tuple(lengths), get_layer_windows(config), dtype, operator, cu_seqlens)
+        prefixes = tuple(prefix_lengths) if any(prefix_lengths) else None
+        return cls(tuple(lengths), get_layer_windows(config), dtype, device, prefixes, operator, cu_seqlens)
 
     def add_conversation_spans(self, counted_mask: Tensor, deep_tail: int, *, overlapping: bool) -> Self:
         """Return the samples for layers >= l of a student whose deep tokens have their own K and V. Attention then
@@ -136,13 +151,25 @@ class PackedSamples:
             counted_mask: [num_tokens], nonzero for tokens that predict a generated token. It is read on the host.
         """
         counted = counted_mask.tolist()
-        spans = conversation_spans(counted, self.lengths, deep_tail, overlapping=overlapping)
-        return replace(self, spans=tuple(spans), num_tokens=len(counted), device=counted_mask.device)
+        spans = conversation_spans(counted, self._samples, deep_tail, overlapping=overlapping)
+        return replace(self, spans=tuple(spans), num_tokens=len(counted))
+
+    @cached_property
+    def _samples(self) -> list[Sequence[int]]:
+        """Indices of each sample's tokens, those of its shared prefix first."""
+        samples: list[Sequence[int]] = []
+        begin = 0
+        for length, prefix_length in zip(self.lengths, self.prefix_lengths or (0,) * len(self.lengths), strict=True):
+            own = range(begin, begin + length)
+            samples.append([*samples[-1][:prefix_length], *own] if prefix_length else own)
+            begin += length
+        return samples
 
     @cached_property
     def deep_tokens(self) -> Tensor:
         """Token indices of all spans, span by span, int64. Tokens of overlapping spans occur several times."""
-        return self._make_indices([token for span in self.spans or () for token in range(span.begin, span.end)])
+        tokens = [token for span in self.spans or () for token in span.sample[span.begin : span.end]]
+        return _make_indices(tokens, self.device)
 
     @cached_property
     def counted_rows(self) -> Tensor:
@@ -152,11 +179,7 @@ class PackedSamples:
         for span in self.spans or ():
             rows += range(first + span.counted_begin - span.begin, first + span.end - span.begin)
             first += span.end - span.begin
-        return self._make_indices(rows)
-
-    def _make_indices(self, indices: list[int]) -> Tensor:
-        assert self.device is not None, "add_conversation_spans sets it"
-        return torch.tensor(indices, dtype=torch.long).to(self.device, non_blocking=True)
+        return _make_indices(rows, self.device)
 
     def select_tokens(self, selection: TokenSelection) -> Self:
         assert isinstance(selection.tokens, Tensor), "training selects the counted tokens by index"
@@ -173,7 +196,10 @@ class PackedSamples:
             [1, num_queries, num_heads, dim].
         """
         if self.spans is not None:
-            return self._attend_in_spans(query, key, value, scaling, self.windows[layer])
+            if not self.spans:  # other workers wait for these gradients
+                output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+                return output + 0.0 * (query.sum() + key.sum() + value.sum())
+            return self._attend_by_index(query, key, value, self._span_indices, scaling, self.windows[layer])
         if self.query_tokens is None:
             return self._attend(query, key, value, scaling, self.windows[layer])
         # Kernels need consecutive queries, so scatter the selected ones into a tensor of all tokens.
@@ -182,49 +208,48 @@ class PackedSamples:
         return self._attend(scattered, key, value, scaling, self.windows[layer]).index_select(1, self.query_tokens)
 
     @cached_property
-    def _span_indices(self) -> _SpanIndices:
+    def _span_indices(self) -> _AttentionIndices:
         """Indices of the spans' queries, keys and values. All layers share them, so they are copied to the device
         once."""
-        assert self.spans is not None
-        assert self.device is not None, "add_conversation_spans sets both"
-        num_queries = [span.end - span.begin for span in self.spans]
-        if self.query_tokens is None:
-            first_queries = [span.begin for span in self.spans]
-        else:
-            first_queries = list(accumulate(num_queries, initial=0))
-        queries: list[int] = []
-        keys: list[int] = []
-        num_keys: list[int] = []
-        for span, first, size in zip(self.spans, first_queries, num_queries, strict=False):
-            own = range(first, first + size)
-            queries += own
+        parts: list[tuple[Sequence[int], Sequence[int]]] = []
+        first = 0
+        for span in self.spans or ():
+            own = span.sample[span.begin : span.end]
+            if self.query_tokens is not None:  # which begins with the tokens of all spans
+                own = range(first, first + len(own))
+                first += len(own)
             # keys: from x before the span, then the span's own, which follow those of all tokens
-            keys += [*range(span.sample_begin, span.begin), *(self.num_tokens + row for row in own)]
-            num_keys.append(span.begin - span.sample_begin + size)
-        indices = [self._make_indices(rows) for rows in (queries, keys)]
-        cu_seqlens = _cumulative_lengths(num_queries, self.device), _cumulative_lengths(num_keys, self.device)
-        return _SpanIndices(indices[0], indices[1], num_queries, num_keys, cu_seqlens)
+            parts.append((own, [*span.sample[: span.begin], *(self.num_tokens + row for row in own)]))
+        return _AttentionIndices.create(parts, self.device)
 
-    def _attend_in_spans(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+    @cached_property
+    def _sample_indices(self) -> _AttentionIndices:
+        """Indices of the samples' queries, keys and values, for samples that share prefixes."""
+        samples = zip(self._samples, self.lengths, strict=True)
+        return _AttentionIndices.create([(tokens[-length:], tokens) for tokens, length in samples], self.device)
+
+    def _attend_by_index(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        indices: _AttentionIndices,
+        scaling: float | None,
+        window: int | None,
     ) -> Tensor:
-        """Attend from each span's tokens to the K and V from x before the span and to the span's own K and V. The
-        output of other tokens is zero."""
+        """Attend from the queries to the keys and values at `indices`. The output of other tokens is zero."""
         output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
-        if not self.spans:
-            return output + 0.0 * (query.sum() + key.sum() + value.sum())  # other workers wait for these gradients
-        # 1. gather the spans' queries, keys and values
-        indices = self._span_indices
+        # 1. gather the queries, keys and values of each part
         query = query.index_select(2, indices.queries)
         key, value = key.index_select(2, indices.keys), value.index_select(2, indices.keys)
-        # 2. attend span by span, or all spans in one operator call
+        # 2. attend part by part, or all parts in one operator call
         if self.operator is None:
             num_keys = indices.num_keys
             parts = zip(
                 query.split(indices.num_queries, 2), key.split(num_keys, 2), value.split(num_keys, 2), strict=True
             )
             attended = torch.cat(
-                [_attend_causally(*part, scaling, window or self.num_tokens).transpose(1, 2) for part in parts], dim=1
+                [each.transpose(1, 2) for part in parts for each in _attend_in_windows(*part, scaling, window)], dim=1
             )
         else:
             max_lengths = max(indices.num_queries), max(indices.num_keys)
@@ -233,6 +258,8 @@ class PackedSamples:
         return output.index_copy(1, indices.queries, attended.to(output.dtype))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+        if self.prefix_lengths is not None:
+            return self._attend_by_index(query, key, value, self._sample_indices, scaling, window)
         num_tokens, num_sample_tokens = query.shape[2], sum(self.lengths)
         query, key, value = (tensor[:, :, :num_sample_tokens] for tensor in (query, key, value))
         if self.operator is None:
@@ -277,27 +304,30 @@ def _cumulative_lengths(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
 
 
+def _make_indices(indices: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(indices, dtype=torch.long).to(device, non_blocking=True)
+
+
 def conversation_spans(
-    counted: Sequence[bool | int], lengths: Sequence[int], deep_tail: int = 1, *, overlapping: bool = False
+    counted: Sequence[bool | int], samples: Sequence[Sequence[int]], deep_tail: int = 1, *, overlapping: bool = False
 ) -> list[Span]:
-    """Return the spans of deep tokens in samples of the given lengths.
+    """Return the spans of deep tokens in samples.
 
     Args:
         counted: a flag per token, set for tokens that predict a generated token. Consecutive ones are an answer.
+        samples: indices of each sample's tokens.
         deep_tail: number of the prompt's last tokens in each span; the last of them is counted.
         overlapping: whether a deep tail may begin inside an earlier answer, as in serving; else it begins after it.
     """
     spans: list[Span] = []
-    begin = 0
-    for length in lengths:
-        end = begin + length
+    for sample in samples:
         # where an answer begins or ends: the flag differs from the previous token's
-        edges = [at for at in range(begin, end + 1) if (at < end and counted[at]) != (at > begin and counted[at - 1])]
-        previous_end = begin
+        flags = [False, *(bool(counted[token]) for token in sample), False]
+        edges = [at for at, (before, here) in enumerate(pairwise(flags)) if before != here]
+        previous_end = 0
         for first, stop in zip(edges[::2], edges[1::2], strict=True):
-            spans.append(Span(begin, max(first - deep_tail + 1, begin if overlapping else previous_end), first, stop))
+            spans.append(Span(sample, max(first - deep_tail + 1, 0 if overlapping else previous_end), first, stop))
             previous_end = stop
-        begin = end
     return spans
 
 
@@ -325,14 +355,16 @@ def _attend_by_sample(
 def _attend_in_windows(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
 ) -> list[Tensor]:
-    """Attend within a sample, in chunks of `window` queries, each of which attends to at most two windows of keys."""
-    length = query.shape[2]
+    """Attend within a sample, in chunks of `window` queries, each of which attends to at most two windows of keys. The
+    queries are those of the last keys."""
+    length = key.shape[2]
+    num_earlier = length - query.shape[2]
     window = length if window is None else min(window, length)
     parts = []
-    for begin in range(0, length, window):
+    for begin in range(num_earlier, length, window):
         end, first = min(begin + window, length), max(begin - window + 1, 0)
-        keys, values = key[:, :, first:end], value[:, :, first:end]
-        parts.append(_attend_causally(query[:, :, begin:end], keys, values, scaling, window))
+        queries = query[:, :, begin - num_earlier : end - num_earlier]
+        parts.append(_attend_causally(queries, key[:, :, first:end], value[:, :, first:end], scaling, window))
     return parts
 
 
@@ -436,19 +468,25 @@ def make_packed_context(
     attention: AttentionImplementation = "auto",
     dtype: torch.dtype,
 ) -> DecoderContext:
-    """Make the context of a forward pass over all rows, concatenated. Each sample attends to itself only.
+    """Make the context of a forward pass over all rows, concatenated. Each sample attends to itself, and to the prefix
+    that it shares with the sample before it.
 
     Args:
         input_ids: int64 [batch, num_tokens].
-        position_ids: int64 [batch, num_tokens]; positions restart with every sample.
-        lengths: lengths of the samples; None derives them from the positions, which are then read on the host.
+        position_ids: int64 [batch, num_tokens]; positions restart with every sample, at the length of its shared
+            prefix, e.g. 0 1 2 3 4 2 3.
+        lengths: lengths of the samples, which share no prefixes; None derives both from the positions, which are then
+            read on the host.
         attention: see `training.attn_implementation`.
         dtype: compute dtype of the model.
     """
     config, device = decoder.config, input_ids.device
-    lengths = get_sample_lengths(position_ids) if lengths is None else lengths
+    prefix_lengths: Sequence[int] = ()
+    if lengths is None:
+        lengths = get_sample_lengths(position_ids)
+        prefix_lengths = position_ids.flatten()[list(accumulate(lengths[:-1], initial=0))].tolist()
     operator = choose_operator(attention, config, device, dtype)
-    samples = PackedSamples.create(config, lengths, device=device, dtype=dtype, operator=operator)
+    samples = PackedSamples.create(config, lengths, prefix_lengths, device=device, dtype=dtype, operator=operator)
     masks = Masks((None,) * config.num_hidden_layers)
     flat, positions = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
     return cast(

@@ -66,6 +66,7 @@ def prepare(
     directory: Path | None = None,
     mask_prompts: bool = False,
     with_steering: bool = False,
+    share_prefixes: bool = False,
     access: Access = UNRESTRICTED,
     **settings: Any,
 ) -> PreparedData:
@@ -81,6 +82,7 @@ def prepare(
         remote=remote,
         mask_prompts=mask_prompts,
         with_steering=with_steering,
+        share_prefixes=share_prefixes,
         access=access,
     )
 

@@ -2,12 +2,14 @@
 
 from collections import Counter
 from itertools import chain, pairwise
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swiftkv_platform.data import packing
 from swiftkv_platform.data.packing import PackedRows, Samples, pack, select_batch_rows, select_rank_rows, total_steps
 
 MAX_LENGTH = 16
@@ -123,6 +125,88 @@ def test_a_sample_may_be_repeated_or_left_out() -> None:
     assert sorted(rows[i]["input_ids"][0].item() for i in range(len(rows))) == [0, 8, 8]
     none = pack(make_samples([4]), np.empty(0, dtype=np.int64), max_length=4, pad_token_id=PAD)
     assert (len(none), none.num_tokens, none.packing_efficiency) == (0, 0, 0.0)
+
+
+def make_samples_of_prompts(prompts: list[list[int]], num_targets: int = 2) -> Samples:
+    """Make samples that begin with these prompts, followed by tokens that are all different. `num_targets` of each are
+    counted: the prompt's last token is the first one."""
+    targets = np.arange(len(prompts) * num_targets).reshape(-1, num_targets) + 100
+    tokens = [np.array([*prompt, *own], dtype=np.int32) for prompt, own in zip(prompts, targets, strict=True)]
+    counts = [
+        np.array([False] * (len(prompt) - 1) + [True] * num_targets + [False]) for prompt in prompts if len(prompt)
+    ]
+    return Samples(np.concatenate(tokens), np.concatenate(counts), np.cumsum([0, *map(len, tokens)]))
+
+
+def share(samples: Samples, chosen: list[int] | None = None, *, max_length: int = MAX_LENGTH) -> PackedRows:
+    with patch.object(packing, "MIN_PREFIX_LENGTH", 4):
+        members = np.arange(len(samples)) if chosen is None else np.array(chosen)
+        return pack(samples, members, max_length=max_length, pad_token_id=PAD, share_prefixes=True)
+
+
+def unfold(rows: PackedRows, index: int) -> list[tuple[list[int], list[int]]]:
+    """Return the tokens of a row's samples, with their shared prefixes, and those that the row counts, from the arrays
+    that a training step gets."""
+    batch, lengths = rows.make_padding_free_batch([index])
+    positions, samples = batch["position_ids"][0].tolist(), list[tuple[list[int], list[int]]]()
+    starts = [at for at, (before, here) in enumerate(pairwise([-9, *positions])) if here != before + 1]
+    assert lengths is None or [*lengths] == np.diff([*starts, len(positions)]).tolist()
+    for begin, end in pairwise([*starts, len(positions)]):
+        own, counted = batch["input_ids"][0, begin:end], batch["loss_mask"][0, begin:end]
+        samples.append(((samples[-1][0] if samples else [])[: positions[begin]] + own.tolist(), own[counted].tolist()))
+    return samples
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=30))
+def test_samples_share_prefixes_and_each_target_counts_once(prompts: list[list[int]]) -> None:
+    samples = make_samples_of_prompts(prompts)
+    rows, separate = share(samples), pack(samples, np.arange(len(prompts)), max_length=MAX_LENGTH, pad_token_id=PAD)
+    found = sorted(chain.from_iterable(unfold(rows, index) for index in range(len(rows))))
+    parts = pairwise(samples.starts)
+    assert found == sorted(
+        (samples.tokens[begin:end].tolist(), samples.tokens[begin:end][samples.loss_mask[begin:end]].tolist())
+        for begin, end in parts
+    )
+    num_tokens = [int((rows.make_padding_free_batch([i])[0]["input_ids"]).size) for i in range(len(rows))]
+    assert max(num_tokens) <= MAX_LENGTH
+    assert sum(num_tokens) == rows.num_tokens == sum(length * count for length, count in rows.sample_length_histogram)
+    assert rows.num_counted_tokens == separate.num_counted_tokens
+    assert rows.num_tokens <= separate.num_tokens
+    for index, row in enumerate(pairwise(rows.row_starts)):
+        whole = rows.get_whole_members(index)
+        assert set(whole) <= set(rows.members[slice(*row)])
+        assert (rows[index]["input_ids"] != PAD).sum() == samples.lengths[whole].sum()
+
+
+def test_samples_with_a_long_common_prompt_share_it() -> None:
+    """The third has the first's prompt of 6 tokens. The last token of a prompt is counted, so it is not shared."""
+    samples = make_samples_of_prompts([[1, 2, 3, 4, 5, 6], [1, 2, 3], [1, 2, 3, 4, 5, 6], [1, 2, 3, 9, 9, 9]])
+    rows = share(samples)
+    assert rows.prefix_lengths is not None
+    assert (rows.members.tolist(), rows.prefix_lengths.tolist()) == ([0, 2, 1, 3], [0, 5, 0, 0])
+    assert rows.num_tokens == 3 * 8 + 5 - 5
+    again = share(samples)
+    assert np.array_equal(again.prefix_lengths, rows.prefix_lengths)
+    assert np.array_equal(again.row_starts, rows.row_starts)
+
+
+def test_a_counted_prompt_is_not_shared() -> None:
+    samples = make_samples_of_prompts([[1] * 6] * 2)
+    assert share(samples).prefix_lengths is not None
+    samples.loss_mask[[2, 10]] = True
+    assert share(samples).prefix_lengths is None
+
+
+def test_a_prompt_is_repeated_where_its_samples_need_several_rows() -> None:
+    rows = share(make_samples_of_prompts([[1] * 9] * 5), max_length=16)
+    assert [len(rows.get_whole_members(index)) for index in range(len(rows))] == [1, 1, 1]
+    assert [len(rows.get_members(index)) for index in range(len(rows))] == [2, 2, 1]
+
+
+def test_repeats_of_a_sample_stay_apart() -> None:
+    """A source of weight 2 has two passes over its samples, not twice the gradient in one step."""
+    rows = share(make_samples_of_prompts([[1] * 6, [1] * 6]), [0, 1, 0, 1], max_length=11)
+    assert [sorted(rows.get_members(index)) for index in range(len(rows))] == [[0, 1], [0, 1]]
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(0, 3), st.integers(1, 4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -251,6 +252,25 @@ def test_the_same_input_gives_the_same_rows_and_fingerprint(write: Write) -> Non
     changed = [prepare(other, validation_fraction=0.1)]
     changed += [prepare(path, **{"validation_fraction": 0.1, **change}) for change in changes]
     assert len({first.fingerprint, *(prepared.fingerprint for prepared in changed)}) == 5
+
+
+def test_training_samples_share_a_prompt_and_held_out_ones_do_not(write: Write, tmp_path: Path) -> None:
+    """The rows have its tokens once, and so do the statistics. All rows are the same after they are loaded."""
+    path = write([{"prompt": "a long text" * 30, "completion": f"answer {number}"} for number in range(12)])
+    settings: Any = {"max_length": 1024, "train_on": "assistant", "validation_fraction": 0.4}
+    separate = prepare(path, template=CHAT, **settings)
+    shared = prepare(path, template=CHAT, directory=tmp_path, share_prefixes=True, **settings)
+    assert separate.train.prefix_lengths is None
+    assert shared.held_out.prefix_lengths is None
+    assert shared.train.prefix_lengths is not None
+    assert shared.fingerprint != separate.fingerprint
+    assert (texts(shared.train), targets(shared.train)) == (texts(separate.train), targets(separate.train))
+    found, before = shared.statistics.train, separate.statistics.train
+    assert (found.samples, found.counted_tokens) == (before.samples, before.counted_tokens)
+    assert found.tokens == before.tokens - shared.train.prefix_lengths.sum() < before.tokens / 2
+    opened = PreparedData.load(tmp_path)
+    assert (opened.fingerprint, opened.held_out.prefix_lengths) == (shared.fingerprint, None)
+    assert np.array_equal(opened.train.prefix_lengths, shared.train.prefix_lengths)
 
 
 def test_tokens_are_mapped_from_files_that_can_be_opened_again(write: Write, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def prepare(
                 completions=None if answers is None else TeacherCompletions(describe_teacher(spec, path), answers),
                 mask_prompts=spec.swiftkv.request.has_deep_leaders,
                 with_steering=spec.training.validation is not None,
-                share_prefixes=supports_shared_prefixes(spec),
+                share_prefixes=supports_shared_prefixes(spec, student.config),
                 progress=progress,
             )
         select_evaluation_rows(

@@ -229,7 +229,7 @@ class DistillationModel(nn.Module):
         self._attention = attention
         if sequence is not None:
             student.config._attn_implementation = ATTENTION_IMPLEMENTATION
-        elif student.config._attn_implementation == "sdpa" or student.config.layer_map.deep_leaders:
+        elif _uses_packed_attention(student.config):
             student.config._attn_implementation = PACKED_ATTENTION
         self._spec = spec
         self._num_lower_layers = student.config.num_key_value_layers
@@ -472,10 +472,20 @@ def compile_layers(model: DistillationModel) -> None:
         layer.compile(dynamic=False)
 
 
-def supports_shared_prefixes(spec: JobSpec) -> bool:
-    """Whether samples of a row may share the tokens of a common prompt. If all tokens enter the student's layers >= l
-    once, the tokens of a deep tail cannot belong to several samples."""
-    return spec.sharding.sequence_parallel_size == 1 and not spec.training.compile
+def supports_shared_prefixes(spec: JobSpec, config: Any) -> bool:
+    """Whether samples of a row may share the tokens of a common prompt. Only packed attention knows such rows, and if
+    all tokens enter the student's layers >= l once, those of a deep tail cannot belong to several samples.
+
+    Args:
+        config: the student's configuration.
+    """
+    enters_once = spec.sharding.sequence_parallel_size > 1 or spec.training.compile
+    return _uses_packed_attention(config) and not enters_once
+
+
+def _uses_packed_attention(config: Any) -> bool:
+    """Whether a student is trained with packed attention; one with eager attention keeps it."""
+    return bool(config._attn_implementation == "sdpa" or config.layer_map.deep_leaders)
 
 
 def _select_rows(states: Tensor, rows: Tensor) -> Tensor:

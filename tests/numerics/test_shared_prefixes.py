@@ -10,13 +10,13 @@ import torch
 
 from swiftkv_platform.data import packing
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
-from swiftkv_platform.distillation.model import DistillationModel
+from swiftkv_platform.distillation.model import DistillationModel, supports_shared_prefixes
 from swiftkv_platform.engine.varlen import reference_varlen_attn
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.packed_attention import to_tensors
-from swiftkv_platform.specs import DistillationSpec
+from swiftkv_platform.specs import DistillationSpec, JobSpec
 from tests.support.parameters import KINDS, few, in_turn
-from tests.support.tiny_models import FAMILY_CONFIGS, WINDOW, disturb, family_teacher
+from tests.support.tiny_models import FAMILY_CONFIGS, WINDOW, disturb, family_teacher, random_teacher
 
 PREFIX_LENGTH, MAX_LENGTH = 24, 72
 OWN = {"decode_key_value": "own", "num_key_value_layers": 2}
@@ -73,7 +73,7 @@ def take_step(
         own = slice(samples.starts[counted], samples.starts[counted + 1])
         loss_mask[own] = samples.loss_mask[own]
         rows = replace(rows, samples=replace(samples, loss_mask=loss_mask))
-    spec = DistillationSpec(hidden_loss_weight=1.0, hidden_loss_layer=-1, trainable=trainable)
+    spec = DistillationSpec(hidden_loss_weight=1.0, hidden_loss_layer=-1, trainable=trainable, vary_deep_tail=False)
     model = DistillationModel(student, spec, dtype=torch.float32)
     model.zero_grad()
     batch, lengths = rows.make_padding_free_batch(range(len(rows)), multiple=16)
@@ -142,3 +142,24 @@ def test_one_operator_attends_to_shared_prefixes(name: str) -> None:
         expected = take_step(student, make_rows(share_prefixes=False))
         with patch("swiftkv_platform.model.packed_attention.choose_operator", return_value=operator):
             assert_equal(take_step(student, make_rows(share_prefixes=True)), expected)
+
+
+@pytest.mark.parametrize(
+    ("attention", "own", "sections", "expected"),
+    [
+        ("sdpa", False, {}, True),
+        ("eager", True, {}, True),
+        ("eager", False, {}, False),
+        ("sdpa", True, {"training": {"compile": True}}, False),
+        ("sdpa", True, {"sharding": {"strategy": "fsdp2", "sequence_parallel_size": 2}}, False),
+    ],
+)
+def test_prefixes_are_shared_where_attention_knows_them(
+    attention: str, own: bool, sections: dict[str, Any], expected: bool
+) -> None:
+    mode: Any = "own" if own else "shared"
+    student = convert(random_teacher(), num_key_value_layers=2, decode_key_value=mode)
+    student.config._attn_implementation = attention
+    document = {"name": "t", "data": {"sources": [{"name_or_path": "a.jsonl"}]}, **sections}
+    spec = JobSpec.model_validate(document | {"resources": {"num_workers": 2}})
+    assert supports_shared_prefixes(spec, student.config) == expected

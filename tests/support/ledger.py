@@ -116,6 +116,7 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> TrainingResult:
     call, step = Strategy.__call__, Trainer.train_step
 
     def recorded_call(self: Strategy, batch: Any, sample_lengths: Any) -> Any:
+        assert sample_lengths is not None, "the texts of these jobs share no prompt"
         padding = batch["input_ids"].shape[1] - sum(sample_lengths)
         token_ids, counts = (batch[name][0].split([*sample_lengths, padding]) for name in ("input_ids", "loss_mask"))
         seen.extend(ids.tolist() for ids, counted in zip(token_ids, counts, strict=True) if counted.any())

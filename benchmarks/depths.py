@@ -20,7 +20,7 @@ A point has KL, agreement and perplexity ratio on the held-out rows, before and 
 text, and by position in the answer and by prompt length; the share of numbers found in prompts of each length by
 student and teacher; and with an exit head its agreement by confidence (the paper's figure D.1). With `--tasks` it has
 the scores of both on lm-evaluation-harness tasks. DIRECTORY keeps the teacher's answers, finished points, and the
-newest checkpoint of a point that is not finished, from which the next run continues.
+newest checkpoint and the measurements of a point that is not finished, with which the next run continues.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,8 @@ from swiftkv_platform.evaluation.analysis import Needles
 from swiftkv_platform.evaluation.harness.run import run_tasks
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.paired import HeldOutIntervals
-from swiftkv_platform.evaluation.parts import NoResultStore
-from swiftkv_platform.evaluation.quality import HeldOutTotals
+from swiftkv_platform.evaluation.parts import NoResultStore, measure_once
+from swiftkv_platform.evaluation.quality import DEFAULT_WORKERS, HeldOutTotals
 from swiftkv_platform.evaluation.report import build_exit_bins, build_quality_bins
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
 from swiftkv_platform.jobs.worker.measure import Evaluation
@@ -206,26 +207,28 @@ class TrainingRuns:
 
 
 @dataclass(frozen=True)
-class TeacherAnswers(NoResultStore):
-    """Stores the teacher's answers to tasks, which all points share."""
+class StoredParts(NoResultStore):
+    """Stores a point's results one by one, so that an interrupted point repeats none, and the teacher's answers to
+    tasks, which all points share."""
 
-    directory: Path
+    of_point: Path
+    of_teacher: Path
 
     def get(self, name: str, /) -> bytes | None:
         file = self._get_file(name)
         return file.read_bytes() if file.is_file() else None
 
     def put(self, name: str, data: bytes) -> None:
-        if "-teacher-" in name:
-            self.directory.mkdir(exist_ok=True)
-            self._get_file(name).write_bytes(data)
+        file = self._get_file(name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
 
     def progress(self, name: str, done: int, total: int) -> None:
         if done == total:
-            print(f"  {name}: {total} answers", flush=True)
+            print(f"  {name} is measured", flush=True)
 
     def _get_file(self, name: str) -> Path:
-        return self.directory / name.replace("/", "_")
+        return (self.of_teacher if "-teacher-" in name else self.of_point) / name.replace("/", "_")
 
 
 class RunsByDecodeKeyValue(dict[str, TrainingRuns]):
@@ -306,7 +309,9 @@ def measure_needles(runs: TrainingRuns, run: TrainedRun, needles: list[Needles],
     return {one.length: one.measure_share_found(model) for one in needles}
 
 
-def measure_tasks(runs: TrainingRuns, run: TrainedRun, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_tasks(
+    runs: TrainingRuns, run: TrainedRun, parts: StoredParts, args: argparse.Namespace
+) -> list[dict[str, Any]]:
     """Return teacher's and student's scores of each task, with the interval of their difference."""
     if not args.tasks:
         return []
@@ -315,15 +320,19 @@ def measure_tasks(runs: TrainingRuns, run: TrainedRun, args: argparse.Namespace)
     student, tokenizer = runs.load(run.spec, run.final_tensors), load_tokenizer(run.spec, runs.path)
     access = replace(UNRESTRICTED, code_tasks=args.allow_code_tasks)
     tasks = resolve_tasks([TaskSpec.model_validate(task) for task in named], access=access)
-    answers = TeacherAnswers(args.directory / "teacher-answers")
-    results = run_tasks(student, tokenizer, tasks, evaluation, parts=answers)
+    results = run_tasks(student, tokenizer, tasks, evaluation, parts=parts)
     return [score.model_dump(mode="json") for score in results.scores]
 
 
-def measure_point(runs: TrainingRuns, run: TrainedRun, needles: list[Needles], args: argparse.Namespace) -> PointResult:
+def measure_point(
+    runs: TrainingRuns, run: TrainedRun, needles: list[Needles], parts: StoredParts, args: argparse.Namespace
+) -> PointResult:
     start, end = (
-        runs.compare_on_held_out(run.spec, run.initial_tensors),
-        runs.compare_on_held_out(run.spec, run.final_tensors),
+        measure_once(parts, DEFAULT_WORKERS, name, HeldOutTotals, partial(runs.compare_on_held_out, run.spec, tensors))
+        for name, tensors in (("start", run.initial_tensors), ("end", run.final_tensors))
+    )
+    found = measure_once(
+        parts, DEFAULT_WORKERS, "needles", dict[int, float], partial(measure_needles, runs, run, needles, swiftkv=True)
     )
     exits = build_exit_bins(end.exit_head)
     return {
@@ -333,8 +342,8 @@ def measure_point(runs: TrainingRuns, run: TrainedRun, needles: list[Needles], a
         "notes": [note.message for note in run.notes],
         "start": summarize_totals(start),
         "end": summarize_totals(end),
-        "needles": measure_needles(runs, run, needles, swiftkv=True),
-        "tasks": measure_tasks(runs, run, args),
+        "needles": found,
+        "tasks": measure_tasks(runs, run, parts, args),
         "exit_head": None if exits is None else [one.model_dump() for one in exits],
     }
 
@@ -374,9 +383,9 @@ def main() -> int:
                 run = runs.train(point_spec, training if is_trained else None)
                 if needles and not teacher.is_file():
                     write_report(measure_needles(runs, run, needles, swiftkv=False), teacher)
-                write_report(measure_point(runs, run, needles, args), done)
-                if is_trained:
-                    shutil.rmtree(training)
+                parts = StoredParts(training / "measured", args.directory / "teacher-answers")
+                write_report(measure_point(runs, run, needles, parts, args), done)
+                shutil.rmtree(training)
             rows.setdefault(point, []).append(json.loads(done.read_text(encoding="utf-8")))
             print_row(point, rows[point][-1])
     found = json.loads(teacher.read_text(encoding="utf-8")) if needles else {}

@@ -3,12 +3,13 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from benchmarks import depths
-from benchmarks.depths import POINTS, SPEC_FILE, main, make_point_spec, make_result_name, summarize_seeds
+from benchmarks.depths import POINTS, SPEC_FILE, TrainingRuns, main, make_point_spec, make_result_name, summarize_seeds
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.specs import load_spec
 from tests.support.tiny_models import save_teacher
@@ -125,3 +126,31 @@ def test_an_interrupted_point_continues_from_its_checkpoint(tmp_path: Path, monk
     assert run_point("whole", last_step=-1) == 0
     [whole] = json.loads(report.read_text())["points"]["2:1"]
     assert (continued["end"], continued["tokens"]) == (whole["end"], whole["tokens"])
+
+
+def test_an_interrupted_measurement_continues_with_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, report, measured = write_tiny_spec(tmp_path), tmp_path / "report.json", list[str]()
+    compare, measure_needles = TrainingRuns.compare_on_held_out, depths.measure_needles
+    options = f"{tmp_path / 'points'} --spec {spec} --points 2:1 --steps 0 --needle-lengths --output {report}"
+    monkeypatch.setattr("sys.argv", ["depths", *options.split()])
+
+    def record(runs: TrainingRuns, *arguments: Any) -> Any:
+        measured.append("held-out")
+        return compare(runs, *arguments)
+
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TrainingRuns, "compare_on_held_out", record)
+    monkeypatch.setattr(depths, "measure_needles", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        main()
+    assert measured == ["held-out"] * 2
+    monkeypatch.setattr(depths, "measure_needles", measure_needles)
+    assert main() == 0
+    assert measured == ["held-out"] * 2
+    [point] = json.loads(report.read_text())["points"]["2:1"]
+    assert point["start"]["kl"] == point["end"]["kl"] > 0
+    assert not list((tmp_path / "points").glob("*.training"))

@@ -13,6 +13,9 @@ DEFAULT_MEASUREMENTS = 20
 TRAINED_PER_MEASURED_ROW = 10
 """Min ratio of trained rows to measured rows between two measurements. A forward pass takes about half the time of a
 training step over the same rows, so measurements take about 5% of a run."""
+MIN_MEASURED_ROWS = 4
+"""Min rows per measurement, by default. Packing sorts rows by the length of their samples, so a single row may have few
+counted tokens, all of one kind, and would choose the model."""
 SEARCH_STEPS_SHARE = 0.15
 """Share of a run's steps that the learning-rate search takes."""
 MAX_TRIALS = 4
@@ -21,10 +24,12 @@ MIN_TRIAL_STEPS, MAX_TRIAL_STEPS = 4, 40
 
 
 def compute_measurement_interval(spec: ValidationSpec, batch_size: int, total_steps: int) -> int:
-    """Return the steps between measurements: a twentieth of the run, but at least `TRAINED_PER_MEASURED_ROW` rows."""
+    """Return the steps between measurements: a twentieth of the run, but at least the trained rows that
+    `MIN_MEASURED_ROWS` need."""
     if spec.every_steps is not None:
         return spec.every_steps
-    return max(math.ceil(total_steps / DEFAULT_MEASUREMENTS), math.ceil(TRAINED_PER_MEASURED_ROW / batch_size))
+    trained_rows = MIN_MEASURED_ROWS * TRAINED_PER_MEASURED_ROW
+    return max(math.ceil(total_steps / DEFAULT_MEASUREMENTS), math.ceil(trained_rows / batch_size))
 
 
 def count_measured_rows(spec: ValidationSpec, tokens_per_row: float, rows_between: int) -> int:

@@ -85,7 +85,8 @@ class ValidationSpec(Spec):
     """Validation during training: held-out KL on a few fixed rows."""
 
     every_steps: Count | None = None
-    """Optimizer steps between validations. Default: a twentieth of the run. The last step is always validated."""
+    """Optimizer steps between validations. Default: a twentieth of the run, but 40 rows or more. The last step is
+    always validated."""
     max_tokens: Count = 16384
     """Max held-out tokens per validation; also at most a tenth of the tokens trained on between two validations, but at
     least one row."""

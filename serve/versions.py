@@ -153,8 +153,6 @@ def choose_backend(options: EngineConfig, config: Any, *, device: str, has_vllm:
         and is_served_by_vllm(config.model_type)
         and not shape.has_exit_head
         and shape.num_key_value_heads_swiftkv in (None, getattr(config, "num_key_value_heads", None))
-        and not shape.has_bypassed_layers
-        and shape.swiftkv_deep_tail == 1
         and not options.native_only_options
     )
     return "vllm" if is_supported_by_vllm else "native"

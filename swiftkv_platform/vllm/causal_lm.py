@@ -198,9 +198,10 @@ class SwiftKVForCausalLM(nn.Module):
         """Return the class in which vLLM's second model runner (V2) keeps a batch's state."""
         from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-        from swiftkv_platform.vllm.model_state import OwnKVModelState
+        from swiftkv_platform.vllm.model_state import StudentModelState
 
-        return OwnKVModelState if self.model.layer_map.deep_leaders else DefaultModelState
+        skips = self.model.layer_map.leaders and not self.model.is_prefill_only
+        return StudentModelState if skips else DefaultModelState
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load a checkpoint in this project's or the reference's format. For an adapter, `weights` also has the base's

@@ -20,7 +20,7 @@ from swiftkv_platform.vllm.versions import check_version
 
 _V1_CHECKS, _V2_CHECKS = "swiftkv_platform.vllm.requests", "swiftkv_platform.vllm.second_runner"
 _REQUEST_CHECK, _PREFILL_CHECK = "PromptLogprobsCheck", "OneTokenCheck"
-_FIRST_DEEP_TOKENS_PATH = "swiftkv_platform.vllm.deep_tokens:FirstDeepTokens"
+_PROMPT_LENGTHS_PATH = "swiftkv_platform.vllm.deep_tokens:PromptLengths"
 _V2_LOGITS_PROCESSOR_MODULE = "vllm.v1.worker.gpu.sample.logits_processor"
 _SCHEDULER_PATH = "swiftkv_platform.vllm.scheduler.make_scheduler"
 _SUPPORTED_CONNECTORS = ("ExampleConnector", "NixlConnector")
@@ -58,20 +58,6 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
                 ", but in vLLM, layers that share a KV cache must have the model's "
                 f"{config.num_key_value_heads} key-value heads; {_NATIVE_ENGINE} serves this student",
             )
-        if config.swiftkv and config.layer_map.bypassed_layers:
-            raise ModelError.for_field(
-                "swiftkv_prefill_layers",
-                config.swiftkv_prefill_layers,
-                ", and vLLM runs every token of a batch through all layers below l; "
-                f"{_NATIVE_ENGINE} (engine.backend native) serves this student",
-            )
-        if config.swiftkv and (config.layer_map.deep_tail or 1) > 1:
-            raise ModelError.for_field(
-                "swiftkv_deep_tail",
-                config.swiftkv_deep_tail,
-                ", but in vLLM, only the last token of a prompt runs all layers; "
-                f"{_NATIVE_ENGINE} (engine.backend native) serves this student",
-            )
         if not config.swiftkv and not config.swiftkv_teacher_weights:
             raise _make_error(
                 "teacher mode needs the teacher's projections, which this checkpoint was exported without",
@@ -98,7 +84,6 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
             _configure_own_deep_kv(vllm_config)
         elif skips:
             _add_prompt_logprobs_check(vllm_config)
-            _disable_full_graphs(vllm_config)
 
 
 def _check_prefill_only(vllm_config: VllmConfig) -> None:
@@ -120,10 +105,11 @@ def _configure_own_deep_kv(vllm_config: VllmConfig) -> None:
     """Set this project's scheduler and logits processor, for deep tokens with their own K and V. Raises `ModelError`
     for options that conflict with them."""
     speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
-    if speculative is not None:
+    if speculative is not None and not _uses_v2_logits_processors(vllm_config):
         raise _make_error(
-            "swiftkv_decode_key_value is 'own', and with drafts vLLM does not report where prompts end; leave "
-            f"speculative_config out, or use num_lookup_tokens in {_NATIVE_ENGINE}",
+            "swiftkv_decode_key_value is 'own', and with drafts vLLM's model runner V1 does not report where prompts "
+            "end; use runner V2 (vLLM 0.32 or later on a GPU), leave speculative_config out, or use num_lookup_tokens "
+            f"in {_NATIVE_ENGINE}",
             "speculative_config.method",
             speculative.method,
         )
@@ -141,10 +127,10 @@ def _configure_own_deep_kv(vllm_config: VllmConfig) -> None:
             True,
         )
     scheduler.scheduler_cls = _SCHEDULER_PATH
-    if _uses_v2_logits_processors(vllm_config):  # `OwnKVModelState` passes the prompt lengths to the model
-        _add_request_check(vllm_config, _REQUEST_CHECK)
+    if _uses_v2_logits_processors(vllm_config):  # `StudentModelState` passes the prompt lengths to the model
+        _add_prompt_logprobs_check(vllm_config)
         return
-    _add_logits_processor(vllm_config, _FIRST_DEEP_TOKENS_PATH)
+    _add_logits_processor(vllm_config, _PROMPT_LENGTHS_PATH)
     if vllm_config.use_v2_model_runner:
         raise _make_error(
             f"swiftkv_decode_key_value is 'own', and model runner V2 of vLLM {vllm.__version__} does not report where "
@@ -154,14 +140,13 @@ def _configure_own_deep_kv(vllm_config: VllmConfig) -> None:
         )
 
 
-def refuse_full_graphs_with_own_kv(compilation: CompilationConfig) -> None:
-    """Raise `ModelError` for full CUDA graphs of batches with prompts, which cannot distinguish a request's last
-    token."""
+def refuse_full_graphs_of_prompts(compilation: CompilationConfig) -> None:
+    """Raise `ModelError` for full CUDA graphs of batches with prompts, in which no tokens can be skipped."""
     mode = compilation.cudagraph_mode
     if mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL:
         raise _make_error(
-            f"cudagraph_mode is {mode.name}, but with swiftkv_decode_key_value 'own' only decode steps may use full "
-            "graphs; use FULL_AND_PIECEWISE, or leave it out",
+            f"cudagraph_mode is {mode.name}, but a SwiftKV model can use full graphs only for decode steps; use "
+            "FULL_AND_PIECEWISE, or leave it out",
             "compilation_config.cudagraph_mode",
             mode.name,
         )
@@ -197,23 +182,6 @@ def _add_prompt_logprobs_check(vllm_config: VllmConfig) -> None:
     keeps_runner = _uses_v2_logits_processors(vllm_config) or not vllm_config.use_v2_model_runner
     if vllm_config.speculative_config is None and keeps_runner:
         _add_request_check(vllm_config, _REQUEST_CHECK)
-
-
-def _disable_full_graphs(vllm_config: VllmConfig) -> None:
-    """Disable full CUDA graphs with speculative decoding. vLLM captures decode steps of 1 + k tokens without the
-    indices for fast prefill's metadata: vLLM 0.29 does not start."""
-    compilation = vllm_config.compilation_config
-    if vllm_config.speculative_config is None:
-        return
-    if compilation.cudagraph_mode is None:
-        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
-    elif compilation.cudagraph_mode.has_full_cudagraphs():
-        raise _make_error(
-            f"cudagraph_mode is {compilation.cudagraph_mode.name}, but a SwiftKV model with drafts cannot use full "
-            "graphs; use PIECEWISE, or leave it out",
-            "compilation_config.cudagraph_mode",
-            compilation.cudagraph_mode.name,
-        )
 
 
 def _check_parallelism(vllm_config: VllmConfig) -> None:
@@ -277,6 +245,14 @@ def _check_features(vllm_config: VllmConfig) -> None:
             True,
         )
     transfer = vllm_config.kv_transfer_config
+    config: Any = vllm_config.model_config.hf_config
+    if transfer is not None and config.swiftkv and (config.layer_map.deep_tail or 1) > 1:
+        raise ModelError.for_field(
+            "swiftkv_deep_tail",
+            config.layer_map.deep_tail,
+            ", but a KV connector may give a prompt the cache of a longer one, in which other tokens are deep; leave "
+            "kv_transfer_config out",
+        )
     if transfer is not None and transfer.kv_connector not in _SUPPORTED_CONNECTORS:
         raise _make_error(
             f"the KV connector {transfer.kv_connector} is untested with KV caches that layers share; "

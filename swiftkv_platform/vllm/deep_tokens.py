@@ -1,70 +1,191 @@
-"""Deep tokens in vLLM: their rows in a step, and the write of their own K and V (`docs/model.md`).
+"""The rows of a step that run layers >= l in vLLM, and the write of deep tokens' own K and V (`docs/model.md`).
 
-A deep token is a prompt's last token or a later one. A step's attention metadata has a row's position in its request,
-but not the length of the prompt. vLLM passes prompt lengths to logits processors, before each forward pass and in the
-order of its rows. So a logits processor copies the position of each row's first deep token to a buffer that the model
-reads. In model runner V2 a `ModelState` does this (`model_state.py`).
+Layers >= l, and bypassed layers below l, run for a suffix of each request's tokens in the step: all tokens of a request
+that decodes, and of a prompt its deep tokens, or only its last token if none is deep. vLLM builds a step's attention
+metadata per backend, so these layers have a backend whose builder selects the rows (`RowSelectingAttention`).
+
+If deep tokens keep their own K and V, the prompts' lengths decide which tokens are deep, and metadata lacks them. vLLM
+passes prompts to logits processors, before each forward pass and in the order of its rows, so a logits processor stores
+their lengths (`PromptLengths`). In model runner V2 a `ModelState` does this (`model_state.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import unified_kv_cache_update
 from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from swiftkv_platform.vllm.requests import PromptLogprobsCheck
 
 WRITE_OPERATOR = "vllm::swiftkv_write_own"
+_NEVER_DEEP = np.iinfo(np.int64).max
 
 
-class FirstDeepTokens(PromptLogprobsCheck):
+@dataclass(frozen=True)
+class SelectedRows:
+    """Rows of a step that run layers >= l."""
+
+    tokens: torch.Tensor
+    """Index of each row's token in the step, ascending; padded to a CUDA graph's size with the last index."""
+    num_rows: int
+    """Number of rows before padding."""
+
+
+class RowSelector:
+    """Selects the rows of each step that run layers >= l, for all attention layers of a model."""
+
+    def __init__(self, vllm_config: VllmConfig, deep_tail: int | None, device: torch.device) -> None:
+        """`deep_tail`: m of the layer map."""
+        self.deep_tail = deep_tail
+        self.prompt_lengths: Sequence[int] = ()
+        """Prompt length of each request in the batch; set before each step if deep tokens keep their own K and V."""
+        self._graphs, speculative = vllm_config.compilation_config, vllm_config.speculative_config
+        self._decode_length: int = 1 + (0 if speculative is None else speculative.num_speculative_tokens)
+        """Max number of tokens of a request that decodes."""
+        size = vllm_config.scheduler_config.max_num_batched_tokens
+        self.first_deep = torch.zeros(size, dtype=torch.int64, device=device)
+        """Position of the first deep token in the request of each selected row; not meaningful without `deep_tail`."""
+
+    def select_rows(self, step: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, SelectedRows | None]:
+        """Return the metadata of a step's selected rows, and the rows; None if they are all. Sets `first_deep`."""
+        bounds = step.query_start_loc_cpu.numpy()
+        counts = np.diff(bounds)
+        needed = self._count_needed(step, counts)
+        num_rows = int(needed.sum())
+        if self.deep_tail is not None:
+            self._set_first_deep(needed, self._pad_size(num_rows))
+        if num_rows == bounds[-1]:
+            return step, None
+        ends = np.cumsum(needed)
+        tokens = np.arange(num_rows) + np.repeat(bounds[1:] - ends, needed)  # the last ones of each request
+        padded = np.pad(tokens, (0, self._pad_size(num_rows) - num_rows), mode="edge")
+        new_bounds = np.concatenate(([0], ends)).astype(bounds.dtype)
+        selected = CommonAttentionMetadata(
+            query_start_loc=_copy_to(new_bounds, step.query_start_loc.device),
+            query_start_loc_cpu=torch.from_numpy(new_bounds),
+            seq_lens=step.seq_lens,
+            num_reqs=step.num_reqs,
+            num_actual_tokens=num_rows,
+            max_query_len=int(needed.max()),
+            max_seq_len=step.max_seq_len,
+            block_table_tensor=step.block_table_tensor,
+            slot_mapping=step.slot_mapping,
+            causal=True,
+            seq_lens_cpu_upper_bound=step.seq_lens_cpu_upper_bound,
+        )
+        return selected, SelectedRows(_copy_to(padded, self.first_deep.device), num_rows)
+
+    def _count_needed(self, step: CommonAttentionMetadata, counts: np.ndarray) -> np.ndarray:
+        """Return the number of selected tokens per request. `counts`: its tokens in the step."""
+        # Steps of this size may replay a full CUDA graph, in which all rows run all layers, also for short prompts.
+        if step.max_query_len <= self._decode_length or step.is_prefilling is None:
+            return counts
+        needed = np.ones_like(counts)  # the next token's logits
+        if self.deep_tail is not None:
+            needed = np.maximum(step.seq_lens_cpu_upper_bound.numpy() - self._find_first_deep(len(counts)), needed)
+        return np.where(step.is_prefilling.numpy(), np.minimum(needed, counts), counts)
+
+    def _find_first_deep(self, num_requests: int) -> np.ndarray:
+        """Return the position of the first deep token per request; 0 for padding, which has no tokens."""
+        lengths = np.zeros(num_requests, dtype=np.int64)
+        known = self.prompt_lengths[:num_requests]
+        lengths[: len(known)] = known
+        return np.maximum(lengths - (self.deep_tail or 1), 0)
+
+    def _set_first_deep(self, needed: np.ndarray, size: int) -> None:
+        values = np.full(size, _NEVER_DEEP)
+        by_row = np.repeat(self._find_first_deep(len(needed)), needed)
+        values[: len(by_row)] = by_row
+        self.first_deep[:size].copy_(_copy_to(values, self.first_deep.device))
+
+    def _pad_size(self, size: int) -> int:
+        """Return the smallest size of a CUDA graph for `size` rows; `size` if there is none."""
+        mode = self._graphs.cudagraph_mode
+        sizes = self._graphs.cudagraph_capture_sizes if mode is not None and mode.has_piecewise_cudagraphs() else None
+        return min((each for each in sizes or () if each >= size), default=size)
+
+
+def _copy_to(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class RowSelectingAttention(Attention):
+    """Attention of a layer that runs for the selected rows and reads another layer's KV cache."""
+
+    def __init__(self, selector: RowSelector, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.row_selector = selector
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        backend: type[AttentionBackend] = make_row_selecting_backend(super().get_attn_backend())
+        return backend
+
+
+@lru_cache
+def make_row_selecting_backend(backend: type[AttentionBackend]) -> type[AttentionBackend]:
+    """Return an attention backend like `backend` whose metadata is for the selected rows, and has them in the attribute
+    `selected_rows`."""
+    base: Any = backend.get_builder_cls()
+
+    class RowSelectingBuilder(base):
+        def build(
+            self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        ) -> Any:
+            step, rows = get_row_selector(self.vllm_config).select_rows(common_attn_metadata)
+            metadata: Any = super().build(common_prefix_len, step, fast_build)
+            metadata.selected_rows = rows
+            return metadata
+
+    members = {"get_builder_cls": staticmethod(lambda: RowSelectingBuilder)}
+    return type(f"RowSelecting{backend.__name__}", (backend,), members)
+
+
+def get_row_selector(vllm_config: Any) -> RowSelector:
+    """Return the selector of the model's layers."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    selector: RowSelector = next(layer.row_selector for layer in layers if isinstance(layer, RowSelectingAttention))
+    return selector
+
+
+class PromptLengths(PromptLogprobsCheck):
     """A logits processor that validates parameters and tracks the batch's prompt lengths; it does not change logits."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         super().__init__(vllm_config, device, is_pin_memory)
         self._vllm_config = vllm_config
-        self._is_pin_memory = is_pin_memory
-        self._prompt_lengths: dict[int, int] = {}
+        self._lengths: dict[int, int] = {}
         """Prompt length of each row of the batch."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         if batch_update is None:
             return
-        process_dict_updates(self._prompt_lengths, batch_update, lambda _params, prompt, _output: len(prompt or ()))
-        first = [self._prompt_lengths.get(row, 1) - 1 for row in range(batch_update.batch_size)]
-        get_first_deep_buffer(self._vllm_config)[: len(first)].copy_(
-            torch.tensor(first, pin_memory=self._is_pin_memory), non_blocking=True
-        )
-
-
-def get_first_deep_buffer(vllm_config: Any) -> torch.Tensor:
-    """Return the buffer [max_num_batched_tokens] from which the model reads each row's first deep position."""
-    layers = vllm_config.compilation_config.static_forward_context.values()
-    target: torch.Tensor = next(layer.first_deep for layer in layers if hasattr(layer, "first_deep"))
-    return target
+        process_dict_updates(self._lengths, batch_update, lambda _params, prompt, _output: len(prompt or ()))
+        rows = range(batch_update.batch_size)
+        get_row_selector(self._vllm_config).prompt_lengths = [self._lengths.get(row, 0) for row in rows]
 
 
 def compute_own_slots(
-    slots: torch.Tensor, positions: torch.Tensor, first_deep: torch.Tensor, selected: tuple[torch.Tensor, int] | None
+    slots: torch.Tensor, positions: torch.Tensor, first_deep: torch.Tensor, rows: SelectedRows | None
 ) -> torch.Tensor:
-    """Return the cache slot for each row's own K and V in the upper half; -1 for rows that are not deep.
+    """Return the cache slot for each row's own K and V in layers >= l; -1 for rows that are not deep.
 
     Args:
         slots: the cache slot of each token of the step [num_tokens]. positions: position of each row in its request
-        [num_rows]. first_deep: by request of the batch, the position of its first deep token. selected: token index per
-        row, one row per request, and the number of rows before padding; None: a row per token.
+        [num_rows]. first_deep: position of the first deep token in each row's request [num_rows].
     """
-    num_rows = positions.shape[0]
-    is_deep = positions >= first_deep[:num_rows]
-    if selected is not None:
-        tokens, num_selected = selected
-        slots = slots[tokens]
-        is_deep = is_deep & (torch.arange(num_rows, device=positions.device) < num_selected)
-    return torch.where(is_deep, slots, -1)
+    return torch.where(positions >= first_deep, slots if rows is None else slots[rows.tokens], -1)
 
 
 def _write_own_kv(key: torch.Tensor, value: torch.Tensor, layer_name: str) -> None:

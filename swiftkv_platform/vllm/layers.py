@@ -1,9 +1,9 @@
 """Decoder layers from vLLM's modules: layers with their own KV, layers that read a group's KV, and a group's KV cache.
 Also the attention heads of a tensor-parallel rank with their norms, RoPE and padding.
 
-An AcrossKV group has one `GroupKVCache`, an attention layer that caches K and V of all tokens and never attends. The
-group's layers share its KV cache. vLLM skips prompt tokens in the trailing layers that share KV, so all `GroupKVCache`s
-of a model are created before the first layer that reads one.
+A `SeparateKVCache` is an attention layer that caches K and V of all tokens and never attends. An AcrossKV group has
+one, which its layers share, and so has a bypassed layer. The layers that read one run for the selected rows of a step
+(`deep_tokens.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from vllm.platforms import current_platform
 from swiftkv_platform.configs import get_layer_windows
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import Family
-from swiftkv_platform.vllm.deep_tokens import write_own_kv
+from swiftkv_platform.vllm.deep_tokens import RowSelectingAttention, RowSelector, write_own_kv
 from swiftkv_platform.vllm.quantized import DECODE_QKV_NAME, GROUP_KV_NAME, QKV, check_blocks
 
 
@@ -189,15 +189,26 @@ def apply_rope(rotary: nn.Module, positions: torch.Tensor, x: torch.Tensor) -> t
     return rotated
 
 
+@dataclass(frozen=True)
+class CacheReader:
+    """How an attention layer reads a `SeparateKVCache`."""
+
+    cache: str
+    """Name of the cache in vLLM."""
+    selector: RowSelector
+
+
 class OwnKVAttention(nn.Module):
-    """Attention with its own K and V: in layers < l, and in all layers in teacher mode. With the name of a `group`, the
-    attention of the group's leader if deep tokens keep their own K and V: it writes and reads the group's cache."""
+    """Attention with its own K and V: in layers < l, and in all layers in teacher mode."""
+
+    qkv_name = QKV
+    """Name of the fused projection in a quantization configuration."""
+    is_leader = False
 
     def __init__(
-        self, family: Family, vllm_config: VllmConfig, layer: int, prefix: str, group: str | None = None
+        self, family: Family, vllm_config: VllmConfig, layer: int, prefix: str, reader: CacheReader | None = None
     ) -> None:
         super().__init__()
-        self.group = group
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
         self.heads = heads = Heads.from_config(config)
         self.sizes = [count * heads.head_dim for count in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)]
@@ -208,39 +219,78 @@ class OwnKVAttention(nn.Module):
             heads.total_num_kv_heads,
             bias=family.input_bias.get_value(config),
             quant_config=quant_config,
-            prefix=f"{prefix}.{QKV if group is None else DECODE_QKV_NAME}",
+            prefix=f"{prefix}.{self.qkv_name}",
         )
-        self.o_proj = _make_output_projection(family, vllm_config, heads, prefix, is_shared=group is not None)
+        self.o_proj = _make_output_projection(family, vllm_config, heads, prefix, is_shared=self.is_leader)
         self.q_norm = make_head_norm(family, config, heads, heads.total_num_heads)
         self.k_norm = make_head_norm(family, config, heads, heads.total_num_kv_heads)
         self.rotary_emb = make_rotary_embedding(config, heads, layer)
-        self.attn = Attention(
-            **_make_attention_arguments(vllm_config, heads, get_layer_windows(config)[layer]),
-            prefix=f"{prefix}.attn",
-            kv_sharing_target_layer_name=group,
-        )
+        self.attn = _make_attention(vllm_config, heads, layer, prefix, reader)
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]; in a leader, `num_tokens` as in
-        `SharedKVAttention`."""
+        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
+        query, key, value = self.project_heads(positions, hidden_states)
+        return self.project_output(self.attn(query, key, value))
+
+    def project_heads(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> list[torch.Tensor]:
+        """Return queries and keys, with RoPE, and values: each [num_tokens, num_heads * stored_dim]."""
         projected, _ = self.qkv_proj(hidden_states)
         query, key, value = projected.split(self.sizes, dim=-1)
         query, key = self.rotary_emb(positions, self.q_norm(query), self.k_norm(key))
-        query, key, value = map(self.heads.pad_heads, (query, key, value))
-        if self.group is not None:
-            key, value = (x.unflatten(-1, (-1, self.heads.stored_dim)) for x in (key, value))
-            write_own_kv(key, value, self.group)
-        attended = self.attn(query, key, value)
+        return [self.heads.pad_heads(x) for x in (query, key, value)]
+
+    def project_output(self, attended: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.o_proj(self.heads.trim_heads(attended))[0]
         return output
 
+    def unflatten_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, num_kv_heads * stored_dim] -> [num_tokens, num_kv_heads, stored_dim]."""
+        by_head: torch.Tensor = x.unflatten(-1, (-1, self.heads.stored_dim))
+        return by_head
+
+
+class LeaderAttention(OwnKVAttention):
+    """Attention of a group's leader if deep tokens keep their own K and V: it writes and reads the group's cache, for
+    the selected rows."""
+
+    qkv_name = DECODE_QKV_NAME
+    is_leader = True
+
+    def __init__(self, family: Family, vllm_config: VllmConfig, layer: int, prefix: str, reader: CacheReader) -> None:
+        super().__init__(family, vllm_config, layer, prefix, reader)
+        self._cache = reader.cache
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden_size] -> [num_rows, hidden_size]."""
+        query, key, value = self.project_heads(positions, hidden_states)
+        write_own_kv(self.unflatten_heads(key), self.unflatten_heads(value), self._cache)
+        return self.project_output(self.attn(query, key, value))
+
+
+class BypassedAttention(OwnKVAttention):
+    """Attention of a bypassed layer for the selected rows, over K and V of all tokens (`BypassedKVProjections`)."""
+
+
+class BypassedKVProjections(nn.Module):
+    """K and V of all tokens in a bypassed layer."""
+
+    def __init__(self, attention: BypassedAttention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[num_tokens, hidden_size] -> keys and values, each [num_tokens, 1, num_kv_heads, stored_dim]."""
+        _, key, value = self.attention.project_heads(positions, hidden_states)
+        return self.attention.unflatten_heads(key)[:, None], self.attention.unflatten_heads(value)[:, None]
+
 
 class SharedKVAttention(nn.Module):
-    """Attention of a student's layer >= l: its own queries, and the KV cache of its group."""
+    """Attention of a student's layer >= l for the selected rows: its own queries, and the KV cache of its group."""
 
     def __init__(
-        self, family: Family, vllm_config: VllmConfig, layer: int, prefix: str, group: str, leader: int
+        self, leader: int, family: Family, vllm_config: VllmConfig, layer: int, prefix: str, reader: CacheReader
     ) -> None:
+        """`leader`: first layer of the group."""
         super().__init__()
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
         self.heads = heads = Heads.from_config(config)
@@ -254,20 +304,27 @@ class SharedKVAttention(nn.Module):
         self.o_proj = _make_output_projection(family, vllm_config, heads, prefix, is_shared=True)
         self.q_norm = make_head_norm(family, config, heads, heads.total_num_heads)
         self.rotary_emb = make_rotary_embedding(config, heads, leader)
-        self.attn = Attention(
-            **_make_attention_arguments(vllm_config, heads, get_layer_windows(config)[layer]),
-            prefix=f"{prefix}.attn",
-            kv_sharing_target_layer_name=group,
-        )
+        self.attn = _make_attention(vllm_config, heads, layer, prefix, reader)
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]; possibly only for tokens that need logits."""
+        """[num_rows, hidden_size] -> [num_rows, hidden_size]."""
         query = self.q_norm(self.query(hidden_states)[0])
         query = self.heads.pad_heads(apply_rope(self.rotary_emb, positions, query))
         # A layer that shares its KV cache ignores keys and values, but the operator requires tensors.
         unused = query[..., : self.heads.num_kv_heads * self.heads.stored_dim]
         output: torch.Tensor = self.o_proj(self.heads.trim_heads(self.attn(query, unused, unused)))[0]
         return output
+
+
+def _make_attention(
+    vllm_config: VllmConfig, heads: Heads, layer: int, prefix: str, reader: CacheReader | None
+) -> Attention:
+    """Make the attention of a layer; with a reader, that of the selected rows over another cache."""
+    window = get_layer_windows(vllm_config.model_config.hf_config)[layer]
+    arguments = _make_attention_arguments(vllm_config, heads, window) | {"prefix": f"{prefix}.attn"}
+    if reader is None:
+        return Attention(**arguments)
+    return RowSelectingAttention(reader.selector, **arguments, kv_sharing_target_layer_name=reader.cache)
 
 
 def _make_attention_arguments(vllm_config: VllmConfig, heads: Heads, window: int | None) -> dict[str, Any]:
@@ -299,15 +356,15 @@ def _make_output_projection(
     return projection
 
 
-class GroupKVCache(Attention):
-    """The KV cache of an AcrossKV group: an attention layer that is never called."""
+class SeparateKVCache(Attention):
+    """A KV cache that other layers read: an attention layer that is never called."""
 
     def __init__(self, vllm_config: VllmConfig, heads: Heads, windows: Sequence[int | None], prefix: str) -> None:
-        # Layers of a group may have different windows: the cache keeps the longest, each layer masks by its own.
+        # Its readers may have different windows: the cache keeps the longest, each layer masks by its own.
         window = None if None in windows else max(window for window in windows if window is not None)
         super().__init__(**_make_attention_arguments(vllm_config, heads, window), prefix=prefix)
-        self.first_deep: torch.Tensor | None = None
-        """First deep position of each request in the batch; None: deep tokens have K and V from x."""
+        self.changes_later = False
+        """Whether deep tokens overwrite their K and V later in a step."""
         if not hasattr(self.impl, "do_kv_cache_update"):
             raise ModelError(
                 f"the attention backend {self.attn_backend.get_name()} writes its KV cache only during attention; "
@@ -319,12 +376,12 @@ class GroupKVCache(Attention):
     def write_kv(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append a step's keys (with RoPE) and values, each [num_tokens, num_kv_heads, stored_dim], to the cache."""
         unified_kv_cache_update(keys, values, self.layer_name)
-        if self.first_deep is None:
+        if not self.changes_later:
             _transfer_kv(self.layer_name)
 
     def finish_step(self) -> None:
         """Save the cache to a KV connector, if any, after deep tokens have changed it."""
-        if self.first_deep is not None:
+        if self.changes_later:
             _transfer_kv(self.layer_name)
 
 
@@ -414,7 +471,7 @@ def add_and_normalize(
 
 
 class DecoderLayer(nn.Module):
-    """A decoder layer. `self_attn`: `OwnKVAttention` or `SharedKVAttention`."""
+    """A decoder layer."""
 
     def __init__(self, family: Family, vllm_config: VllmConfig, layer: int, self_attn: nn.Module, prefix: str) -> None:
         super().__init__()
@@ -441,6 +498,13 @@ class DecoderLayer(nn.Module):
         hidden_states, residual = add_and_normalize(before_feed_forward, hidden_states, residual)
         hidden_states = self._scale_branch(getattr(self, self.feed_forward_name)(hidden_states))
         return hidden_states if after_feed_forward is None else after_feed_forward(hidden_states), residual
+
+    @property
+    def input_norm(self) -> nn.Module | None:
+        """The norm before attention; None if the family has none."""
+        name = self.norm_names[0]
+        norm: nn.Module | None = None if name is None else getattr(self, name)
+        return norm
 
     def _scale_branch(self, branch: torch.Tensor) -> torch.Tensor:
         return branch if self.branch_scale == 1.0 else branch * self.branch_scale

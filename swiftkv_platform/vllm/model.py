@@ -1,21 +1,23 @@
-"""A SwiftKV decoder in vLLM: two compiled halves, and between them the write of the shared KV and the token skipping.
+"""A SwiftKV decoder in vLLM: compiled parts, and between them the write of K and V and the token skipping.
 
-    lower half: embeddings, layers < l, norm_swiftkv, K and V of all groups     all tokens
-    write:      K and V into the groups' caches                                 all tokens
-    upper half: layers >= l, final norm                                         tokens whose logits are needed
+    lower parts: embeddings, layers < l, norm_swiftkv, K and V of all groups    all tokens
+    write:       K and V into the groups' caches                                all tokens
+    upper half:  layers >= l, final norm                                        selected rows
 
-If deep tokens keep their own K and V, the first layer of each group overwrites their K and V from x before its
-attention (`deep_tokens.py`).
+The selected rows (`deep_tokens.py`) are the tokens whose logits are needed and a prompt's deep tokens. If deep tokens
+keep their own K and V, the first layer of each group overwrites their K and V from x before its attention.
 
-vLLM's fast prefill for models that share KV selects the tokens whose logits are needed: layers that read a shared cache
-get separate attention metadata. The write must be outside the compiled halves, since its operator declares no mutation
-and compilers drop calls with unused results.
+Bypassed layers divide the lower half: a part ends with the K and V of the bypassed layer behind it, which runs for the
+selected rows. Writes must be outside the compiled parts, since their operator declares no mutation and compilers drop
+calls with unused results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,18 +27,22 @@ from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.v1.attention.backends.utils import KVSharingFastPrefillMetadata
 
 from swiftkv_platform.configs import get_layer_windows
 from swiftkv_platform.families import Family
 from swiftkv_platform.student_shape import LayerMap
-from swiftkv_platform.vllm.checks import refuse_full_graphs_with_own_kv
-from swiftkv_platform.vllm.deep_tokens import WRITE_OPERATOR, compute_own_slots
+from swiftkv_platform.vllm.checks import refuse_full_graphs_of_prompts
+from swiftkv_platform.vllm.deep_tokens import WRITE_OPERATOR, RowSelector, SelectedRows, compute_own_slots
 from swiftkv_platform.vllm.layers import (
+    BypassedAttention,
+    BypassedKVProjections,
+    CacheReader,
     DecoderLayer,
-    GroupKVCache,
     GroupKVProjections,
+    Heads,
+    LeaderAttention,
     OwnKVAttention,
+    SeparateKVCache,
     SharedKVAttention,
     add_and_normalize,
     get_norm_class,
@@ -72,37 +78,38 @@ class DenseDecoder(nn.Module):
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0})
-class LowerHalf(nn.Module):
-    """Layers < l, and the K and V of all groups."""
+class LowerPart(nn.Module):
+    """Consecutive layers < l, and the K and V of the layers behind them."""
 
     def __init__(
-        self, *, embed_tokens: nn.Module, layers: nn.ModuleList, norm: nn.Module | None, groups: GroupKVProjections
+        self, *, embed_tokens: nn.Module, layers: nn.ModuleList, norm: nn.Module | None, projections: nn.Module
     ) -> None:
         super().__init__()
-        self.embed_tokens, self.layers, self.norm, self.groups = embed_tokens, layers, norm, groups
+        self.embed_tokens, self.layers, self.norm, self.projections = embed_tokens, layers, norm, projections
 
     def forward(
         self, input_ids: torch.Tensor | None, positions: torch.Tensor, inputs_embeds: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return x, the input of layer l, [num_tokens, hidden_size]; and keys and values shared by layers >= l,
-        each [num_tokens, num_groups, num_kv_heads, stored_dim]."""
+        """`inputs_embeds`: the input of the first layer, if not the tokens' embeddings. Return the output of the last
+        layer, [num_tokens, hidden_size]; and keys and values, each [num_tokens, num_caches, num_kv_heads,
+        stored_dim]."""
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         hidden_states, residual = _run_layers(self.layers, positions, hidden_states)
         normalized, x = add_and_normalize(self.norm, hidden_states, residual)
-        keys, values = self.groups(positions, normalized)
+        keys, values = self.projections(positions, normalized)
         return x, keys, values
 
 
 @support_torch_compile(dynamic_arg_dims={"positions": 0, "x": 0})
-class UpperHalf(nn.Module):
-    """Layers >= l of a student, and the final norm."""
+class RowsPart(nn.Module):
+    """Layers that run for the selected rows: layers >= l and the final norm, or a bypassed layer."""
 
-    def __init__(self, *, layers: nn.ModuleList, norm: nn.Module) -> None:
+    def __init__(self, *, layers: nn.ModuleList, norm: nn.Module | None) -> None:
         super().__init__()
         self.layers, self.norm = layers, norm
 
     def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """[num_selected, hidden_size] -> [num_selected, hidden_size]."""
+        """[num_rows, hidden_size] -> [num_rows, hidden_size]."""
         hidden_states, residual = _run_layers(self.layers, positions, x)
         return add_and_normalize(self.norm, hidden_states, residual)[0]
 
@@ -135,74 +142,90 @@ class SwiftKVDecoder(nn.Module):
         """Whether the model has no layers >= l."""
         if not self.is_prefill_only:
             self.norm = get_norm_class(family)(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(
-            DecoderLayer(
-                family,
-                vllm_config,
-                layer,
-                OwnKVAttention(family, vllm_config, layer, f"{prefix}.layers.{layer}.self_attn"),
-                f"{prefix}.layers.{layer}",
-            )
-            for layer in range(self.layer_map.num_key_value_layers)
-        )
         self.dense: DenseDecoder | None = None
         if self.layer_map.leaders:
             self._add_student_layers(family, vllm_config, prefix)
+            self._add_student_parts(vllm_config)
         else:
+            make = partial(_make_layer, family, vllm_config, prefix, OwnKVAttention)
+            self.layers = nn.ModuleList(map(make, range(config.num_hidden_layers)))
             with set_model_tag("dense"):
                 self.dense = DenseDecoder(embed_tokens=self.embed_tokens, layers=self.layers, norm=self.norm)
 
     def _add_student_layers(self, family: Family, vllm_config: VllmConfig, prefix: str) -> None:
+        """Make layers and KV caches. vLLM requires that a cache is made before the layers that read it."""
         config, layer_map = vllm_config.model_config.hf_config, self.layer_map
-        windows = get_layer_windows(config)
+        make = partial(_make_layer, family, vllm_config, prefix)
+        heads, windows = Heads.from_config(config), get_layer_windows(config)
+
+        def make_cache(layers: Sequence[int]) -> SeparateKVCache:
+            name = f"{prefix}.layers.{layers[0]}.group"
+            return SeparateKVCache(vllm_config, heads, [windows[layer] for layer in layers], name)
+
+        layers = {layer: make(OwnKVAttention, layer) for layer in layer_map.prefill_layers}
+        self.bypass_caches = {layer: make_cache([layer]) for layer in layer_map.bypassed_layers}
+        self.group_caches = {leader: make_cache(layer_map.get_group(leader)) for leader in layer_map.leaders}
+        self.caches = nn.ModuleList([*self.bypass_caches.values(), *self.group_caches.values()])
+        self.selector = RowSelector(vllm_config, layer_map.deep_tail, self.embed_tokens.weight.device)
+        for layer, cache in self.bypass_caches.items():
+            layers[layer] = make(BypassedAttention, layer, CacheReader(cache.layer_name, self.selector))
+        if not self.is_prefill_only:
+            for leader, cache in self.group_caches.items():
+                reader = CacheReader(cache.layer_name, self.selector)
+                for layer in layer_map.get_group(leader):
+                    kind = LeaderAttention if layer in layer_map.deep_leaders else partial(SharedKVAttention, leader)
+                    layers[layer] = make(kind, layer, reader)
+        self.layers = nn.ModuleList(layers[layer] for layer in sorted(layers))
         normalizes = family.has_input_norm
         self.norm_swiftkv = get_norm_class(family)(config.hidden_size, eps=config.rms_norm_eps) if normalizes else None
         self.groups = GroupKVProjections(family, vllm_config, layer_map.leaders, prefix)
-        self.group_caches = tuple(
-            GroupKVCache(
-                vllm_config,
-                self.groups.heads,
-                [windows[layer] for layer in layer_map.get_group(leader)],
-                f"{prefix}.layers.{leader}.group",
-            )
-            for leader in layer_map.leaders
-        )
-        self.caches = nn.ModuleList(self.group_caches)
-        first = layer_map.num_key_value_layers
-        with set_model_tag("lower"):
-            self.lower = LowerHalf(
-                embed_tokens=self.embed_tokens, layers=self.layers[:first], norm=self.norm_swiftkv, groups=self.groups
-            )
+
+    def _add_student_parts(self, vllm_config: VllmConfig) -> None:
+        """Make the compiled parts and their buffers. Raises `ModelError` for full CUDA graphs of prompts."""
+        config, layer_map = vllm_config.model_config.hf_config, self.layer_map
+        layers: Any = self.layers
+        self.lower_parts, self.bypassed = nn.ModuleList(), nn.ModuleList()
+        begin = 0
+        for layer in layer_map.bypassed_layers:
+            projections = BypassedKVProjections(layers[layer].self_attn)
+            self._add_lower_part(begin, layer, layers[layer].input_norm, projections)
+            with set_model_tag(f"bypassed{layer}"):
+                self.bypassed.append(RowsPart(layers=layers[layer : layer + 1], norm=None))
+            begin = layer + 1
+        self._add_lower_part(begin, layer_map.num_key_value_layers, self.norm_swiftkv, self.groups)
         if self.is_prefill_only:
             return
-        for layer in range(first, layer_map.num_hidden_layers):
-            name, leader = f"{prefix}.layers.{layer}", layer_map.get_leader(layer)
-            arguments = family, vllm_config, layer, f"{name}.self_attn", f"{prefix}.layers.{leader}.group"
-            own = layer in layer_map.deep_leaders
-            attention = OwnKVAttention(*arguments) if own else SharedKVAttention(*arguments, leader)
-            self.layers.append(DecoderLayer(family, vllm_config, layer, attention, name))
-        self.reader_layer_name = attention.attn.layer_name
+        refuse_full_graphs_of_prompts(vllm_config.compilation_config)
+        self.reader_layer_name = layers[-1].self_attn.attn.layer_name
         with set_model_tag("upper"):
-            self.upper = UpperHalf(layers=self.layers[first:], norm=self.norm)
+            self.upper = RowsPart(layers=layers[layer_map.num_key_value_layers :], norm=self.norm)
         if layer_map.deep_leaders:
             self._enable_own_deep_kv(vllm_config)
-        # CUDA graphs of the upper half read their input from the address at capture.
-        size, device = vllm_config.scheduler_config.max_num_batched_tokens, self.norm.weight.device
-        self.upper_positions = torch.zeros(size, dtype=torch.int64, device=device)
-        self.upper_input = torch.zeros((size, config.hidden_size), dtype=vllm_config.model_config.dtype, device=device)
+        _disable_fast_prefill_selection(vllm_config, self.caches[0])
+        # CUDA graphs read the input of a part from the address at capture.
+        size, dtype = vllm_config.scheduler_config.max_num_batched_tokens, vllm_config.model_config.dtype
+        device = self.norm.weight.device
+        self.row_positions = torch.zeros(size, dtype=torch.int64, device=device)
+        self.row_input = torch.zeros((size, config.hidden_size), dtype=dtype, device=device)
+        if self.bypassed:
+            self.part_input = torch.zeros_like(self.row_input)
+
+    def _add_lower_part(self, begin: int, end: int, norm: nn.Module | None, projections: nn.Module) -> None:
+        with set_model_tag(f"lower{begin or ''}"):
+            part = LowerPart(
+                embed_tokens=self.embed_tokens, layers=self.layers[begin:end], norm=norm, projections=projections
+            )
+        self.lower_parts.append(part)
 
     def _enable_own_deep_kv(self, vllm_config: VllmConfig) -> None:
-        """Let deep tokens write their own K and V. Raises `ModelError` for full CUDA graphs of batches with prompts."""
+        """Let deep tokens write their own K and V."""
         compilation = vllm_config.compilation_config
-        refuse_full_graphs_with_own_kv(compilation)
         if compilation.splitting_ops and WRITE_OPERATOR not in compilation.splitting_ops:
             compilation.splitting_ops.append(WRITE_OPERATOR)  # like attention, it reads slots from the step's context
         layers: Any = self.layers
         self.groups.k_norms = nn.ModuleList(layers[leader].self_attn.k_norm for leader in self.layer_map.leaders)
-        size, device = vllm_config.scheduler_config.max_num_batched_tokens, self.norm.weight.device
-        first_deep = torch.zeros(size, dtype=torch.int64, device=device)
-        for cache in self.group_caches:
-            cache.first_deep = first_deep
+        for cache in self.group_caches.values():
+            cache.changes_later = True
 
     def forward(
         self, input_ids: torch.Tensor | None, positions: torch.Tensor, inputs_embeds: torch.Tensor | None
@@ -212,70 +235,107 @@ class SwiftKVDecoder(nn.Module):
         if self.dense is not None:
             dense: torch.Tensor = self.dense(input_ids, positions, inputs_embeds)
             return dense
-        # 1. lower half: all tokens
+        rows = self._get_selected_rows()
+        row_positions = _select_rows(positions, rows)
+        # 1. lower half: all tokens; bypassed layers: deep tokens
+        lower_parts: Any = self.lower_parts
         x: torch.Tensor
-        x, keys, values = self.lower(input_ids, positions, inputs_embeds)
+        for part, bypassed, cache in zip(lower_parts, self.bypassed, self.bypass_caches.values(), strict=False):
+            x, keys, values = part(input_ids, positions, inputs_embeds)
+            cache.write_kv(keys[:, 0], values[:, 0])
+            inputs_embeds = self.part_input[: len(x)].copy_(x)  # the next part's graph may reuse the memory of x
+            row_x = _select_rows(inputs_embeds, rows)
+            output = self._run_rows(bypassed, row_positions, row_x)
+            is_deep = row_positions >= self.selector.first_deep[: len(row_positions)]
+            _replace_rows(inputs_embeds, torch.where(is_deep[:, None], output, row_x), rows)
+        x, keys, values = lower_parts[-1](input_ids, positions, inputs_embeds)
         # 2. write K and V of all tokens
-        for group, cache in enumerate(self.group_caches):
+        for group, cache in enumerate(self.group_caches.values()):
             cache.write_kv(keys[:, group], values[:, group])
         if self.is_prefill_only:
             return x
-        # 3. upper half: tokens whose logits are needed
-        selected = self._select_upper_tokens()
-        if selected is None:
-            output = self._run_upper(positions, x, None)
-        else:
-            padded, num_selected = selected
-            hidden_states = self._run_upper(positions[padded], x[padded], selected)
-            # NaN marks rows that were not computed.
-            output = torch.full_like(x, torch.nan)
-            output[padded[:num_selected]] = hidden_states[:num_selected]
-        for cache in self.group_caches:
+        # 3. upper half: selected rows
+        own_slots = self._compute_own_slots(row_positions, rows)
+        hidden_states = self._run_rows(self.upper, row_positions, _select_rows(x, rows), own_slots)
+        for cache in self.group_caches.values():
             cache.finish_step()
-        return output
+        # NaN marks tokens that were not computed
+        return hidden_states if rows is None else _replace_rows(torch.full_like(x, torch.nan), hidden_states, rows)
 
-    def _select_upper_tokens(self) -> tuple[torch.Tensor, int] | None:
-        """Return the indices of the tokens whose logits are needed, padded to a CUDA graph size, and their number. None
-        if all logits are needed (a decode step), or if it is unknown (profiling, capture of a full graph)."""
+    def _get_selected_rows(self) -> SelectedRows | None:
+        """Return the rows that run layers >= l. None if all rows do (a decode step), or if there is no metadata
+        (profiling) or no such layer."""
         metadata = get_forward_context().attn_metadata
-        if metadata is None:
+        if metadata is None or self.is_prefill_only:
             return None
         assert isinstance(metadata, dict)
-        upper = metadata[self.reader_layer_name]
-        if not isinstance(upper, KVSharingFastPrefillMetadata) or upper.logits_indices_padded is None:
-            return None
-        assert upper.num_logits_indices
-        if upper.num_logits_indices == metadata[self.group_caches[0].layer_name].num_actual_tokens:
-            return None
-        return upper.logits_indices_padded, upper.num_logits_indices
+        rows: SelectedRows | None = metadata[self.reader_layer_name].selected_rows
+        return rows
 
-    def _run_upper(
-        self, positions: torch.Tensor, x: torch.Tensor, selected: tuple[torch.Tensor, int] | None
+    def _run_rows(
+        self,
+        part: nn.Module,
+        positions: torch.Tensor,
+        x: torch.Tensor,
+        own_slots: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> torch.Tensor:
-        """Run the upper half on the rows at `positions`, with a batch descriptor and slots for these rows."""
-        size = x.shape[0]
-        self.upper_positions[:size].copy_(positions)
-        self.upper_input[:size].copy_(x)
+        """Run a part on selected rows [num_rows, hidden_size], with a batch descriptor for their number. `own_slots`:
+        cache slots by layer for the rows' own K and V."""
+        size = len(x)
+        self.row_positions[:size].copy_(positions)
+        self.row_input[:size].copy_(x)
         context = get_forward_context()
         descriptor, slots = context.batch_descriptor, context.slot_mapping
         if descriptor is not None:  # else the piecewise graphs for the size of the whole batch are replayed
             context.batch_descriptor = replace(descriptor, num_tokens=size)
-        context.slot_mapping = slots | self._compute_own_slots(slots, positions, selected)
-        hidden_states: torch.Tensor = self.upper(self.upper_positions[:size], self.upper_input[:size])
+        context.slot_mapping = {**slots, **own_slots}
+        output: torch.Tensor = part(self.row_positions[:size], self.row_input[:size])
         context.batch_descriptor, context.slot_mapping = descriptor, slots
-        return hidden_states
+        return output
 
-    def _compute_own_slots(
-        self, slots: dict[str, torch.Tensor], positions: torch.Tensor, selected: tuple[torch.Tensor, int] | None
-    ) -> dict[str, torch.Tensor]:
+    def _compute_own_slots(self, positions: torch.Tensor, rows: SelectedRows | None) -> dict[str, torch.Tensor]:
         """Return the cache slots by group for rows with their own K and V; empty if there are none, or without a
         cache."""
+        slots = get_forward_context().slot_mapping
         by_slots: dict[int, torch.Tensor] = {}  # groups share slots: compute them once per step
         by_layer: dict[str, torch.Tensor] = {}
-        for cache in self.group_caches:
-            if cache.first_deep is not None and cache.layer_name in slots:
+        first_deep = self.selector.first_deep[: len(positions)]
+        for cache in self.group_caches.values():
+            if cache.changes_later and cache.layer_name in slots:
                 group_slots = slots[cache.layer_name]
                 if id(group_slots) not in by_slots:
-                    by_slots[id(group_slots)] = compute_own_slots(group_slots, positions, cache.first_deep, selected)
+                    by_slots[id(group_slots)] = compute_own_slots(group_slots, positions, first_deep, rows)
                 by_layer[cache.layer_name] = by_slots[id(group_slots)]
         return by_layer
+
+
+def _select_rows(x: torch.Tensor, rows: SelectedRows | None) -> torch.Tensor:
+    return x if rows is None else x[rows.tokens]
+
+
+def _replace_rows(x: torch.Tensor, output: torch.Tensor, rows: SelectedRows | None) -> torch.Tensor:
+    """Copy the selected rows to their tokens in `x` [num_tokens, hidden_size], in place."""
+    if rows is None:
+        return x.copy_(output)
+    return x.index_copy_(0, rows.tokens[: rows.num_rows], output[: rows.num_rows])
+
+
+def _make_layer(
+    family: Family,
+    vllm_config: VllmConfig,
+    prefix: str,
+    kind: Callable[..., nn.Module],
+    layer: int,
+    reader: CacheReader | None = None,
+) -> DecoderLayer:
+    """Make a decoder layer. `kind`: class of its attention."""
+    name = f"{prefix}.layers.{layer}"
+    attention = kind(family, vllm_config, layer, f"{name}.self_attn", reader)
+    return DecoderLayer(family, vllm_config, layer, attention, name)
+
+
+def _disable_fast_prefill_selection(vllm_config: VllmConfig, cache: nn.Module) -> None:
+    """Leave the selection of rows to `RowSelector`. vLLM's fast prefill, which must be on so that vLLM refuses prompt
+    log-probabilities, selects rows for the layers that share a cache and were made after all caches."""
+    layers = vllm_config.compilation_config.static_forward_context
+    layers[cache.layer_name] = layers.pop(cache.layer_name)

@@ -1,8 +1,7 @@
 """vLLM's schedulers for students whose deep tokens keep their own K and V (`LayerMap.deep_leaders`).
 
-A block with a deep token (a prompt's last token or a later one) is of use only to its own request: in another prompt
-with the same text these tokens have K and V from x. And since vLLM runs only the last token of a chunk through layers
->= l, a chunk may have one deep token, its last. Scheduling is unchanged otherwise.
+A block with a deep token (one of a prompt's last m, or a generated one) is of use only to its own request: in another
+prompt with the same text these tokens have K and V from x. Scheduling is unchanged otherwise.
 """
 
 from __future__ import annotations
@@ -25,6 +24,12 @@ def make_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
 
 
 class _OwnKVScheduling(Scheduler):
+    def _find_first_deep(self, request: Request) -> int:
+        """Return the position of a request's first deep token."""
+        config: Any = self.vllm_config.model_config.hf_config
+        first: int = request.num_prompt_tokens - config.layer_map.deep_tail
+        return max(first, 0)
+
     def add_request(self, request: Request) -> None:
         """Queue a request. Its blocks with deep tokens get private hashes."""
         if request.request_id not in self.requests:
@@ -43,7 +48,7 @@ class _OwnKVScheduling(Scheduler):
         if hasher is None:  # prefix caching is off
             return
         if not isinstance(hasher, PrivateBlockHasher):
-            request._block_hasher = hasher = PrivateBlockHasher(hasher, self.hash_block_size)
+            request._block_hasher = hasher = PrivateBlockHasher(hasher, self.hash_block_size, self._find_first_deep)
         request.block_hashes.clear()
         request.update_block_hashes()
 
@@ -53,33 +58,24 @@ class _OwnKVScheduling(Scheduler):
         if request.is_finished() and self.kv_cache_manager.enable_caching:
             by_group = self.kv_cache_manager.get_block_ids(request.request_id)
             for group, blocks in zip(self.kv_cache_config.kv_cache_groups, by_group, strict=True):
-                num_shared = get_first_deep_position(request) // group.kv_cache_spec.block_size
+                num_shared = self._find_first_deep(request) // group.kv_cache_spec.block_size
                 self.kv_cache_manager.evict_blocks(set(blocks[num_shared:]))
         super()._free_request_blocks(request)
-
-    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """End a chunk at its first deep token. A preempted request's generated tokens are recomputed one per step."""
-        count: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
-        return min(count, max(get_first_deep_position(request) + 1 - num_computed_tokens, 1))
-
-
-def get_first_deep_position(request: Request) -> int:
-    """Return the position of a request's first deep token: its prompt's last."""
-    count: int = request.num_prompt_tokens
-    return count - 1
 
 
 class PrivateBlockHasher:
     """vLLM's block hashes, with private ones for blocks with deep tokens: only their own request finds them again,
     after a preemption."""
 
-    def __init__(self, hasher: Callable[[Request], list[bytes]], block_size: int) -> None:
-        self._hasher, self._block_size = hasher, block_size
+    def __init__(
+        self, hasher: Callable[[Request], list[bytes]], block_size: int, find_first_deep: Callable[[Request], int]
+    ) -> None:
+        self._hasher, self._block_size, self._find_first_deep = hasher, block_size, find_first_deep
         self._secret = os.urandom(16)
 
     def __call__(self, request: Request) -> list[bytes]:
         """Return the hashes of the next blocks, as long as vLLM's."""
-        first, num_shared = len(request.block_hashes), get_first_deep_position(request) // self._block_size
+        first, num_shared = len(request.block_hashes), self._find_first_deep(request) // self._block_size
         return [
             block_hash if index < num_shared else sha256(self._secret + block_hash).digest()[: len(block_hash)]
             for index, block_hash in enumerate(self._hasher(request), first)

@@ -25,6 +25,7 @@ _CONFIG_CHECKS_PATH = "vllm.model_executor.models.config:VerifyAndUpdateConfig"
 CALLED_FUNCTIONS: Mapping[str, str] = {
     f"{_LAYERS}.attention:Attention.__init__": "self num_heads head_size scale num_kv_heads cache_config quant_config "
     "per_layer_sliding_window prefix kv_sharing_target_layer_name",
+    f"{_LAYERS}.attention:Attention.get_attn_backend": "self",
     f"{_LAYERS}.attention.attention:unified_kv_cache_update": "key value layer_name",
     f"{_LAYERS}.rotary_embedding:get_rope": "head_size max_position rope_parameters",
     "vllm.compilation.backends:set_model_tag": "tag",
@@ -43,12 +44,18 @@ CALLED_FUNCTIONS: Mapping[str, str] = {
     "vllm.v1.core.kv_cache_manager:KVCacheManager.evict_blocks": "self block_ids",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids": "self request_id",
     f"{_SCHEDULER}._free_request_blocks": "self request",
-    f"{_SCHEDULER}._reserve_prefill_lookahead": "self request num_computed_tokens num_new_tokens",
     f"{_SCHEDULER}._update_request_as_session": "self session update",
     f"{_SCHEDULER}.add_request": "self request",
     "vllm.v1.request:Request.update_block_hashes": "self",
     "vllm.v1.sample.logits_processor:LogitsProcessor.update_state": "self batch_update",
-    "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_inputs": "self input_batch req_states",
+    "vllm.v1.attention.backend:AttentionMetadataBuilder.build": "self common_prefix_len common_attn_metadata "
+    "fast_build",
+    "vllm.v1.attention.backend:CommonAttentionMetadata.__init__": "self query_start_loc query_start_loc_cpu seq_lens "
+    "num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal "
+    "seq_lens_cpu_upper_bound is_prefilling",
+    "vllm.v1.worker.gpu.model_states.default:DefaultModelState.add_request": "self req_index new_req_data",
+    "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn": "self input_batch cudagraph_mode "
+    "block_tables slot_mappings attn_groups kv_cache_config",
     "vllm.v1.sample.logits_processor.builtin:process_dict_updates": "req_entries batch_update new_state",
 }
 """Functions that the plugin calls or overrides, with their arguments. All must exist, and no other may be required."""
@@ -56,20 +63,22 @@ CALLED_FUNCTIONS: Mapping[str, str] = {
 READ_CONFIG_FIELDS: Mapping[str, str] = {
     "vllm.config:CacheConfig": "kv_sharing_fast_prefill",
     "vllm.config:SchedulerConfig": "scheduler_cls async_scheduling max_num_batched_tokens",
-    "vllm.config:CompilationConfig": "cudagraph_mode splitting_ops static_forward_context",
+    "vllm.config:CompilationConfig": "cudagraph_capture_sizes cudagraph_mode splitting_ops static_forward_context",
+    "vllm.config:SpeculativeConfig": "method num_speculative_tokens",
     "vllm.forward_context:ForwardContext": "attn_metadata batch_descriptor slot_mapping",
     "vllm.forward_context:BatchDescriptor": "num_tokens",
-    "vllm.v1.attention.backends.utils:KVSharingFastPrefillMetadata": "logits_indices_padded num_logits_indices",
     "vllm.v1.kv_cache_interface:KVCacheConfig": "kv_cache_groups",
-    "vllm.v1.worker.gpu.input_batch:InputBatch": "idx_mapping",
+    "vllm.v1.worker.gpu.input_batch:InputBatch": "idx_mapping_np",
 }
 
 USED_IN_SOURCE: Mapping[str, str] = {
     "vllm.v1.request:Request.__init__": "_block_hasher block_hashes num_prompt_tokens",
     f"{_SCHEDULER}.__init__": "hash_block_size kv_cache_config kv_cache_manager requests",
-    f"{_SCHEDULER}.schedule": "_reserve_prefill_lookahead",
     f"{_SCHEDULER}": "_free_request_blocks",
-    "vllm.v1.worker.gpu.states:RequestState.__init__": "prompt_len",
+    "vllm.v1.worker.gpu.attn_utils:build_attn_metadata": "is_prefilling seq_lens_cpu_upper_bound",
+    "vllm.v1.worker.gpu.attn_utils:init_attn_backend": "get_attn_backend",
+    "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn": "is_prefilling",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "get_attn_backend is_prefilling seq_lens_cpu_upper_bound",
     "vllm.model_executor.model_loader.default_loader:DefaultModelLoader": "secondary_weights",
 }
 """Attributes that the plugin reads or sets, by the code that assigns or reads them; and methods that it overrides, by

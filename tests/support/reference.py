@@ -274,9 +274,9 @@ def greedy(
     state: State, config: Any, prompt: list[int], inv_freq: Frequencies, count: int, *, swiftkv: bool = True
 ) -> list[int]:
     """Return `count` greedy tokens after `prompt`, each from a full forward pass."""
-    ids = list(prompt)
+    ids, first_deep = list(prompt), max(len(prompt) - getattr(config, "swiftkv_deep_tail", 1), 0)
     for _ in range(count):
-        turns = torch.tensor([-1] * (len(prompt) - 1) + [0] * (len(ids) - len(prompt) + 1))
+        turns = torch.tensor([-1] * first_deep + [0] * (len(ids) - first_deep))
         last = logits(state, config, torch.tensor(ids), inv_freq, swiftkv=swiftkv, turns=turns)[-1]
         ids.append(int(last.argmax()))
     return ids[len(prompt) :]

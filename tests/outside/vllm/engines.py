@@ -37,6 +37,10 @@ SHAPE = {"num_key_value_layers": 2, "key_value_group_size": 2}
 """l and g for 5 layers: the last group has one layer."""
 OWN = SHAPE | {"decode_key_value": "own"}
 """The same, with deep tokens that keep their own K and V."""
+TAIL = OWN | {"deep_tail": 16}
+"""The same, with 16 deep tokens at the end of a prompt."""
+CHOSEN = {"prefill_layers": [0, 2], "key_value_group_size": 1, "decode_key_value": "own"}
+"""A student whose prompts bypass layer 1."""
 
 
 def make_student(
@@ -118,18 +122,18 @@ def recorded_sizes(llm: LLM) -> Iterator[list[tuple[int, int]]]:
     """Record, for each following step, the number of tokens in the lower half and in the upper half."""
     decoder = runner(llm).model.model
     sizes: list[tuple[int, int]] = []
-    forward, upper = decoder.forward, decoder._run_upper
+    forward, run_rows = decoder.forward, decoder._run_rows
 
     def count_lower(input_ids: torch.Tensor, positions: torch.Tensor, inputs_embeds: Any) -> torch.Tensor:
         sizes.append((positions.shape[0], 0))
         return forward(input_ids, positions, inputs_embeds)
 
-    def count_upper(positions: torch.Tensor, x: torch.Tensor, kept: Any) -> torch.Tensor:
+    def count_rows(part: Any, positions: torch.Tensor, x: torch.Tensor, *rows: Any) -> torch.Tensor:
         sizes[-1] = (sizes[-1][0], x.shape[0])
-        return upper(positions, x, kept)
+        return run_rows(part, positions, x, *rows)
 
-    decoder.forward, decoder._run_upper = count_lower, count_upper
+    decoder.forward, decoder._run_rows = count_lower, count_rows
     try:
         yield sizes
     finally:
-        del decoder.forward, decoder._run_upper
+        del decoder.forward, decoder._run_rows

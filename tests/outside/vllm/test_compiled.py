@@ -11,8 +11,10 @@ from vllm import LLM
 from vllm.config import CompilationMode
 
 from tests.outside.vllm.engines import (
+    CHOSEN,
     OWN,
     SHAPE,
+    TAIL,
     complete,
     expected,
     make_student,
@@ -28,7 +30,7 @@ COMPILED = {"enforce_eager": False, "max_num_batched_tokens": 64, "max_num_seqs"
 def halves_are_compiled(llm: LLM) -> bool:
     decoder = runner(llm).model.model
     mode = runner(llm).vllm_config.compilation_config.mode
-    return mode != CompilationMode.NONE and not (decoder.lower.do_not_compile or decoder.upper.do_not_compile)
+    return mode != CompilationMode.NONE and not (decoder.lower_parts[0].do_not_compile or decoder.upper.do_not_compile)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +43,11 @@ def halves_are_compiled(llm: LLM) -> bool:
         ("qwen3_moe", OWN | {"key_value_group_size": 1}),
         ("olmo3", SHAPE),
         ("gemma3_text", OWN),
+        ("gemma3_text", CHOSEN),
+        ("olmo3", CHOSEN | {"prefill_layers": [2], "deep_tail": 16}),
+        ("llama", TAIL),
     ],
-    ids=["llama", "qwen2-mixed", "qwen3_moe", "qwen2-mixed-own", "qwen3_moe-own", "olmo3", "gemma3_text-own"],
+    ids=lambda given: given if isinstance(given, str) else "-".join(map(str, given.values())),
 )
 def test_text_of_the_compiled_halves(name: str, shape: dict[str, Any], tmp_path: Path) -> None:
     """One family of each kind: plain, biases with mixed windows, head norms with experts, post-norms, RoPE by layer

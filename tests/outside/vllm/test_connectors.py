@@ -14,7 +14,18 @@ from vllm.exceptions import VLLMValidationError
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import export
-from tests.outside.vllm.engines import complete, expected, make_student, prompts, recorded_sizes, runner, serving
+from tests.outside.vllm.engines import (
+    CHOSEN,
+    OWN,
+    SHAPE,
+    complete,
+    expected,
+    make_student,
+    prompts,
+    recorded_sizes,
+    runner,
+    serving,
+)
 from tests.outside.vllm.test_compiled import COMPILED
 
 BLOCK = 32
@@ -29,12 +40,17 @@ def options(directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_text_from_a_stored_cache(compiled: bool, student: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [SHAPE, OWN, CHOSEN], ids=["shared", "own", "chosen"])
+def test_text_from_a_stored_cache(shape: dict[str, Any], compiled: bool, tmp_path: Path) -> None:
     """The second engine reads the caches that the first one stored: it computes less and gives the same text."""
+    student = make_student(tmp_path / "student", shape=shape)
     batch = prompts((70, 41, 100))
     computed = []
     for _ in range(2):
-        with serving(student, **options(tmp_path), enforce_eager=not compiled) as llm, recorded_sizes(llm) as sizes:
+        with (
+            serving(student, **options(tmp_path / "stored"), enforce_eager=not compiled) as llm,
+            recorded_sizes(llm) as sizes,
+        ):
             assert complete(llm, batch) == expected(student, batch)
             computed.append(sizes[0][0])
             assert complete(llm, batch[::-1]) == expected(student, batch[::-1]), "the engine reads its own cache"

@@ -1,4 +1,4 @@
-"""Shapes of CUDA graphs, from vLLM's own dispatcher, passed to the builder of a student's metadata as in capture."""
+"""Rows that run layers >= l: in the shapes of CUDA graphs, from vLLM's own dispatcher, and in other steps."""
 
 from __future__ import annotations
 
@@ -8,21 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-import vllm
-from packaging import version
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.utils import make_kv_sharing_fast_prefill_common_attn_metadata
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-from swiftkv_platform.vllm.checks import _disable_full_graphs
+from swiftkv_platform.vllm.deep_tokens import RowSelector
 
 SIZES = [1, 2, 4, 8, 16, 32, 64]
 """Numbers of tokens that graphs are captured for."""
 MAX_NUM_SEQS = 16
 
 
-def configured(num_drafts: int, mode: str | None) -> Any:
+def configured(num_drafts: int, mode: str) -> Any:
     """Return a GPU configuration with the fields that the plugin and vLLM's dispatcher read."""
     compilation = CompilationConfig(
         mode=CompilationMode.VLLM_COMPILE,
@@ -33,61 +30,67 @@ def configured(num_drafts: int, mode: str | None) -> Any:
     compilation.set_splitting_ops_for_v1(all2all_backend="naive")
     return SimpleNamespace(
         compilation_config=compilation,
-        speculative_config={"num_speculative_tokens": num_drafts} if num_drafts else None,
+        speculative_config=SimpleNamespace(num_speculative_tokens=num_drafts) if num_drafts else None,
         num_speculative_tokens=num_drafts,
         lora_config=None,
-        scheduler_config=SimpleNamespace(max_num_seqs=MAX_NUM_SEQS),
+        scheduler_config=SimpleNamespace(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=128),
     )
 
 
 def captured(config: Any) -> Iterator[CommonAttentionMetadata]:
-    """Yield the metadata of each full graph; like capture, without the indices of logits."""
+    """Yield the metadata of each full graph."""
     dispatcher = CudagraphDispatcher(config)
     dispatcher.initialize_cudagraph_keys(config.compilation_config.cudagraph_mode, dispatcher.uniform_decode_query_len)
     for mode, shapes in dispatcher.get_capture_descs():
         for shape in shapes if mode == CUDAGraphMode.FULL else ():
             length = dispatcher.uniform_decode_query_len if shape.uniform else shape.num_tokens
-            starts = torch.arange(shape.num_reqs + 1, dtype=torch.int32) * length
-            lengths = torch.full((shape.num_reqs,), 64, dtype=torch.int32)
-            yield CommonAttentionMetadata(
-                query_start_loc=starts,
-                query_start_loc_cpu=starts,
-                seq_lens=lengths,
-                num_reqs=shape.num_reqs,
-                num_actual_tokens=shape.num_tokens,
-                max_query_len=length,
-                max_seq_len=64,
-                block_table_tensor=torch.zeros(shape.num_reqs, 4, dtype=torch.int32),
-                slot_mapping=torch.zeros(shape.num_tokens, dtype=torch.int64),
-            )
+            starts = [length * i for i in range(shape.num_reqs + 1)]
+            yield make_step(starts, [64] * shape.num_reqs, None)
 
 
-def kept_whole(metadata: CommonAttentionMetadata) -> bool:
-    """Whether the builder keeps every token of a graph. AssertionError: vLLM 0.29 cannot."""
-    return make_kv_sharing_fast_prefill_common_attn_metadata(metadata) is metadata
+def make_step(starts: list[int], lengths: list[int], is_prefilling: list[bool] | None) -> CommonAttentionMetadata:
+    """Return the metadata of a step by the first token of each request and the lengths of requests after it."""
+    bounds, num_reqs = torch.tensor(starts, dtype=torch.int32), len(lengths)
+    return CommonAttentionMetadata(
+        query_start_loc=bounds,
+        query_start_loc_cpu=bounds,
+        seq_lens=torch.tensor(lengths),
+        seq_lens_cpu_upper_bound=torch.tensor(lengths),
+        num_reqs=num_reqs,
+        num_actual_tokens=starts[-1],
+        max_query_len=int(bounds.diff().max()),
+        max_seq_len=max(lengths),
+        block_table_tensor=torch.zeros(num_reqs, 4, dtype=torch.int32),
+        slot_mapping=torch.zeros(starts[-1], dtype=torch.int64),
+        is_prefilling=None if is_prefilling is None else torch.tensor(is_prefilling),
+    )
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 3, 7])
-@pytest.mark.parametrize("mode", [None, "PIECEWISE", "NONE"])
-def test_every_shape_that_is_captured_is_built(num_drafts: int, mode: str | None) -> None:
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE", "NONE"])
+@pytest.mark.parametrize("reads_prompts", [False, True])
+def test_every_row_of_a_full_graph_runs_all_layers(num_drafts: int, mode: str, reads_prompts: bool) -> None:
+    """At capture, and when chunks of prompts have the size of a decode step."""
     config = configured(num_drafts, mode)
-    _disable_full_graphs(config)
-    if config.compilation_config.cudagraph_mode is None:  # vLLM's default for a compiled model
-        config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    selector = RowSelector(config, 16, torch.device("cpu"))
     shapes = list(captured(config))
-    assert bool(shapes) == (not num_drafts and mode is None), "only decode steps without drafts have full graphs"
-    assert {metadata.max_query_len for metadata in shapes} <= {1}
-    assert all(map(kept_whole, shapes))
+    assert bool(shapes) == mode.startswith("FULL"), "graphs of decode steps only"
+    assert {step.max_query_len for step in shapes} <= {1 + num_drafts}
+    for step in shapes:
+        step.is_prefilling = torch.full((step.num_reqs,), reads_prompts)
+        assert selector.select_rows(step) == (step, None)
 
 
-def test_whole_graphs_beside_drafts_are_what_the_builder_cannot_divide() -> None:
-    """Steps of 1 + k tokens, whose graphs are refused: vLLM 0.29 asserts; later versions run all tokens in the upper
-    half."""
-    shapes = list(captured(configured(3, "FULL_AND_PIECEWISE")))
-    assert {metadata.max_query_len for metadata in shapes} == {4}
-    if version.parse(vllm.__version__) < version.parse("0.30"):
-        for metadata in shapes:
-            with pytest.raises(AssertionError):
-                kept_whole(metadata)
-    elif version.parse(vllm.__version__) >= version.parse("0.31"):
-        assert all(map(kept_whole, shapes))
+@pytest.mark.parametrize(("mode", "size"), [("FULL_AND_PIECEWISE", 8), ("PIECEWISE", 8), ("FULL_DECODE_ONLY", 7)])
+def test_rows_are_padded_to_a_piecewise_graph(mode: str, size: int) -> None:
+    """Of a decode step and two prompts, one of which goes on."""
+    selector = RowSelector(configured(0, mode), 5, torch.device("cpu"))
+    selector.prompt_lengths = [20, 30, 40]
+    step = make_step([0, 1, 11, 21], [50, 30, 20], [False, True, True])
+    selected, rows = selector.select_rows(step)
+    assert rows is not None
+    assert rows.tokens.tolist() == [0, 6, 7, 8, 9, 10, 20, 20][:size]
+    assert rows.num_rows == selected.num_actual_tokens == 7
+    assert (selected.query_start_loc.tolist(), selected.max_query_len) == ([0, 1, 6, 7], 5)
+    assert selector.first_deep[:7].tolist() == [15, 25, 25, 25, 25, 25, 35]
+    assert (selector.first_deep[7:size] > 1 << 40).all(), "padding is never deep"

@@ -12,8 +12,10 @@ from vllm import SamplingParams
 from swiftkv_platform.families import is_served_by_vllm
 from swiftkv_platform.model import export
 from tests.outside.vllm.engines import (
+    CHOSEN,
     OWN,
     SHAPE,
+    TAIL,
     complete,
     expected,
     make_student,
@@ -28,14 +30,22 @@ from tests.support.tiny_models import FAMILY_CONFIGS
 SERVED = [name for name in FAMILY_CONFIGS if is_served_by_vllm(name.split("-")[0])]
 
 
-OWN_SHAPES = (OWN | {"key_value_group_size": 1}, OWN)
-"""Shapes assigned to families in turn."""
+SHAPES_IN_TURN = {
+    "own": (OWN | {"key_value_group_size": 1}, OWN),
+    "tail": (TAIL, OWN | {"deep_tail": 64}),
+    "chosen": (CHOSEN, CHOSEN | {"deep_tail": 16}, CHOSEN | {"prefill_layers": [2], "key_value_group_size": 2}),
+}
+"""Kinds of shapes, of which families have one in turn."""
 
 
 @pytest.mark.parametrize(
     ("name", "shape"),
     [pytest.param(name, SHAPE, id=name) for name in SERVED]
-    + [pytest.param(name, OWN_SHAPES[at % 2], id=f"{name}-own") for at, name in enumerate(SERVED)],
+    + [
+        pytest.param(name, shapes[at % len(shapes)], id=f"{name}-{kind}")
+        for kind, shapes in SHAPES_IN_TURN.items()
+        for at, name in enumerate(SERVED)
+    ],
 )
 def test_every_family(name: str, shape: dict[str, Any], tmp_path: Path) -> None:
     make_student(tmp_path, name, shape=shape)
@@ -45,7 +55,8 @@ def test_every_family(name: str, shape: dict[str, Any], tmp_path: Path) -> None:
         with recorded_sizes(llm) as sizes:
             assert complete(llm, batch) == expected(tmp_path, batch)
     num_tokens = sum(map(len, batch))
-    assert sizes[0] == (num_tokens, len(batch)), "only a prompt's last token enters the upper half"
+    num_deep = sum(min(len(ids), shape.get("deep_tail", 1)) for ids in batch)
+    assert sizes[0] == (num_tokens, num_deep), "only a prompt's deep tokens enter the upper half"
     assert set(sizes[1:]) == {(len(batch), len(batch))}, "generated tokens run all layers"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
-from vllm.config import CompilationConfig, CUDAGraphMode
+from vllm.config import CompilationConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
@@ -19,11 +19,11 @@ from swiftkv_platform.model import export
 from swiftkv_platform.vllm.checks import (
     _check_breakable_graphs,
     _check_skipping,
-    _disable_full_graphs,
     has_v2_logits_processors,
-    refuse_full_graphs_with_own_kv,
+    refuse_full_graphs_of_prompts,
 )
-from tests.outside.vllm.engines import complete, configure, expected, make_student, prompts, serving
+from tests.outside.vllm.engines import TAIL, complete, configure, expected, make_student, prompts, serving
+from tests.outside.vllm.interpreted import SECOND_RUNNER
 
 
 def test_fast_prefill_needs_no_flag(llama: Path) -> None:
@@ -103,24 +103,6 @@ FLASHINFER = SimpleNamespace(backend=SimpleNamespace(name="FLASHINFER"))
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
 
-def test_drafts_leave_no_full_graphs(llama: Path) -> None:
-    """With drafts vLLM's default mode has full graphs, which a student's metadata does not support; its teacher's
-    does."""
-    for given, settled in (({}, "PIECEWISE"), ({"cudagraph_mode": "PIECEWISE"}, "PIECEWISE")):
-        config: Any = SimpleNamespace(compilation_config=CompilationConfig(**given), speculative_config=NGRAM)
-        _disable_full_graphs(config)
-        assert config.compilation_config.cudagraph_mode == CUDAGraphMode[settled]
-    assert configure(llama, speculative_config=NGRAM).compilation_config.cudagraph_mode in (
-        CUDAGraphMode.NONE,  # on a CPU
-        CUDAGraphMode.PIECEWISE,
-    )
-    full = {"cudagraph_mode": "FULL_AND_PIECEWISE"}
-    with pytest.raises(ModelError, match=r"cudagraph_mode is FULL_AND_PIECEWISE.*use PIECEWISE"):
-        configure(llama, speculative_config=NGRAM, compilation_config=full)
-    configure(llama, compilation_config=full)
-    configure(llama, hf_overrides={"swiftkv": False}, speculative_config=NGRAM, compilation_config=full)
-
-
 def dense(student: Path, directory: Path) -> Path:
     """Write the configuration of a dense model with one layer."""
     config = json.loads((student / "config.json").read_text()) | {"model_type": "llama", "num_hidden_layers": 1}
@@ -158,25 +140,23 @@ def test_shared_heads_of_another_count(sharing: str, tmp_path: Path) -> None:
         configure(tmp_path)
 
 
-def test_a_deep_tail(tmp_path: Path) -> None:
-    make_student(tmp_path, shape={"num_key_value_layers": 2, "decode_key_value": "own", "deep_tail": 16})
-    with pytest.raises(ModelError, match=r"swiftkv_deep_tail is 16.*engine\.backend native"):
-        configure(tmp_path)
-    configure(tmp_path, hf_overrides={"swiftkv": False})
-
-
-def test_prompts_that_bypass_layers(tmp_path: Path) -> None:
-    make_student(tmp_path, shape={"prefill_layers": [0, 2], "decode_key_value": "own"})
-    with pytest.raises(ModelError, match=r"swiftkv_prefill_layers is \[0, 2\].*engine\.backend native") as caught:
-        configure(tmp_path)
-    assert caught.value.field == "swiftkv_prefill_layers"
-    configure(tmp_path, hf_overrides={"swiftkv": False})
+def test_a_deep_tail_with_caches_of_other_servers(tmp_path: Path) -> None:
+    make_student(tmp_path, shape=TAIL)
+    transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    with pytest.raises(ModelError, match=r"swiftkv_deep_tail is 16.*leave kv_transfer_config out"):
+        configure(tmp_path, kv_transfer_config=transfer)
+    configure(tmp_path, hf_overrides={"swiftkv": False}, kv_transfer_config=transfer)
 
 
 @pytest.mark.parametrize(
     ("options", "runner", "message"),
     [
-        ({"speculative_config": NGRAM}, None, "with drafts vLLM does not report where prompts end"),
+        pytest.param(
+            {"speculative_config": NGRAM},
+            None,
+            "with drafts vLLM's model runner V1 does not report where prompts end",
+            marks=pytest.mark.skipif(SECOND_RUNNER, reason="the second runner serves them"),
+        ),
         ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, None, "leave scheduler_cls out"),
         ({"enable_prompt_embeds": True}, None, "leave enable_prompt_embeds off"),
         pytest.param(
@@ -214,11 +194,11 @@ def test_a_server_that_prefills_only_gives_one_token(form: str, llama: Path, own
             check(SamplingParams(**{"max_tokens": 1} | wrong))
 
 
-def test_own_keys_and_values_have_full_graphs_of_decode_steps_alone() -> None:
+def test_full_graphs_are_for_decode_steps_alone() -> None:
     for mode in ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"):
-        refuse_full_graphs_with_own_kv(CompilationConfig(cudagraph_mode=mode))
+        refuse_full_graphs_of_prompts(CompilationConfig(cudagraph_mode=mode))
     with pytest.raises(ModelError, match=r"cudagraph_mode is FULL, .*use FULL_AND_PIECEWISE"):
-        refuse_full_graphs_with_own_kv(CompilationConfig(cudagraph_mode="FULL"))
+        refuse_full_graphs_of_prompts(CompilationConfig(cudagraph_mode="FULL"))
 
 
 def test_teacher_mode_of_an_export_without_the_teacher(llama: Path, tmp_path: Path) -> None:

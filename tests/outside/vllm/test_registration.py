@@ -68,6 +68,7 @@ def test_a_newer_version_serves_with_a_warning_if_it_has_what_the_plugin_uses(
 
 
 SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
+BUILDER = "vllm.v1.worker.gpu.attn_utils.build_attn_metadata"
 
 
 def _do_nothing(self: Any) -> None:
@@ -85,7 +86,7 @@ def _do_nothing(self: Any) -> None:
             "LlamaMLP.__init__ no longer takes hid",
         ),
         ("vllm.config.CacheConfig.__annotations__", {}, "CacheConfig has no kv_sharing_fast_prefill"),
-        (f"{SCHEDULER}.schedule", _do_nothing, "schedule no longer uses _reserve_prefill_lookahead"),
+        (BUILDER, _do_nothing, "build_attn_metadata no longer uses is_prefilling, seq_lens_cpu_upper_bound"),
         ("vllm.v1.request.Request.__init__", _do_nothing, "__init__ no longer uses _block_hasher, block_hashes"),
     ],
 )

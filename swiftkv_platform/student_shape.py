@@ -128,13 +128,13 @@ class StudentShape(FrozenModel):
             return
         if caches_latents:
             refuse_bypass_with_latents(listed, model_type)
-        reason = None
         if form != "own":
-            reason = "only for students whose generated tokens have their own K and V; use swiftkv.decode_key_value own"
-        elif prefill_only:
-            reason = "not for exports with prefill_only; export the whole student"
-        if reason is not None:
-            raise ModelError.for_field("swiftkv.prefill_layers", list(listed), f", which is {reason}")
+            raise ModelError.for_field(
+                "swiftkv.prefill_layers",
+                list(listed),
+                ", which is only for students whose generated tokens have their own K and V; use "
+                "swiftkv.decode_key_value own",
+            )
 
 
 STUDENT_KEYS = ("swiftkv", *StudentShape.model_fields, "swiftkv_teacher_weights", "swiftkv_prefill_only")

@@ -193,8 +193,15 @@ class SwiftKVDecoder(nn.Module):
                 self.bypassed.append(RowsPart(layers=layers[layer : layer + 1], norm=None))
             begin = layer + 1
         self._add_lower_part(begin, layer_map.num_key_value_layers, self.norm_swiftkv, self.groups)
+        # CUDA graphs read the input of a part from the address at capture.
+        size, dtype = vllm_config.scheduler_config.max_num_batched_tokens, vllm_config.model_config.dtype
+        device = self.embed_tokens.weight.device
+        if self.bypassed:
+            self.part_input = torch.zeros(size, config.hidden_size, dtype=dtype, device=device)
         if self.is_prefill_only:
             return
+        self.row_positions = torch.zeros(size, dtype=torch.int64, device=device)
+        self.row_input = torch.zeros(size, config.hidden_size, dtype=dtype, device=device)
         refuse_full_graphs_of_prompts(vllm_config.compilation_config)
         self.reader_layer_name = layers[-1].self_attn.attn.layer_name
         with set_model_tag("upper"):
@@ -202,13 +209,6 @@ class SwiftKVDecoder(nn.Module):
         if layer_map.deep_leaders:
             self._enable_own_deep_kv(vllm_config)
         _disable_fast_prefill_selection(vllm_config, self.caches[0])
-        # CUDA graphs read the input of a part from the address at capture.
-        size, dtype = vllm_config.scheduler_config.max_num_batched_tokens, vllm_config.model_config.dtype
-        device = self.norm.weight.device
-        self.row_positions = torch.zeros(size, dtype=torch.int64, device=device)
-        self.row_input = torch.zeros((size, config.hidden_size), dtype=dtype, device=device)
-        if self.bypassed:
-            self.part_input = torch.zeros_like(self.row_input)
 
     def _add_lower_part(self, begin: int, end: int, norm: nn.Module | None, projections: nn.Module) -> None:
         with set_model_tag(f"lower{begin or ''}"):
@@ -244,6 +244,8 @@ class SwiftKVDecoder(nn.Module):
             x, keys, values = part(input_ids, positions, inputs_embeds)
             cache.write_kv(keys[:, 0], values[:, 0])
             inputs_embeds = self.part_input[: len(x)].copy_(x)  # the next part's graph may reuse the memory of x
+            if self.is_prefill_only:
+                continue
             row_x = _select_rows(inputs_embeds, rows)
             output = self._run_rows(bypassed, row_positions, row_x)
             is_deep = row_positions >= self.selector.first_deep[: len(row_positions)]

@@ -30,6 +30,7 @@ from benchmarks.gpu.agreement import GreedyOutput, compare_with_pytorch
 from swiftkv_platform.families import is_served_by_vllm
 from tests.outside.gpu.device import needs_gpu
 from tests.outside.vllm.engines import (
+    KINDS,
     OWN,
     SHAPE,
     VOCAB,
@@ -57,7 +58,7 @@ EAGER: dict[str, Any] = {
 }
 GRAPHS = EAGER | {"enforce_eager": False, "max_num_batched_tokens": 64}
 """Compiled, with CUDA graphs: full ones for decode steps, piecewise ones for other steps."""
-FORMS = {"shared": SHAPE, "own": OWN, "own-g1": OWN | {"key_value_group_size": 1}}
+FORMS = KINDS | {"shared": SHAPE, "own": OWN}
 EXPERTS = [name for name in FAMILY_CONFIGS if "moe" in name or name == "mixtral"]
 SERVED = [name for name in FAMILY_CONFIGS if is_served_by_vllm(name.split("-")[0]) and name not in EXPERTS]
 LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -69,7 +70,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "cudagraph_capturing_enabled", True)
 
 
-@pytest.mark.parametrize("form", ["shared", "own"])
+@pytest.mark.parametrize("form", ["shared", "own", "chosen-tail"])
 @pytest.mark.parametrize("name", SERVED)
 def test_every_family(name: str, form: str, tmp_path: Path) -> None:
     make_student(tmp_path, name, shape=FORMS[form], **HEAD_DIM)
@@ -105,7 +106,7 @@ def test_teacher_mode(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("runner")
 @pytest.mark.parametrize("caches", [False, True], ids=["", "prefixes"])
-@pytest.mark.parametrize("form", ["shared", "own"])
+@pytest.mark.parametrize("form", FORMS)
 def test_preemption_with_graphs(form: str, caches: bool, tmp_path: Path) -> None:
     make_student(tmp_path, shape=FORMS[form], **HEAD_DIM)
     batch = prompts((60, 62, 58, 61))
@@ -116,7 +117,7 @@ def test_preemption_with_graphs(form: str, caches: bool, tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("runner")
-@pytest.mark.parametrize("form", ["shared", "own"])
+@pytest.mark.parametrize("form", FORMS)
 def test_cached_prefixes_with_graphs(form: str, tmp_path: Path) -> None:
     make_student(tmp_path, shape=FORMS[form], **HEAD_DIM)
     prefix, *endings = prompts((130, 4, 9))
@@ -130,8 +131,9 @@ def test_cached_prefixes_with_graphs(form: str, tmp_path: Path) -> None:
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
-def test_drafts_with_graphs(tmp_path: Path) -> None:
-    make_student(tmp_path, **HEAD_DIM)
+@pytest.mark.parametrize("form", FORMS)
+def test_drafts_with_graphs(form: str, tmp_path: Path) -> None:
+    make_student(tmp_path, shape=FORMS[form], **HEAD_DIM)
     batch = [prompts((6,))[0] * 8, *prompts((30,))]
     with serving(tmp_path, speculative_config=NGRAM, **GRAPHS) as llm:
         assert complete(llm, batch) == expected(tmp_path, batch)
@@ -169,7 +171,7 @@ def test_experts_in_bfloat16(name: str, form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("form", ["shared", "own"])
+@pytest.mark.parametrize("form", ["shared", "own", "chosen"])
 def test_text_from_a_stored_cache(form: str, graphs: bool, tmp_path: Path) -> None:
     """The second engine reads the caches that the first one stored."""
     make_student(tmp_path / "student", shape=FORMS[form], **HEAD_DIM)
@@ -208,7 +210,8 @@ def as_near_as_dense(tmp_path: Path, form: Callable[[Path], tuple[Path, dict[str
             with recorded_sizes(llm) as sizes:
                 complete(llm, BATCH[:3])
         assert 0 < of_student <= 1.2 * of_dense, name
-        assert sizes[0] == (sum(map(len, BATCH[:3])), 3), "only a prompt's last token enters the upper half"
+        num_deep = sum(min(len(ids), shape.get("deep_tail", 1)) for ids in BATCH[:3])
+        assert sizes[0] == (sum(map(len, BATCH[:3])), num_deep), "only a prompt's deep tokens enter the upper half"
         with serving(directory, **options | {"enforce_eager": False}) as llm:
             assert error(next_logprobs(llm, BATCH), tmp_path / name) <= 1.2 * of_dense, f"{name}, with CUDA graphs"
             complete(llm, BATCH[:3])

@@ -21,7 +21,7 @@ from tests.outside.vllm.interpreted import SECOND_RUNNER, take_second_runner
 if SECOND_RUNNER:
     take_second_runner()
 
-from tests.outside.vllm.engines import CHOSEN, OWN, TAIL, make_student
+from tests.outside.vllm.engines import KINDS, OWN, SHAPE, make_student
 
 GOLDEN = Path(__file__).parents[4] / "shared" / "golden"
 
@@ -38,12 +38,10 @@ def student(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytes
     return llama if request.param == "shared" else make_student(tmp_path_factory.mktemp("own"), shape=OWN)
 
 
-@pytest.fixture(
-    params=[None, CHOSEN, TAIL, CHOSEN | {"deep_tail": 40}], ids=["shared", "chosen", "tail", "chosen-tail"]
-)
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
 def skipping(request: pytest.FixtureRequest, llama: Path, tmp_path: Path) -> Path:
     """Students of all kinds: with a deep tail or without, with bypassed layers or without."""
-    return llama if request.param is None else make_student(tmp_path / "student", shape=request.param)
+    return llama if request.param == SHAPE else make_student(tmp_path / "student", shape=request.param)
 
 
 @pytest.fixture

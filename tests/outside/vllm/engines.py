@@ -41,6 +41,12 @@ TAIL = OWN | {"deep_tail": 16}
 """The same, with 16 deep tokens at the end of a prompt."""
 CHOSEN = {"prefill_layers": [0, 2], "key_value_group_size": 1, "decode_key_value": "own"}
 """A student whose prompts bypass layer 1."""
+KINDS: dict[str, dict[str, Any]] = {
+    "shared": SHAPE,
+    "chosen": CHOSEN,
+    "tail": TAIL,
+    "chosen-tail": CHOSEN | {"deep_tail": 40},
+}
 
 
 def make_student(

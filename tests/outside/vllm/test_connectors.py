@@ -66,11 +66,13 @@ def filled(directory: Path, stored: Path, **changes: Any) -> tuple[set[str], lis
         return {name for name, _ in runner(llm).model.named_parameters()}, list(caches.values())
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
 def test_half_a_model_fills_the_caches_of_a_whole_one(name: str, student: Path, tmp_path: Path) -> None:
     """From a prefill export, or from the whole student, of which only the layers that run are loaded."""
     if name == "qwen3":
         student = make_student(tmp_path / "qwen3", name, shape={"num_key_value_layers": 3, "key_value_group_size": 2})
+    if name == "olmo2":
+        student = make_student(tmp_path / "olmo2", name, shape=CHOSEN)
     export(student, tmp_path / "half", prefill_only=True)
     whole, caches = filled(student, tmp_path / "0")
     for directory, changes in (
@@ -81,7 +83,7 @@ def test_half_a_model_fills_the_caches_of_a_whole_one(name: str, student: Path, 
         names, half = filled(directory, tmp_path / f"{directory.name}-{len(changes)}", **changes)
         assert len(half) == len(caches)
         assert all(torch.allclose(ours, theirs, atol=1e-5) for ours, theirs in zip(half, caches, strict=True))
-        above = ("lm_head", "model.norm.", *(f"model.layers.{layer}." for layer in (2, 3, 4)[name == "qwen3" :]))
+        above = ("lm_head", "model.norm.", *(f"model.layers.{layer}." for layer in (2, 3, 4)[name != "llama" :]))
         assert names == {name for name in whole if not name.startswith(above)} | {n for n in names if "k_norms" in n}
 
 

@@ -17,10 +17,13 @@ required_module("nixl", otherwise="; `make vllm-env` has it")
 pytestmark = pytest.mark.integration
 
 
-@pytest.mark.parametrize("form", [SHAPE, OWN], ids=["shared", "own"])
+CHOSEN = LAYERS | {"prefill_layers": [0, 2, 3], "decode_key_value": "own"}
+
+
+@pytest.mark.parametrize("form", [SHAPE | LAYERS, OWN | LAYERS, CHOSEN], ids=["shared", "own", "chosen"])
 def test_half_a_model_reads_prompts_for_another_server(form: dict[str, Any], tmp_path: Path) -> None:
     """Answers stay correct while the prefill server is killed under load, and after it restarts."""
-    student = make_student(tmp_path / "student", shape=form | LAYERS, **WIDE)
+    student = make_student(tmp_path / "student", shape=form, **WIDE)
     byte_tokenizer().save_pretrained(student)
     batch = prompts((70, 41, 100, 5, 130, 33, 64, 97))
     wanted = expected(student, batch)

@@ -56,6 +56,8 @@ class RowSelector:
         size = vllm_config.scheduler_config.max_num_batched_tokens
         self.first_deep = torch.zeros(size, dtype=torch.int64, device=device)
         """Position of the first deep token in the request of each selected row; not meaningful without `deep_tail`."""
+        self._copied = np.empty(0, dtype=np.int64)
+        """The values last copied to `first_deep`: the same in most decode steps."""
 
     def select_rows(self, step: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, SelectedRows | None]:
         """Return the metadata of a step's selected rows, and the rows; None if they are all. Sets `first_deep`."""
@@ -107,13 +109,15 @@ class RowSelector:
         values = np.full(size, _NEVER_DEEP)
         by_row = np.repeat(self._find_first_deep(len(needed)), needed)
         values[: len(by_row)] = by_row
-        self.first_deep[:size].copy_(_copy_to(values, self.first_deep.device))
+        if not np.array_equal(values, self._copied):
+            self.first_deep[:size].copy_(_copy_to(values, self.first_deep.device))
+            self._copied = values
 
     def _pad_size(self, size: int) -> int:
         """Return the smallest size of a CUDA graph for `size` rows; `size` if there is none."""
         mode = self._graphs.cudagraph_mode
         sizes = self._graphs.cudagraph_capture_sizes if mode is not None and mode.has_piecewise_cudagraphs() else None
-        return min((each for each in sizes or () if each >= size), default=size)
+        return min((each for each in sizes or () if size <= each <= len(self.first_deep)), default=size)
 
 
 def _copy_to(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Checks of vLLM's configuration for a SwiftKV model: refuse unsupported options, enable fast prefill.
+"""Checks of vLLM's configuration for a SwiftKV model: refuse unsupported options, choose scheduler and processors.
 
 vLLM finds the class by architecture in `MODELS_CONFIG_MAP`, before it reads weights or chooses a model runner.
 """
@@ -67,14 +67,14 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        """Refuse options that conflict with skipped tokens or a shared KV cache, and enable vLLM's fast prefill. Raises
-        `ModelError`."""
+        """Refuse options that conflict with skipped tokens or a shared KV cache, and set the plugin's scheduler and
+        processors. Raises `ModelError`."""
         _check_parallelism(vllm_config)
         _check_features(vllm_config)
         config: Any = vllm_config.model_config.hf_config
         is_prefill_only = config.swiftkv and config.swiftkv_prefill_only
         skips = config.swiftkv and config.num_key_value_layers < config.num_hidden_layers and not is_prefill_only
-        vllm_config.cache_config.kv_sharing_fast_prefill = skips
+        vllm_config.cache_config.kv_sharing_fast_prefill = skips  # so that vLLM refuses prompt log-probabilities
         if skips:
             _check_skipping(vllm_config)
         if is_prefill_only:
@@ -190,7 +190,7 @@ def _check_parallelism(vllm_config: VllmConfig) -> None:
         if (value := getattr(parallel, option)) != 1:
             raise ModelError.for_field(option, value, "; SwiftKV models need 1; use tensor_parallel_size instead")
     if parallel.enable_dbo:
-        raise _make_error("dual batch overlap is not supported with fast prefill; leave it off", "enable_dbo", True)
+        raise _make_error("dual batch overlap is not supported with skipped tokens; leave it off", "enable_dbo", True)
 
 
 def _check_skipping(vllm_config: VllmConfig) -> None:
@@ -215,7 +215,7 @@ def _check_skipping(vllm_config: VllmConfig) -> None:
     backend = vllm_config.attention_config.backend
     if vllm_config.speculative_config is not None and backend is not None and backend.name == "FLASHINFER":
         raise _make_error(
-            "FlashInfer with drafts is untested with fast prefill; use attention_backend FLASH_ATTN",
+            "FlashInfer with drafts is untested with skipped tokens; use attention_backend FLASH_ATTN",
             "attention_backend",
             backend.name,
         )

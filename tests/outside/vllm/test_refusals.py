@@ -26,7 +26,7 @@ from tests.outside.vllm.engines import TAIL, complete, configure, expected, make
 from tests.outside.vllm.interpreted import SECOND_RUNNER
 
 
-def test_fast_prefill_needs_no_flag(llama: Path) -> None:
+def test_prompt_logprobs_are_refused_by_the_server(llama: Path) -> None:
     assert configure(llama).cache_config.kv_sharing_fast_prefill
     teacher = configure(llama, hf_overrides={"swiftkv": False}, kv_sharing_fast_prefill=True)
     assert not teacher.cache_config.kv_sharing_fast_prefill

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.engine.integer_weights import (
@@ -19,6 +20,7 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, export
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.model.weights.quantization import IntegerWeight, dequantize_weight
+from tests.support import reference
 from tests.support.tiny_models import disturb, random_teacher
 
 BF16 = EngineConfig(dtype="bfloat16", kv_cache_bytes=1 << 20, block_size=8)
@@ -116,6 +118,35 @@ def test_chunks_company_exits_and_drafts_give_the_tokens_of_the_floats(student_d
                 for one, token in zip(answers, scored.prompt_token_ids[len(prompt) :], strict=True)
             ]
             assert max(behind) < 0.3
+    engine.assert_consistent()
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_deep_tails_and_bypassed_layers_give_the_tokens_of_the_second_implementation(form: Any, tmp_path: Path) -> None:
+    """Over the same weights in float32, within bfloat16's errors."""
+    shape: dict[str, Any] = {"prefill_layers": [0, 2], "decode_key_value": "own", "deep_tail": 9, "early_exit": True}
+    disturb(convert(random_teacher(**SHAPE), **shape)).to(torch.bfloat16).save_pretrained(tmp_path)
+    model = load_model(tmp_path, BF16.model_copy(update={"fuse_weights": False})).model
+    round_weights(model, form)
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    rounded = {name: get_integers(module) for name, module in model.named_modules()}
+    state = exact.state_dict() | {
+        f"{name}.weight": dequantize_weight(one.integers, one.scale) for name, one in rounded.items() if one is not None
+    }
+    frequencies = reference.frequencies(exact.model.rotary_emb)
+    prompts = [list(range(3 + i, 4 + i + length)) for i, length in enumerate((2, 8, 30, 44))]
+    engine = LLMEngine.from_pretrained(
+        tmp_path, BF16.model_copy(update={"weights": form, "max_num_batched_tokens": 24})
+    )
+    for early_exit in ("off", "lossless"):
+        params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, early_exit=early_exit)
+        for output in engine.generate(prompts, params):
+            ids, first = output.prompt_token_ids + output.token_ids, len(output.prompt_token_ids)
+            turns = torch.where(torch.arange(len(ids)) >= first - 9, 0, -1)
+            logits = reference.logits(state, model.config, torch.tensor(ids), frequencies, swiftkv=True, turns=turns)
+            found = logits[first - 1 : -1].log_softmax(-1)
+            chosen = found.gather(1, torch.tensor(output.token_ids)[:, None])
+            assert (found.amax(1) - chosen[:, 0]).max() < 0.3
     engine.assert_consistent()
 
 

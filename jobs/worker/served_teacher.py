@@ -14,6 +14,8 @@ from swiftkv_platform.errors import GenerationError, InvalidInputError
 from swiftkv_platform.specs.data import CompletionSpec
 
 if TYPE_CHECKING:
+    from openai.types import Completion
+
     from swiftkv_platform.engine import SamplingParams
 
 API_KEY_VARIABLE = "TEACHER_API_KEY"
@@ -66,9 +68,10 @@ class ServedTeacher:
         with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as pool:
             waiting = [pool.submit(self._ask, *request) for request in zip(prompts, parameters, strict=True)]
             try:
-                return [each.result() for each in waiting]
+                completions = [each.result() for each in waiting]
             finally:
                 pool.shutdown(cancel_futures=True)
+        return [self._read_answer(*each) for each in zip(completions, parameters, strict=True)]
 
     def describe_usage(self) -> str:
         """Describe what the server has counted so far, which it may charge for."""
@@ -77,10 +80,11 @@ class ServedTeacher:
             f"{self._num_completion_tokens} completion tokens of {self._settings.model}"
         )
 
-    def _ask(self, prompt: list[int], parameters: SamplingParams) -> ServedAnswer:
+    def _ask(self, prompt: list[int], parameters: SamplingParams) -> Completion:
+        """Send a request, in a thread of its own."""
         asks_token_ids = self._returns_token_ids
         try:
-            completion = self._client.completions.create(
+            return self._client.completions.create(
                 model=self._settings.model or "",
                 prompt=prompt,
                 max_tokens=parameters.max_tokens,
@@ -96,6 +100,8 @@ class ServedTeacher:
             return self._ask(prompt, parameters)
         except openai.OpenAIError as error:
             raise self._explain(error) from error
+
+    def _read_answer(self, completion: Completion, parameters: SamplingParams) -> ServedAnswer:
         if completion.usage is not None:
             self._num_prompt_tokens += completion.usage.prompt_tokens
             self._num_completion_tokens += completion.usage.completion_tokens

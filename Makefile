@@ -75,8 +75,8 @@ bench: install
 	$(BIN)/python -m benchmarks.serving --short
 	$(BIN)/python -m benchmarks.training_step
 
-gpu: install  # all tests and benchmarks for one NVIDIA GPU; VLLM_PYTHON=PATH: an interpreter with a GPU build of vLLM and the plugin
-	@$(BIN)/python -m benchmarks.gpu.everything $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
+gpu: install  # tests and benchmarks for one NVIDIA GPU, for LIMIT_S seconds if set; VLLM_PYTHON=PATH: an interpreter with a GPU build of vLLM and the plugin
+	@$(BIN)/python -m benchmarks.gpu.everything $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) $(if $(LIMIT_S),--limit-s $(LIMIT_S))
 
 SCHEDULES ?= 300
 SOAK_ROUNDS ?= 2
@@ -101,7 +101,7 @@ coverage: install  # of control_plane, storage, contract and security, S3 includ
 	  --cov swiftkv_platform.contract --cov swiftkv_platform.security --cov-report term --cov-fail-under 90 \
 	  tests/unit tests/contract tests/security
 
-VLLM_VERSION ?= 0.29.0
+VLLM_VERSION ?= 0.32.0
 VLLM_VENV ?= .venv-vllm-$(VLLM_VERSION)
 VLLM_STAMP := $(VLLM_VENV)/.installed
 vllm-env: $(VLLM_STAMP)  # a separate environment with vLLM's CPU build and this project
@@ -145,9 +145,7 @@ outside: install vllm-env judges-env  # on a CPU: the plugin in a real vLLM, vLL
 	$(OUTSIDE) -m "not integration"
 	$(JUDGE) --page docs/judges.md
 
-plugin: VLLM_VERSION := 0.32.0
-plugin: install  # the part of `make outside` that .ci/run has time for: every family's greedy text in the newest tested vLLM's runners, eager
-	$(MAKE) --no-print-directory vllm-env VLLM_VERSION=$(VLLM_VERSION)
+plugin: install vllm-env  # the part of `make outside` that .ci/run has time for: every family's greedy text in vLLM's two runners, eager
 	$(IN_VLLM) tests/outside/vllm/test_registration.py tests/outside/vllm/test_greedy.py tests/outside/vllm/test_graphs.py
 	SWIFTKV_TEST_VLLM_RUNNER=v2 $(IN_VLLM) tests/outside/vllm/test_greedy.py tests/outside/vllm/test_refusals.py
 

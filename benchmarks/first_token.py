@@ -2,7 +2,7 @@
 project's engine and, with `--vllm-python`, on vLLM.
 
     python -m benchmarks.first_token ARTIFACT [--lengths 1024 2048 4096 8000] [--rounds 5]
-                                     [--vllm-python .venv-vllm-0.29.0/bin/python] [--output first-token.json]
+                                     [--vllm-python .venv-vllm-0.32.0/bin/python] [--output first-token.json]
 
 One prompt of random tokens at a time, nothing cached. All systems take turns within each round; figures are medians
 over rounds. Prompts must be shorter than the model's context.

@@ -13,11 +13,16 @@ from __future__ import annotations
 import os
 import select
 import threading
+from importlib.util import find_spec
+
+ARCTIC_VARIABLE = "ARCTIC_INFERENCE_ENABLED"
+"""Environment variable that lets the package arctic-inference patch vLLM."""
 
 
 def register() -> None:
-    """Make vLLM read, check and serve SwiftKV directories. Idempotent. Raises `ModelError`: vLLM is too old, or lacks
-    the interfaces for registration."""
+    """Make vLLM read, check and serve SwiftKV directories. Idempotent. Raises `ModelError`: vLLM lacks the interfaces
+    for registration, or arctic-inference patches it."""
+    _refuse_arctic_patches()
     import vllm
 
     from swiftkv_platform import configs
@@ -38,6 +43,19 @@ def register() -> None:
     for name in (family.student_class_name for family in FAMILIES.values()):
         ModelRegistry.register_model(name, f"swiftkv_platform.vllm.causal_lm:{name}")
         MODELS_CONFIG_MAP[name] = SwiftKVChecks
+
+
+def _refuse_arctic_patches() -> None:
+    from swiftkv_platform.errors import ModelError
+
+    if os.environ.get(ARCTIC_VARIABLE) == "1" and find_spec("arctic_inference") is not None:
+        raise ModelError(
+            f"{ARCTIC_VARIABLE} is 1: arctic-inference replaces parts of vLLM and registers its own SwiftKV models. "
+            "Unset the variable to serve SwiftKV models with this plugin, or set VLLM_PLUGINS=arctic_inference to "
+            "leave this plugin out",
+            field=ARCTIC_VARIABLE,
+            value="1",
+        )
 
 
 FRONTEND_PID_VARIABLE = "SWIFTKV_VLLM_FRONTEND_PID"

@@ -6,7 +6,6 @@ vLLM finds the class by architecture in `MODELS_CONFIG_MAP`, before it reads wei
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 from typing import Any
 
 import vllm
@@ -19,9 +18,7 @@ from swiftkv_platform.vllm.quantized import ACCEPTED_METHODS, is_accepted_method
 from swiftkv_platform.vllm.versions import check_version
 
 _V1_CHECKS, _V2_CHECKS = "swiftkv_platform.vllm.requests", "swiftkv_platform.vllm.second_runner"
-_REQUEST_CHECK, _PREFILL_CHECK = "PromptLogprobsCheck", "OneTokenCheck"
 _PROMPT_LENGTHS_PATH = "swiftkv_platform.vllm.deep_tokens:PromptLengths"
-_V2_LOGITS_PROCESSOR_MODULE = "vllm.v1.worker.gpu.sample.logits_processor"
 _SCHEDULER_PATH = "swiftkv_platform.vllm.scheduler.make_scheduler"
 _SUPPORTED_CONNECTORS = ("ExampleConnector", "NixlConnector")
 _NATIVE_ENGINE = "this project's own engine"
@@ -79,11 +76,12 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
             _check_skipping(vllm_config)
         if is_prefill_only:
             _check_prefill_only(vllm_config)
-            _add_request_check(vllm_config, _PREFILL_CHECK)
-        elif skips and config.layer_map.deep_leaders:
-            _configure_own_deep_kv(vllm_config)
+            module = _V2_CHECKS if vllm_config.use_v2_model_runner else _V1_CHECKS
+            _add_logits_processor(vllm_config, f"{module}:OneTokenCheck")
         elif skips:
-            _add_prompt_logprobs_check(vllm_config)
+            if config.layer_map.deep_leaders:
+                _configure_own_deep_kv(vllm_config)
+            _add_prompt_lengths(vllm_config)
 
 
 def _check_prefill_only(vllm_config: VllmConfig) -> None:
@@ -102,13 +100,13 @@ def _check_prefill_only(vllm_config: VllmConfig) -> None:
 
 
 def _configure_own_deep_kv(vllm_config: VllmConfig) -> None:
-    """Set this project's scheduler and logits processor, for deep tokens with their own K and V. Raises `ModelError`
-    for options that conflict with them."""
+    """Set this project's scheduler, for deep tokens with their own K and V. Raises `ModelError` for options that
+    conflict with them."""
     speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
-    if speculative is not None and not _uses_v2_logits_processors(vllm_config):
+    if speculative is not None and not vllm_config.use_v2_model_runner:
         raise _make_error(
             "swiftkv_decode_key_value is 'own', and with drafts vLLM's model runner V1 does not report where prompts "
-            "end; use runner V2 (vLLM 0.32 or later on a GPU), leave speculative_config out, or use num_lookup_tokens "
+            "end; use runner V2 (the default on a GPU), leave speculative_config out, or use num_lookup_tokens "
             f"in {_NATIVE_ENGINE}",
             "speculative_config.method",
             speculative.method,
@@ -127,17 +125,6 @@ def _configure_own_deep_kv(vllm_config: VllmConfig) -> None:
             True,
         )
     scheduler.scheduler_cls = _SCHEDULER_PATH
-    if _uses_v2_logits_processors(vllm_config):  # `StudentModelState` passes the prompt lengths to the model
-        _add_prompt_logprobs_check(vllm_config)
-        return
-    _add_logits_processor(vllm_config, _PROMPT_LENGTHS_PATH)
-    if vllm_config.use_v2_model_runner:
-        raise _make_error(
-            f"swiftkv_decode_key_value is 'own', and model runner V2 of vLLM {vllm.__version__} does not report where "
-            "prompts end; leave VLLM_USE_V2_MODEL_RUNNER unset, or use vLLM 0.32 or later",
-            "VLLM_USE_V2_MODEL_RUNNER",
-            "1",
-        )
 
 
 def refuse_full_graphs_of_prompts(compilation: CompilationConfig) -> None:
@@ -152,36 +139,22 @@ def refuse_full_graphs_of_prompts(compilation: CompilationConfig) -> None:
         )
 
 
-def has_v2_logits_processors() -> bool:
-    """Whether this vLLM has logits processors for model runner V2 (0.32 and later)."""
-    return find_spec(_V2_LOGITS_PROCESSOR_MODULE) is not None
-
-
-def _uses_v2_logits_processors(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM uses model runner V2, as on GPUs, and has logits processors for it."""
-    return vllm_config.use_v2_model_runner and has_v2_logits_processors()
-
-
-def _add_request_check(vllm_config: VllmConfig, name: str) -> None:
-    """Add the request check of this name, for the current model runner."""
-    module = _V2_CHECKS if _uses_v2_logits_processors(vllm_config) else _V1_CHECKS
-    _add_logits_processor(vllm_config, f"{module}:{name}")
-
-
 def _add_logits_processor(vllm_config: VllmConfig, name: str) -> None:
     config = vllm_config.model_config
     config.logits_processors = [*(config.logits_processors or ()), name]
 
 
-def _add_prompt_logprobs_check(vllm_config: VllmConfig) -> None:
-    """Add the check that refuses prompt log-probabilities, unless a logits processor disables a feature of vLLM.
+def _add_prompt_lengths(vllm_config: VllmConfig) -> None:
+    """Add the check that refuses prompt log-probabilities, which in runner V1 also passes the prompts' lengths to the
+    model; in V2 `StudentModelState` does.
 
-    vLLM has no processors with speculative decoding, and with one vLLM 0.30 falls back from model runner V2 to V1. In
-    both cases vLLM's server refuses such requests; others hit an assertion (V1) or return NaN (V2).
+    vLLM has no logits processors with speculative decoding. There its server refuses such requests; an offline engine
+    hits an assertion (V1) or returns NaN (V2).
     """
-    keeps_runner = _uses_v2_logits_processors(vllm_config) or not vllm_config.use_v2_model_runner
-    if vllm_config.speculative_config is None and keeps_runner:
-        _add_request_check(vllm_config, _REQUEST_CHECK)
+    if vllm_config.speculative_config is None:
+        is_second = vllm_config.use_v2_model_runner
+        name = f"{_V2_CHECKS}:PromptLogprobsCheck" if is_second else _PROMPT_LENGTHS_PATH
+        _add_logits_processor(vllm_config, name)
 
 
 def _check_parallelism(vllm_config: VllmConfig) -> None:
@@ -205,8 +178,7 @@ def _check_skipping(vllm_config: VllmConfig) -> None:
             ", but the ranks of a model with experts exchange batches of equal size, and layers >= l of a SwiftKV "
             "model have fewer tokens; use 1 and more replicas, or tensor_parallel_size",
         )
-    outputs = getattr(vllm_config, "aux_output_config", model)  # in vllm_config since 0.32
-    if getattr(outputs, "enable_return_routed_experts", False):
+    if vllm_config.aux_output_config.enable_return_routed_experts:
         raise _make_error(
             "skipped tokens have no experts in layers >= l; leave enable_return_routed_experts off",
             "enable_return_routed_experts",

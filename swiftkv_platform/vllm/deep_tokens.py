@@ -1,12 +1,14 @@
 """The rows of a step that run layers >= l in vLLM, and the write of deep tokens' own K and V (`docs/model.md`).
 
 Layers >= l, and bypassed layers below l, run for a suffix of each request's tokens in the step: all tokens of a request
-that decodes, and of a prompt its deep tokens, or only its last token if none is deep. vLLM builds a step's attention
-metadata per backend, so these layers have a backend whose builder selects the rows (`RowSelectingAttention`).
+that decodes, and of a prompt its deep tokens, or only its last token if none is deep. They do not run in a step without
+deep tokens. vLLM builds a step's attention metadata per backend, so these layers have a backend whose builder selects
+the rows (`RowSelectingAttention`).
 
-If deep tokens keep their own K and V, the prompts' lengths decide which tokens are deep, and metadata lacks them. vLLM
-passes prompts to logits processors, before each forward pass and in the order of its rows, so a logits processor stores
-their lengths (`PromptLengths`). In model runner V2 a `ModelState` does this (`model_state.py`).
+The prompts' lengths decide which tokens are deep and whether a step ends a prompt, and metadata lacks them. vLLM passes
+prompts to logits processors, before each forward pass and in the order of its rows, so a logits processor stores their
+lengths (`PromptLengths`). In model runner V2 a `ModelState` does this (`model_state.py`). Runner V1 has no logits
+processors with drafts: the lengths are unknown, and such students must not keep own K and V (`checks.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import vllm
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import unified_kv_cache_update
@@ -26,6 +29,7 @@ from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
+from swiftkv_platform.errors import ModelError
 from swiftkv_platform.vllm.requests import PromptLogprobsCheck
 
 WRITE_OPERATOR = "vllm::swiftkv_write_own"
@@ -39,7 +43,10 @@ class SelectedRows:
     tokens: torch.Tensor
     """Index of each row's token in the step, ascending; padded to a CUDA graph's size with the last index."""
     num_rows: int
-    """Number of rows before padding."""
+    """Number of rows before padding; 0 if layers >= l do not run."""
+
+
+NO_ROWS = SelectedRows(torch.empty(0, dtype=torch.int64), 0)
 
 
 class RowSelector:
@@ -48,8 +55,8 @@ class RowSelector:
     def __init__(self, vllm_config: VllmConfig, deep_tail: int | None, device: torch.device) -> None:
         """`deep_tail`: m of the layer map."""
         self.deep_tail = deep_tail
-        self.prompt_lengths: Sequence[int] = ()
-        """Prompt length of each request in the batch; set before each step if deep tokens keep their own K and V."""
+        self.prompt_lengths: Sequence[int] | None = None
+        """Prompt length of each request in the batch, set before each step; None if vLLM does not report it."""
         self._graphs, speculative = vllm_config.compilation_config, vllm_config.speculative_config
         self._decode_length: int = 1 + (0 if speculative is None else speculative.num_speculative_tokens)
         """Max number of tokens of a request that decodes."""
@@ -60,11 +67,21 @@ class RowSelector:
         """The values last copied to `first_deep`: the same in most decode steps."""
 
     def select_rows(self, step: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, SelectedRows | None]:
-        """Return the metadata of a step's selected rows, and the rows; None if they are all. Sets `first_deep`."""
+        """Return the metadata of a step's selected rows, and the rows; None if they are all. Sets `first_deep`. Raises
+        `ModelError` if the rule needs a prompt's length and this vLLM has not reported any."""
+        reads_prompt = step.is_prefilling is not None and bool(step.is_prefilling.any())
+        if reads_prompt and self.deep_tail is not None and self.prompt_lengths is None:
+            raise ModelError(
+                "this vLLM has not reported where prompts end, which the SwiftKV plugin needs; use a tested version",
+                field="vllm.version",
+                value=vllm.__version__,
+            )
         bounds = step.query_start_loc_cpu.numpy()
         counts = np.diff(bounds)
         needed = self._count_needed(step, counts)
         num_rows = int(needed.sum())
+        if num_rows == 0:
+            return step, NO_ROWS
         if self.deep_tail is not None:
             self._set_first_deep(needed, self._pad_size(num_rows))
         if num_rows == bounds[-1]:
@@ -93,15 +110,17 @@ class RowSelector:
         # Steps of this size may replay a full CUDA graph, in which all rows run all layers, also for short prompts.
         if step.max_query_len <= self._decode_length or step.is_prefilling is None:
             return counts
-        needed = np.ones_like(counts)  # the next token's logits
-        if self.deep_tail is not None:
-            needed = np.maximum(step.seq_lens_cpu_upper_bound.numpy() - self._find_first_deep(len(counts)), needed)
+        num_deep = step.seq_lens_cpu_upper_bound.numpy() - self._find_first_deep(len(counts))
+        if (num_deep <= 0).all():  # no request needs the logits of a next token
+            return np.zeros_like(counts)
+        needed = np.ones_like(counts) if self.deep_tail is None else np.maximum(num_deep, 1)
         return np.where(step.is_prefilling.numpy(), np.minimum(needed, counts), counts)
 
     def _find_first_deep(self, num_requests: int) -> np.ndarray:
-        """Return the position of the first deep token per request; 0 for padding, which has no tokens."""
+        """Return the position of the first deep token per request, or of a prompt's last token without deep ones; 0 if
+        the prompt is unknown, and for padding, which has no tokens."""
         lengths = np.zeros(num_requests, dtype=np.int64)
-        known = self.prompt_lengths[:num_requests]
+        known = (self.prompt_lengths or ())[:num_requests]
         lengths[: len(known)] = known
         return np.maximum(lengths - (self.deep_tail or 1), 0)
 

@@ -32,7 +32,7 @@ from swiftkv_platform.configs import get_layer_windows
 from swiftkv_platform.families import Family
 from swiftkv_platform.student_shape import LayerMap
 from swiftkv_platform.vllm.checks import refuse_full_graphs_of_prompts
-from swiftkv_platform.vllm.deep_tokens import WRITE_OPERATOR, RowSelector, SelectedRows, compute_own_slots
+from swiftkv_platform.vllm.deep_tokens import NO_ROWS, WRITE_OPERATOR, RowSelector, SelectedRows, compute_own_slots
 from swiftkv_platform.vllm.layers import (
     BypassedAttention,
     BypassedKVProjections,
@@ -230,12 +230,13 @@ class SwiftKVDecoder(nn.Module):
     def forward(
         self, input_ids: torch.Tensor | None, positions: torch.Tensor, inputs_embeds: torch.Tensor | None
     ) -> torch.Tensor:
-        """[num_tokens] -> [num_tokens, hidden_size]; NaN in rows of tokens whose logits are not needed. A prefill-only
-        model returns x."""
+        """[num_tokens] -> [num_tokens, hidden_size]; NaN in rows of tokens whose logits are not needed. Return x if
+        layers >= l do not run; vLLM discards the tokens that it samples from x."""
         if self.dense is not None:
             dense: torch.Tensor = self.dense(input_ids, positions, inputs_embeds)
             return dense
         rows = self._get_selected_rows()
+        is_upper_skipped = rows is not None and rows.num_rows == 0
         row_positions = _select_rows(positions, rows)
         # 1. lower half: all tokens; bypassed layers: deep tokens
         lower_parts: Any = self.lower_parts
@@ -244,7 +245,7 @@ class SwiftKVDecoder(nn.Module):
             x, keys, values = part(input_ids, positions, inputs_embeds)
             cache.write_kv(keys[:, 0], values[:, 0])
             inputs_embeds = self.part_input[: len(x)].copy_(x)  # the next part's graph may reuse the memory of x
-            if self.is_prefill_only:
+            if is_upper_skipped:
                 continue
             row_x = _select_rows(inputs_embeds, rows)
             output = self._run_rows(bypassed, row_positions, row_x)
@@ -254,21 +255,24 @@ class SwiftKVDecoder(nn.Module):
         # 2. write K and V of all tokens
         for group, cache in enumerate(self.group_caches.values()):
             cache.write_kv(keys[:, group], values[:, group])
-        if self.is_prefill_only:
-            return x
         # 3. upper half: selected rows
-        own_slots = self._compute_own_slots(row_positions, rows)
-        hidden_states = self._run_rows(self.upper, row_positions, _select_rows(x, rows), own_slots)
+        hidden_states = x
+        if not is_upper_skipped:
+            own_slots = self._compute_own_slots(row_positions, rows)
+            hidden_states = self._run_rows(self.upper, row_positions, _select_rows(x, rows), own_slots)
+            if rows is not None:  # NaN marks tokens that were not computed
+                hidden_states = _replace_rows(torch.full_like(x, torch.nan), hidden_states, rows)
         for cache in self.group_caches.values():
             cache.finish_step()
-        # NaN marks tokens that were not computed
-        return hidden_states if rows is None else _replace_rows(torch.full_like(x, torch.nan), hidden_states, rows)
+        return hidden_states
 
     def _get_selected_rows(self) -> SelectedRows | None:
-        """Return the rows that run layers >= l. None if all rows do (a decode step), or if there is no metadata
-        (profiling) or no such layer."""
+        """Return the rows that run layers >= l. None if all rows do: in a decode step, and without metadata
+        (profiling)."""
+        if self.is_prefill_only:
+            return NO_ROWS
         metadata = get_forward_context().attn_metadata
-        if metadata is None or self.is_prefill_only:
+        if metadata is None:
             return None
         assert isinstance(metadata, dict)
         rows: SelectedRows | None = metadata[self.reader_layer_name].selected_rows
@@ -312,7 +316,9 @@ class SwiftKVDecoder(nn.Module):
 
 
 def _select_rows(x: torch.Tensor, rows: SelectedRows | None) -> torch.Tensor:
-    return x if rows is None else x[rows.tokens]
+    if rows is None:
+        return x
+    return x[rows.tokens] if rows.num_rows else x[:0]
 
 
 def _replace_rows(x: torch.Tensor, output: torch.Tensor, rows: SelectedRows | None) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Checks of requests for vLLM's model runner V2, which has its own class of logits processors.
 
-vLLM uses V2 if Triton is available, as on GPUs. V2 has these processors since 0.32; before, students that need a
-processor get V1. A server's frontend imports this module too, so it must not import the runner.
+vLLM uses V2 if Triton is available, as on GPUs. A server's frontend imports this module too, so it must not import the
+runner.
 """
 
 from __future__ import annotations

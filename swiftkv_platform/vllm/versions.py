@@ -13,7 +13,7 @@ from typing import Any
 
 from swiftkv_platform.errors import ModelError
 
-TESTED_VERSIONS = ("0.29", "0.30", "0.31", "0.32", "0.33")
+TESTED_VERSIONS = ("0.32", "0.33")
 """Minor versions that the plugin was tested with, oldest first; 0.33 only on a GPU."""
 
 _PLUGIN_MODULES = [f"swiftkv_platform.vllm.{name}" for name in ("causal_lm", "scheduler", "model_state")]

@@ -4,6 +4,7 @@ import os
 import select
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import FAMILIES
 from swiftkv_platform.model.context import FULL, get_layer_types
 from swiftkv_platform.model.families import STUDENT_CLASSES
+from swiftkv_platform.vllm import register
 from swiftkv_platform.vllm.versions import is_tested
 from tests.support.tiny_models import FAMILY_CONFIGS
 
@@ -51,13 +53,22 @@ def test_importing_the_entry_point_imports_no_framework() -> None:
     assert not set(output.split()) & {"torch", "transformers", "pydantic", "ray", "obstore", "sqlalchemy", "fastapi"}
 
 
+def test_patches_of_arctic_inference_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "arctic_inference").mkdir()
+    (tmp_path / "arctic_inference" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("ARCTIC_INFERENCE_ENABLED", "1")
+    with pytest.raises(ModelError, match=r"Unset the variable .* VLLM_PLUGINS=arctic_inference"):
+        register()
+
+
 def test_versions_are_tested_or_newer_or_refused() -> None:
-    for version in ("0.29.0", "0.29.1+cpu", "0.30.1rc1", "0.31.0", "0.32.0", "0.33.0"):
+    for version in ("0.32.0", "0.32.1+cpu", "0.33.1rc1"):
         assert is_tested(version)
-    for version in ("0.34.0", "0.300.0", "1.29.0", "dev"):
+    for version in ("0.34.0", "0.320.0", "1.32.0", "dev"):
         assert not is_tested(version)
-    for version in ("0.28.2", "0.3.0"):
-        with pytest.raises(ModelError, match=rf"vLLM {version} is older .* vLLM 0\.29 to 0\.33"):
+    for version in ("0.31.0", "0.29.2", "0.3.0"):
+        with pytest.raises(ModelError, match=rf"vLLM {version} is older .* vLLM 0\.32 to 0\.33"):
             is_tested(version)
 
 

@@ -12,7 +12,8 @@ from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-from swiftkv_platform.vllm.deep_tokens import RowSelector
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.vllm.deep_tokens import NO_ROWS, RowSelector
 
 SIZES = [1, 2, 4, 8, 16, 32, 64]
 """Numbers of tokens that graphs are captured for."""
@@ -78,7 +79,39 @@ def test_every_row_of_a_full_graph_runs_all_layers(num_drafts: int, mode: str, r
     assert {step.max_query_len for step in shapes} <= {1 + num_drafts}
     for step in shapes:
         step.is_prefilling = torch.full((step.num_reqs,), reads_prompts)
+        selector.prompt_lengths = [64] * step.num_reqs
         assert selector.select_rows(step) == (step, None)
+
+
+@pytest.mark.parametrize(("end", "num_rows"), [(24, 0), (25, 0), (26, 2), (30, 6)])
+@pytest.mark.parametrize("deep_tail", [5, None])
+def test_layers_above_l_run_only_if_a_token_is_deep(deep_tail: int | None, end: int, num_rows: int) -> None:
+    """Two prompts go on, one of which may reach its tail, or its last token if none is deep."""
+    selector = RowSelector(configured(0, "NONE"), deep_tail, torch.device("cpu"))
+    selector.prompt_lengths = [30 if deep_tail else 26, 40]
+    step = make_step([0, 10, 20], [end, 20], [True, True])
+    selected, rows = selector.select_rows(step)
+    assert rows is not None
+    if num_rows == 0:
+        assert (selected, rows) == (step, NO_ROWS)
+    else:
+        assert rows.num_rows == selected.num_actual_tokens == (num_rows if deep_tail else 2)
+
+
+def test_rows_of_prompts_of_unknown_length() -> None:
+    """With drafts in runner V1, where no token keeps own K and V: each chunk may end its prompt."""
+    selector = RowSelector(configured(0, "NONE"), None, torch.device("cpu"))
+    _, rows = selector.select_rows(make_step([0, 10, 20], [24, 20], [True, True]))
+    assert rows is not None
+    assert rows.tokens.tolist() == [9, 19]
+
+
+def test_own_keys_and_values_need_the_lengths_of_prompts() -> None:
+    """A vLLM that no longer calls the plugin's hook would write wrong text."""
+    selector = RowSelector(configured(0, "NONE"), 1, torch.device("cpu"))
+    selector.select_rows(make_step([0, 1, 2], [24, 20], [False, False]))
+    with pytest.raises(ModelError, match="has not reported where prompts end"):
+        selector.select_rows(make_step([0, 1, 2], [24, 20], [False, True]))
 
 
 @pytest.mark.parametrize(("mode", "size"), [("FULL_AND_PIECEWISE", 8), ("PIECEWISE", 8), ("FULL_DECODE_ONLY", 7)])

@@ -19,7 +19,6 @@ from swiftkv_platform.model import export
 from swiftkv_platform.vllm.checks import (
     _check_breakable_graphs,
     _check_skipping,
-    has_v2_logits_processors,
     refuse_full_graphs_of_prompts,
 )
 from tests.outside.vllm.engines import TAIL, complete, configure, expected, make_student, prompts, serving
@@ -149,35 +148,21 @@ def test_a_deep_tail_with_caches_of_other_servers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "runner", "message"),
+    ("options", "message"),
     [
         pytest.param(
             {"speculative_config": NGRAM},
-            None,
             "with drafts vLLM's model runner V1 does not report where prompts end",
             marks=pytest.mark.skipif(SECOND_RUNNER, reason="the second runner serves them"),
         ),
-        ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, None, "leave scheduler_cls out"),
-        ({"enable_prompt_embeds": True}, None, "leave enable_prompt_embeds off"),
-        pytest.param(
-            {},
-            "1",
-            "leave VLLM_USE_V2_MODEL_RUNNER unset",
-            marks=pytest.mark.skipif(
-                has_v2_logits_processors(), reason="its second runner serves them, or needs Triton"
-            ),
-        ),
+        ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "leave scheduler_cls out"),
+        ({"enable_prompt_embeds": True}, "leave enable_prompt_embeds off"),
     ],
 )
-def test_beside_own_keys_and_values(
-    options: dict[str, Any], runner: str | None, message: str, own: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beside_own_keys_and_values(options: dict[str, Any], message: str, own: Path) -> None:
     """In teacher mode the same options are allowed."""
-    if runner is not None:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
     with pytest.raises(ModelError, match=rf"swiftkv_decode_key_value is 'own'.*{message}"):
         configure(own, **options)
-    monkeypatch.undo()
     taught = configure(own, hf_overrides={"swiftkv": False}, **options)
     assert taught.scheduler_config.scheduler_cls == options.get("scheduler_cls")
 

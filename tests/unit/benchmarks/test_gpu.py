@@ -1,9 +1,11 @@
 """The GPU benchmark, on a CPU and a tiny model."""
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -134,3 +136,18 @@ def test_every_part_runs_whatever_others_do_and_the_summary_names_each(capfd: py
     summary = said.partition("-- summary\n")[2]
     assert re.fullmatch(r"FAILED   a: status 3, \d+ s\npassed   b, \d+ s\nskipped  c: no vLLM\n", summary)
     assert everything.run_parts(parts[1:]) == 0
+
+
+def test_a_part_is_stopped_with_its_children_when_the_time_is_over(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    child = f"import time; pipe = open({str(pipe)!r}, 'wb'); time.sleep(600)"
+    script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    parts = [everything.Part("a", [sys.executable, "-c", script]), everything.Part("b", ["no-program"])]
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(pipe.read_bytes)
+        assert everything.run_parts(parts, limit_s=2.0) == 1
+        assert ended.result() == b"", "the child has ended"
+    summary = capfd.readouterr().out.partition("-- summary\n")[2]
+    assert re.fullmatch(r"STOPPED  a, \d+ s\nskipped  b: no time was left\n", summary)

@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 import vllm
-from vllm.config import CompilationConfig, CUDAGraphMode, ModelConfig, VllmConfig
+from vllm.config import CompilationConfig, CUDAGraphMode, KVTransferConfig, ModelConfig, VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from swiftkv_platform.errors import ModelError
@@ -21,6 +21,8 @@ _V1_CHECKS, _V2_CHECKS = "swiftkv_platform.vllm.requests", "swiftkv_platform.vll
 _PROMPT_LENGTHS_PATH = "swiftkv_platform.vllm.deep_tokens:PromptLengths"
 _SCHEDULER_PATH = "swiftkv_platform.vllm.scheduler.make_scheduler"
 _SUPPORTED_CONNECTORS = ("ExampleConnector", "NixlConnector")
+_BIDIRECTIONAL = "bidirectional_kv_xfer"
+"""Option of NIXL: servers that decode give their caches to servers that prefill."""
 _NATIVE_ENGINE = "this project's own engine"
 
 
@@ -217,14 +219,6 @@ def _check_features(vllm_config: VllmConfig) -> None:
             True,
         )
     transfer = vllm_config.kv_transfer_config
-    config: Any = vllm_config.model_config.hf_config
-    if transfer is not None and config.swiftkv and (config.layer_map.deep_tail or 1) > 1:
-        raise ModelError.for_field(
-            "swiftkv_deep_tail",
-            config.layer_map.deep_tail,
-            ", but a KV connector may give a prompt the cache of a longer one, in which other tokens are deep; leave "
-            "kv_transfer_config out",
-        )
     if transfer is not None and transfer.kv_connector not in _SUPPORTED_CONNECTORS:
         raise _make_error(
             f"the KV connector {transfer.kv_connector} is untested with KV caches that layers share; "
@@ -232,6 +226,9 @@ def _check_features(vllm_config: VllmConfig) -> None:
             "kv_transfer_config.kv_connector",
             transfer.kv_connector,
         )
+    config: Any = vllm_config.model_config.hf_config
+    if transfer is not None and config.swiftkv and config.layer_map.deep_leaders:
+        _check_connector_of_own_kv(transfer, config.layer_map.deep_tail)
     _check_drafts(vllm_config)
     quantization = vllm_config.model_config.quantization
     if quantization is not None and not is_accepted_method(quantization):
@@ -239,6 +236,24 @@ def _check_features(vllm_config: VllmConfig) -> None:
             f"weights quantized with {quantization} are untested; {', '.join(ACCEPTED_METHODS)} or none is accepted",
             "quantization",
             quantization,
+        )
+
+
+def _check_connector_of_own_kv(transfer: KVTransferConfig, deep_tail: int) -> None:
+    """Raise `ModelError` if a KV connector may give a prompt the K and V of tokens that are deep in another one."""
+    if deep_tail > 1 and transfer.kv_connector == "ExampleConnector":
+        raise ModelError.for_field(
+            "swiftkv_deep_tail",
+            deep_tail,
+            ", but ExampleConnector gives a prompt the cache of a longer one, in which other tokens are deep; use "
+            "NixlConnector",
+        )
+    if transfer.get_from_extra_config(_BIDIRECTIONAL, False):
+        raise _make_error(
+            "swiftkv_decode_key_value is 'own', and the next prompt of a chat would read the K and V that its answer's "
+            f"tokens had as deep tokens; leave {_BIDIRECTIONAL} out",
+            f"kv_transfer_config.kv_connector_extra_config.{_BIDIRECTIONAL}",
+            True,
         )
 
 

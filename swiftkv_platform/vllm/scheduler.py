@@ -52,6 +52,14 @@ class _OwnKVScheduling(Scheduler):
         request.block_hashes.clear()
         request.update_block_hashes()
 
+    def _update_waiting_for_remote_kv(self, request: Request) -> None:
+        """Accept a prompt's caches from another server, except for deep tokens: if that server has half of the model,
+        their K and V are from x."""
+        request.num_computed_tokens = min(request.num_computed_tokens, self._find_first_deep(request))
+        super()._update_waiting_for_remote_kv(request)
+        if request.num_computed_tokens == 0:  # scheduled like a new request, which has no blocks
+            self.kv_cache_manager.free(request)
+
     def _free_request_blocks(self, request: Request) -> None:
         """Evict a finished request's blocks with deep tokens from the prefix cache, since no other request finds
         them."""

@@ -20,7 +20,13 @@ pytestmark = pytest.mark.integration
 CHOSEN = LAYERS | {"prefill_layers": [0, 2, 3], "decode_key_value": "own"}
 
 
-@pytest.mark.parametrize("form", [SHAPE | LAYERS, OWN | LAYERS, CHOSEN], ids=["shared", "own", "chosen"])
+TAIL = CHOSEN | {"deep_tail": 40}
+"""Some prompts are whole tails."""
+
+
+@pytest.mark.parametrize(
+    "form", [SHAPE | LAYERS, OWN | LAYERS, CHOSEN, TAIL], ids=["shared", "own", "chosen", "chosen-tail"]
+)
 def test_half_a_model_reads_prompts_for_another_server(form: dict[str, Any], tmp_path: Path) -> None:
     """Answers stay correct while the prefill server is killed under load, and after it restarts."""
     student = make_student(tmp_path / "student", shape=form, **WIDE)

@@ -139,10 +139,20 @@ def test_shared_heads_of_another_count(sharing: str, tmp_path: Path) -> None:
         configure(tmp_path)
 
 
-def test_a_deep_tail_with_caches_of_other_servers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("transfer", "message"),
+    [
+        ({"kv_connector": "ExampleConnector"}, "swiftkv_deep_tail is 16.*; use NixlConnector"),
+        (
+            {"kv_connector": "NixlConnector", "kv_connector_extra_config": {"bidirectional_kv_xfer": True}},
+            "leave bidirectional_kv_xfer out",
+        ),
+    ],
+)
+def test_caches_in_which_other_tokens_are_deep(transfer: dict[str, Any], message: str, tmp_path: Path) -> None:
     make_student(tmp_path, shape=TAIL)
-    transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-    with pytest.raises(ModelError, match=r"swiftkv_deep_tail is 16.*leave kv_transfer_config out"):
+    transfer = {"kv_role": "kv_both"} | transfer
+    with pytest.raises(ModelError, match=message):
         configure(tmp_path, kv_transfer_config=transfer)
     configure(tmp_path, hf_overrides={"swiftkv": False}, kv_transfer_config=transfer)
 

@@ -103,13 +103,10 @@ class StudentShape(FrozenModel):
         layers = {"num_key_value_layers": (int | None, None), "swiftkv_prefill_layers": (list[int] | None, None)}
         return {**own, **layers, "key_value_group_size": (int, 1)}
 
-    def check_family_support(self, model_type: str, *, caches_latents: bool, prefill_only: bool) -> None:
-        """Raise `ModelError` for an unknown `swiftkv_decode_key_value`, or for bypassed layers or a deep tail that are
-        not supported.
+    def check_family_support(self, model_type: str, *, caches_latents: bool) -> None:
+        """Raise `ModelError` for an unknown `swiftkv_decode_key_value`, or for bypassed layers that are not supported.
 
-        Args:
-            caches_latents: whether the family has multi-head latent attention.
-            prefill_only: whether the checkpoint is a prefill-only export.
+        `caches_latents`: whether the family has multi-head latent attention.
         """
         form, listed = self.swiftkv_decode_key_value, self.swiftkv_prefill_layers
         if form not in get_args(DecodeKeyValue):
@@ -117,12 +114,6 @@ class StudentShape(FrozenModel):
                 f"swiftkv_decode_key_value is {form!r}; shared and own are accepted",
                 field="swiftkv.decode_key_value",
                 value=form,
-            )
-        if self.swiftkv_deep_tail > 1 and prefill_only:
-            raise ModelError.for_field(
-                "swiftkv.deep_tail",
-                self.swiftkv_deep_tail,
-                ", but an export with prefill_only has no layers for the end of a prompt; export the whole student",
             )
         if listed is None or not self.has_bypassed_layers:
             return

@@ -47,11 +47,7 @@ class SwiftKVConfigMixin:
     def validate_shape(self) -> None:
         """Raise `InvalidInputError` for a shape that does not fit the teacher, before any weight is read."""
         config, heads = cast("Any", self), self.layer_map.shape.num_key_value_heads_swiftkv
-        self.shape.check_family_support(
-            config.model_type,
-            caches_latents=self.family.attention == "latent",
-            prefill_only=self.swiftkv_prefill_only,
-        )
+        self.shape.check_family_support(config.model_type, caches_latents=self.family.attention == "latent")
         if heads is None:
             return
         self.family.check_head_sharing(heads, "swiftkv.sharing")

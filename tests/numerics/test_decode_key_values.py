@@ -18,6 +18,7 @@ from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, mem
 from swiftkv_platform.engine.varlen import reference_varlen_attn
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.model import convert, convert_checkpoint, export, load_dense
+from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec
 from tests.support import reference
@@ -347,8 +348,8 @@ def test_a_checkpoint_says_its_deep_tail(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "served" / "config.json").read_text())
     assert config["swiftkv_deep_tail"] == 9
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "served").config.layer_map.deep_tail == 9
-    with pytest.raises(ModelError, match="export the whole student"):
-        export(tmp_path / "student", tmp_path / "prefill", prefill_only=True)
+    export(tmp_path / "student", tmp_path / "prefill", prefill_only=True)
+    assert read_config(tmp_path / "prefill").layer_map.deep_tail is None, "no token runs layers >= l"
     for changes, message in (
         ({"swiftkv_deep_tail": 0}, "1..1048576 tokens are accepted"),
         ({"swiftkv_deep_tail": "9"}, "an integer is accepted"),

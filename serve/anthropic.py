@@ -200,7 +200,7 @@ class CountRequest(OpenAIFields, json_schema_extra=limit_schema("messages")):
         messages = [chat_message for message in self.messages for chat_message in message.to_chat()]
         last = messages[-1]
         is_continued = last["role"] == "assistant" and "content" in last and "tool_calls" not in last
-        system = [{"role": "system", "content": _join_texts(self.system)}] if self.system else []
+        system = [{"role": "system", "content": [block.text for block in self.system]}] if self.system else []
         choice = self.tool_choice
         if choice and choice.type == "any" and not self.tools:
             raise InvalidInputError.for_field(
@@ -275,8 +275,13 @@ def _make_message(completion: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _convert_usage(usage: Mapping[str, Any]) -> dict[str, int]:
-    cache_usage = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}  # caching required_keys no request
-    return {"input_tokens": usage["prompt_tokens"], **cache_usage, "output_tokens": usage["completion_tokens"]}
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,  # clients add up the three counts
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage["completion_tokens"],
+    }
 
 
 def _make_stop_fields(choice: Mapping[str, Any]) -> dict[str, Any]:

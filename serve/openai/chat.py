@@ -161,6 +161,7 @@ async def prepare_prompt(
     ignored fields in `request.state`. Raises `InvalidInputError`, `ModelNotFoundError`, `QueueFullError`."""
     require_served_model(body.model, version)
     unused = find_unused_variables(version.tokenizer, body.chat_template_kwargs)
+    unused += [name for message in body.messages for name in message.client_lines]
     request.state.ignored_fields = route_body.find_ignored_fields(field_map.route, version.ignored_fields, unused)
     with field_map.rename_errors():
         tool_rules = make_tool_call_rules(body, version.tokenizer, version.tool_call_parser, body.make_constraint())

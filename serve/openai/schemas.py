@@ -7,6 +7,7 @@ Field names and meanings: https://platform.openai.com/docs/api-reference; extens
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterator
 from typing import Annotated, Any, Literal, Self
 
@@ -38,6 +39,11 @@ from swiftkv_platform.web.problems import value_if_short
 
 _TEXT_KEY_BY_PART_TYPE = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Key of a content part's text, by the part's type."""
+_CLIENT_LINE = re.compile(
+    r"\s*+(x-[a-z0-9-]++):(?:[ \t]*+[\w.-]++=[^\s;]*+(?:;|(?=\s|$)))++[ \t]*+(?:\r?\n|$)", re.IGNORECASE
+)
+"""A line such as `x-anthropic-billing-header: cc_version=2.1; cch=7f3a1;` at the beginning of instructions. Clients
+write it for their provider's accounting, with other values in each request."""
 _LEGACY_CALL_ID = "call_0"
 """Id of a call in the legacy field `function_call`, which has none."""
 
@@ -142,9 +148,31 @@ class ChatMessage(BodyPart):
 
     @property
     def text_content(self) -> str | None:
+        if self.content is None:
+            return self.refusal
+        return "".join(text[self._find_client_lines(text)[1] :] for text in self._texts)
+
+    @property
+    def client_lines(self) -> list[str]:
+        """Names of the lines that identify the client to its provider. The template does not get them, since their
+        values change with each request, which then could not share the prefix of the previous one."""
+        return [name for text in self._texts for name in self._find_client_lines(text)[0]]
+
+    @property
+    def _texts(self) -> list[str]:
+        """Texts of the content's parts."""
         if isinstance(self.content, list):
-            return "".join(part.text_content for part in self.content)
-        return self.refusal if self.content is None else self.content
+            return [part.text_content for part in self.content]
+        return [] if self.content is None else [self.content]
+
+    def _find_client_lines(self, text: str) -> tuple[list[str], int]:
+        """Return the names of the lines that identify the client, and the number of their characters. Other roles than
+        those of instructions have none."""
+        names, end = list[str](), 0
+        while self.role in ("system", "developer") and (line := _CLIENT_LINE.match(text, end)):
+            names.append(line[1])
+            end = line.end()
+        return names, end
 
     @property
     def reasoning_text(self) -> str | None:
@@ -223,7 +251,7 @@ class OpenAIFields(SamplingFields, extra="allow"):
         self, route: Route, ignored: Collection[str], unused: Collection[str] = ()
     ) -> tuple[str, ...]:
         """Return the names of the fields that have no effect. `ignored`: fields that the deployment ignores. `unused`:
-        fields that the model does not use. Raises `InvalidInputError` for an unknown or unsupported field."""
+        further names. Raises `InvalidInputError` for an unknown or unsupported field."""
         nested = [*find_unknown_keys(self), *unused, *(self._drop_unknown_constraints() if ANY in ignored else ())]
         others = {
             name: getattr(self, name)

@@ -15,7 +15,7 @@ import yaml
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
 from swiftkv_platform.serve.replica_state import ModelVersion
 from tests.contract.serving import openai_tools
-from tests.contract.serving.conversations import joined
+from tests.contract.serving.conversations import count_input, joined, said
 from tests.contract.serving.replicas import application, asgi_client
 
 engine_config = openai_tools.engine_config
@@ -68,7 +68,7 @@ def tokens(asked: Recorded, answer: httpx.Response) -> tuple[int, int]:
     if asked.route == "messages":
         message = joined(answer.text) if is_stream else answer.json()
         assert {block["type"] for block in message["content"]} <= {"text", "tool_use"}
-        return message["usage"]["input_tokens"], message["usage"]["output_tokens"]
+        return count_input(message["usage"]), message["usage"]["output_tokens"]
     if asked.route == "responses":
         last = events(answer)[-1]
         assert last["type"] in ("response.completed", "response.incomplete")
@@ -105,6 +105,51 @@ async def test_what_programs_send_is_answered_in_the_form_that_they_read(
     without = {name: value for name, value in asked.body.items() if name not in asked.named}
     again = await ask(http, Recorded(asked.program, asked.route, without))
     assert tokens(Recorded(asked.program, asked.route, without), again)[0] == found[0], "ignored fields change nothing"
+
+
+def cached_share(answer: httpx.Response) -> float:
+    """Return the share of an answer's prompt tokens that came from the prefix cache."""
+    usage = answer.json()["usage"]
+    if "cache_read_input_tokens" in usage:
+        return usage["cache_read_input_tokens"] / count_input(usage)
+    details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
+    return details["cached_tokens"] / (usage.get("prompt_tokens") or usage["input_tokens"])
+
+
+IDENTIFIED = "x-anthropic-billing-header: cc_version=2.1.119.af{0}; cc_entrypoint=cli; cch=97bd{0};"
+"""Claude Code's line, with values that change per request."""
+
+
+@pytest.mark.parametrize(
+    ("route", "instructions"),
+    [
+        ("messages", {"system": [{"type": "text", "text": IDENTIFIED}, {"type": "text", "text": "1."}]}),
+        ("messages", {"system": f"{IDENTIFIED}\n2."}),
+        ("messages", {"system": f"x-client-session: id={{0}}\r\n{IDENTIFIED.title()}\n\n3."}),
+        ("messages", {"system": [{"type": "text", "text": f"4.{'.' * 40}"}, {"type": "text", "text": IDENTIFIED}]}),
+        ("chat/completions", {"messages": [{"role": "system", "content": f"{IDENTIFIED}\n\n5."}]}),
+        (
+            "chat/completions",
+            {"messages": [{"role": "developer", "content": [{"type": "text", "text": f" {IDENTIFIED}"}, "6."]}]},
+        ),
+        ("responses", {"instructions": f"{IDENTIFIED}\n7."}),
+        ("responses", {"input": [{"role": "developer", "content": f"{IDENTIFIED}\n8."}]}),
+    ],
+)
+async def test_lines_that_identify_a_client_leave_the_next_turn_its_prefix(
+    http: httpx.AsyncClient, route: str, instructions: dict[str, Any]
+) -> None:
+    """Behind proxies Claude Code's line arrives on every route."""
+    name, limit = ("input", "max_output_tokens") if route == "responses" else ("messages", "max_tokens")
+    told = [said("Is it warm in Rome? " * 20, "user")]
+    for turn in range(2):
+        begun = json.loads(json.dumps(instructions).replace("{0}", str(turn)))
+        body = {"model": "tiny", limit: 4, **begun, name: [*begun.get(name, ()), *told]}
+        answer = await http.post(f"/v1/{route}", json=body)
+        assert answer.status_code == 200, answer.text
+        assert "x-anthropic-billing-header" in answer.headers["x-swiftkv-ignored-fields"].lower().split(", ")
+        told += [said("Yes."), said("And in Oslo?", "user")]
+    assert cached_share(answer) > 0.8
 
 
 async def test_a_response_that_codex_reads_goes_back_into_its_next_turn(http: httpx.AsyncClient) -> None:

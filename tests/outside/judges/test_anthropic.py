@@ -46,7 +46,8 @@ def test_text_ends_where_it_is_to(ask: Ask, client: anthropic.Anthropic) -> None
     message = ask(max_tokens=8, system="Be brief.")
     assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 8)
     count = client.messages.count_tokens(model=MODEL, messages=MESSAGES, system="Be brief.")
-    assert count.input_tokens == message.usage.input_tokens
+    usage = message.usage
+    assert count.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
 def test_a_conversation_with_a_tool_goes_on(ask: Ask) -> None:

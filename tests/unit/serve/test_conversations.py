@@ -88,6 +88,27 @@ def test_blocks_become_the_turns_of_a_chat(turn: Any, messages: Any) -> None:
     assert laid_out(chat) == laid_out(ChatRequest(model="m", messages=[BRIEF, *messages]))
 
 
+@pytest.mark.parametrize(
+    ("content", "names", "text"),
+    [
+        ("x-a-b: v=1.2; c=3;\n\nHi", ["x-a-b"], "\nHi"),
+        (["x-a: v=1", "\r\nX-B: v=c==; d=; \r\nHi", "."], ["x-a", "X-B"], "Hi."),
+        ("x-ray: describe v=1\n", [], None),
+        ("x-ray: v=1; is shown", [], None),
+        ("Hi\nx-a: v=1;", [], None),
+        ("a: v=1;\nHi", [], None),
+        ("x-a: v", [], None),
+    ],
+)
+def test_lines_that_identify_a_client_are_told_from_instructions(
+    content: str | list[str], names: list[str], text: str | None
+) -> None:
+    turns = [said(content, role) for role in ("system", "user", "assistant")]
+    [system, *others] = ChatRequest(model="m", messages=turns).messages
+    assert (system.client_lines, system.text_content) == (names, "".join(content) if text is None else text)
+    assert [(each.client_lines, each.text_content) for each in others] == [([], "".join(content))] * 2
+
+
 def test_each_block_ends_before_the_next_begins() -> None:
     """One delta may end a call and begin another, or follow text with a call."""
     named = {"id": "a", "function": {"name": "f", "arguments": ""}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, Field, model_validator
@@ -23,9 +23,9 @@ from swiftkv_platform.serve.openai.chat import (
     prepare_prompt,
 )
 from swiftkv_platform.serve.openai.outputs import make_event_stream
-from swiftkv_platform.serve.openai.schemas import ChatRequest, OpenAIFields, limit_schema
+from swiftkv_platform.serve.openai.schemas import ChatRequest, OpenAIFields, limit_schema, number_parts
 from swiftkv_platform.serve.replica_state import ReplicaState
-from swiftkv_platform.serve.schemas import BodyPart, PositiveNumber, validate_type
+from swiftkv_platform.serve.schemas import BodyPart, PositiveNumber, TextPart
 from swiftkv_platform.serve.tools.calling import MAX_TOOLS, FunctionTool, ToolName
 from swiftkv_platform.specs.base import MAX_MESSAGES
 from swiftkv_platform.web.bodies import BodyRoute
@@ -43,35 +43,18 @@ FIELD_MAP = ChatFieldMap(
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class TextBlock(BodyPart):
-    """A content block of type text."""
-
-    required_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {"text": ("text",)}
-    """Required keys by type."""
-    type: str
-    text: str = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_type(cls, block: Any) -> Any:
-        """Check type and required keys before the fields, since other types have other keys."""
-        if isinstance(block, dict):
-            validate_type(block, cls.required_keys)
-        return block
-
-
 def _to_blocks(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-TextBlocks = Annotated[list[TextBlock], BeforeValidator(_to_blocks, json_schema_input_type=str | list[TextBlock])]
+TextBlocks = Annotated[list[TextPart], BeforeValidator(_to_blocks, json_schema_input_type=str | list[TextPart])]
 
 
-class ContentBlock(TextBlock):
+class ContentBlock(TextPart):
     """A content block of a message. Accepts the keys of a response's block, so that it can be sent back unchanged."""
 
     required_keys = {
-        **TextBlock.required_keys,
+        **TextPart.required_keys,
         "tool_use": ("id", "name", "input"),
         "tool_result": ("tool_use_id",),
         "thinking": ("thinking",),
@@ -106,7 +89,7 @@ class Message(BodyPart):
         """Yield chat messages: one per tool result, then one for the other blocks."""
         by_type: dict[str, list[ContentBlock]] = {}
         for block in self.content:
-            by_type.setdefault(block.type, []).append(block)
+            by_type.setdefault("text" if block.replaced_type else block.type, []).append(block)
         by_type.pop("redacted_thinking", None)  # encrypted by another provider
         results = by_type.pop("tool_result", [])
         for block in results:
@@ -194,6 +177,14 @@ class CountRequest(OpenAIFields, json_schema_extra=limit_schema("messages")):
     output_format: JSONFormat | None = None
     """Older name of `output_config.format`."""
     chat_template_kwargs: dict[str, Any] = {}
+
+    def list_messages(self) -> Iterator[tuple[str, Mapping[str, TextPart]]]:
+        yield "system", number_parts("system", self.system)
+        for number, message in enumerate(self.messages):
+            parts = number_parts(f"messages.{number}.content", message.content)
+            if any(part.type == "tool_result" for part in parts.values()):
+                yield "tool", {}
+            yield message.role, parts
 
     def to_chat_request(self) -> ChatRequest:
         """Return the equivalent chat request. Raises `RequestValidationError` and `InvalidInputError`."""

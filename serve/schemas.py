@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, FailFast, Field, PlainValidator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    FailFast,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    PrivateAttr,
+    model_validator,
+)
 
 from swiftkv_platform.engine import SamplingParams, StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError, find_lone_surrogate
@@ -26,6 +35,12 @@ if TYPE_CHECKING:
 
 MAX_NAME_LENGTH = 64
 """Max characters of a field's name that a response repeats; no field has a longer name."""
+_TEXT_KEYS = ("text", "refusal", "transcript", "stdout", "stderr", "content", "output")
+"""Keys below which a part of another type may have text."""
+_NAME_KEYS = ("tool_name", "name", "title", "filename")
+"""Keys of which a placeholder repeats the first."""
+_TEXT_SOURCES = ("document", "search_result")
+"""Types of parts that are read even in a new message if they have only text."""
 
 
 def remove_nulls(part: Any) -> Any:
@@ -41,9 +56,91 @@ class BodyPart(FrozenModel, strict=True, extra="allow"):
         return remove_nulls(part)
 
 
+class TypedPart(BodyPart):
+    """Part of a body with a type. A part of a type that is not served is replaced by one that is (see `replace`)."""
+
+    required_keys: ClassVar[Mapping[str, Sequence[str]]]
+    """Required keys by served type."""
+    default_type: ClassVar[str] = ""
+    type: str
+    _original: Mapping[str, Any] | None = PrivateAttr(None)
+
+    @property
+    def replaced_type(self) -> str | None:
+        """Type that is not served, of a part that was replaced."""
+        return None if self._original is None else str(self._original["type"])
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check_type(cls, part: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Check type and required keys before the fields, since other types have other keys."""
+        if not isinstance(part, dict):
+            return handler(part)
+        kind = part.get("type") or cls.default_type
+        if not isinstance(kind, str) or not kind:
+            raise ValueError(f"type is {value_if_short(kind)!r}; accepted here: {', '.join(cls.required_keys)}")
+        if kind not in cls.required_keys:
+            replacement = handler(cls.replace(part))
+            replacement._original = part
+            return replacement
+        if missing := next((name for name in cls.required_keys[kind] if part.get(name) is None), None):
+            raise ValueError(f"{missing} is missing; type {kind!r} needs {', '.join(cls.required_keys[kind])}")
+        return handler(part)
+
+    @classmethod
+    def replace(cls, part: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of the replacement of a part whose type is not served."""
+        return {"type": part["type"]}
+
+
+class TextPart(TypedPart):
+    """A text part of a message. The text of a part of another type, such as an image, is its own, or a placeholder."""
+
+    required_keys: ClassVar[Mapping[str, Sequence[str]]] = {"text": ("text",)}
+    text: str = ""
+
+    @property
+    def text_content(self) -> str:
+        return self.text
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the text is all of the part."""
+        if self._original is None:
+            return True
+        return self._original["type"] in _TEXT_SOURCES and all(is_text for is_text, _ in _find_texts(self._original))
+
+    @classmethod
+    def replace(cls, part: Mapping[str, Any]) -> dict[str, Any]:
+        text = "\n".join(text for _, text in _find_texts(part))
+        return {"type": part["type"], "text": f"\n{text}\n"}  # the texts of a message's parts are joined
+
+
+def _find_texts(part: Any) -> Iterator[tuple[bool, str]]:
+    """Yield (True, text) or (False, placeholder) for a part of any type, or for each of the parts in it."""
+    if isinstance(part, str):
+        yield True, part
+    elif isinstance(part, list):
+        for item in part:
+            yield from _find_texts(item)
+    elif isinstance(part, dict):
+        source = part.get("source")
+        inner = source if isinstance(source, dict) and source.get("type") in ("text", "content") else part
+        texts = [inner[key] for key in _TEXT_KEYS if isinstance(inner.get(key), str | list | dict)]
+        for text in texts if inner is part else [inner.get("data"), *texts]:
+            yield from _find_texts(text)
+        if not texts and inner is part:
+            names = [part["type"]] if isinstance(part.get("type"), str) else ["part"]
+            names += [part[key] for key in _NAME_KEYS if isinstance(part.get(key), str)]
+            yield False, f"[{' '.join(names[:2])} omitted]"
+
+
 def find_unknown_keys(value: Any, path: str = "") -> Iterator[str]:
-    """Yield dotted paths of unknown keys below `value`, without list indices: `messages.parsed`."""
-    if isinstance(value, BaseModel):
+    """Yield dotted paths of unknown keys and replaced parts below `value`, without list indices: `messages.parsed`,
+    `messages.content.image`."""
+    if isinstance(value, TypedPart) and value.replaced_type is not None:
+        yield path + value.replaced_type
+    elif isinstance(value, BaseModel):
         for name in type(value).model_fields:
             yield from find_unknown_keys(getattr(value, name), f"{path}{name}.")
         if path:
@@ -51,17 +148,6 @@ def find_unknown_keys(value: Any, path: str = "") -> Iterator[str]:
     elif isinstance(value, list) and value and isinstance(value[0], BaseModel):  # a prompt has many numbers
         for item in value:
             yield from find_unknown_keys(item, path)
-
-
-def validate_type(part: Mapping[str, Any], required_keys: Mapping[str, Sequence[str]], default: str = "") -> str:
-    """Return the type of a part of a conversation. `required_keys`: by type. Raises `ValueError` for an unknown type or
-    a missing key."""
-    kind = part.get("type") or default
-    if not isinstance(kind, str) or kind not in required_keys:
-        raise ValueError(f"type is {value_if_short(kind)!r}; accepted here: {', '.join(required_keys)}")
-    if missing := next((name for name in required_keys[kind] if part.get(name) is None), None):
-        raise ValueError(f"{missing} is missing; type {kind!r} needs {', '.join(required_keys[kind])}")
-    return kind
 
 
 def validate_encodable(value: Any) -> Any:

@@ -39,7 +39,7 @@ effect are listed in the header.
 | program | routes | besides the usual fields | refused |
 |---|---|---|---|
 | Open WebUI: chats, tools, titles, tags | models, chat/completions | parts with `cache_control`, `reasoning_effort` \
-or `reasoning`, `metadata`, an object as `user`, `files` in messages | images; Ollama's names, if users set them \
+or `reasoning`, `metadata`, an object as `user`, `files` in messages | new images; Ollama's names, if users set them \
 (`repeat_penalty`, `num_ctx`) |
 | Continue | models, completions, chat/completions | a prompt with the model's own fill-in-the-middle tokens, \
 14 stops, `prediction` | `suffix`; `/v1/fim/completions` does not exist |
@@ -50,6 +50,15 @@ or `reasoning`, `metadata`, an object as `user`, `files` in messages | images; O
 `context_management` that keeps everything, `output_config.effort` | `context_management` that clears; server tools |
 | Codex | responses | `client_metadata`, `include`, items without `id` and `status` | `web_search` among `tools` (set \
 `web_search = "disabled"`), tools of type `custom` and `namespace` |
+"""
+_PARTS = """\
+## Other parts
+
+Parts, blocks, items and calls of other types, such as images and files, have no effect where the client cannot leave
+them out: in results of tools and what comes with them, and in messages that were answered. The model gets their text,
+or `[image omitted]`, and the header names them (`messages.content.image`). In instructions and in a new message of the
+user they are refused with 400, unless they have only text (`document`, `search_result`). Calls of other tools become
+calls of functions.
 """
 _SECTIONS = {
     Treatment.SERVED: "",
@@ -74,6 +83,7 @@ def _lines() -> Iterator[str]:
                 rows.setdefault(_remarks(field), []).append(f"`{field.name}`")
         yield from (f"| {', '.join(names)} | {remarks} |" for remarks, names in rows.items())
         yield ""
+    yield _PARTS
     yield _PROGRAMS
 
 

@@ -102,8 +102,8 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
             "echo": "with `logprobs`, includes those of the prompt",
         },
         ("OpenAI", CHAT): {
-            "messages": "parts of type `text`, `input_text`, `output_text` and `refusal`; image, audio and file parts "
-            "are refused",
+            "messages": "parts of type `text`, `input_text`, `output_text` and `refusal`; others as text (see Other "
+            "parts)",
             "max_tokens": "`max_completion_tokens` takes precedence",
             "max_completion_tokens": "default: the rest of the context",
             "logprobs": "true or false",
@@ -111,7 +111,7 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
         },
         ("OpenAI", RESPONSES): {
             "input": "text, or items of type `message`, `function_call`, `function_call_output` and `reasoning`; "
-            "images and files are refused",
+            "others as text (see Other parts)",
             "instructions": "",
             "max_output_tokens": "default: the rest of the context",
             "text": "`format`; `verbosity` has no effect",
@@ -120,7 +120,7 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
         ("OpenAI", CHAT + RESPONSES): {"tool_choice": "", "parallel_tool_calls": "no effect without `tools`"},
         ("Anthropic", MESSAGES): {
             "messages": "blocks of type `text`, `tool_use`, `tool_result` and `thinking`; `redacted_thinking` has no "
-            "effect, and images and documents are refused",
+            "effect; others as text (see Other parts)",
             "system": "text, or blocks of type `text`",
             "max_tokens": "required",
             "stop_sequences": "",

@@ -3,6 +3,7 @@ responses."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import count
@@ -21,9 +22,9 @@ from swiftkv_platform.serve.openai.chat import (
     OutputBlock,
 )
 from swiftkv_platform.serve.openai.outputs import make_event_stream
-from swiftkv_platform.serve.openai.schemas import ChatRequest, Content, OpenAIFields, limit_schema
+from swiftkv_platform.serve.openai.schemas import ChatRequest, Content, OpenAIFields, Part, limit_schema, number_parts
 from swiftkv_platform.serve.replica_state import ReplicaState
-from swiftkv_platform.serve.schemas import BodyPart, WholeNumber, validate_type
+from swiftkv_platform.serve.schemas import BodyPart, TextPart, TypedPart, WholeNumber
 from swiftkv_platform.serve.tools.calling import CHOICE_KINDS, MAX_TOOLS, FunctionTool, NamedFunction
 from swiftkv_platform.specs.base import MAX_MESSAGES
 from swiftkv_platform.web.problems import Problem, to_openai_error
@@ -38,19 +39,21 @@ FIELD_MAP = ChatFieldMap(
         "response_format": "text.format",
     },
 )
-_REQUIRED_KEYS = {
-    "message": ("role", "content"),
-    "function_call": ("call_id", "name", "arguments"),
-    "function_call_output": ("call_id", "output"),
-    "reasoning": (),
-}
-"""Required keys of an item by its type."""
+_CALL_KEYS = ("type", "id", "call_id", "name", "status")
+"""Keys of a call's item besides its arguments."""
 
 
-class Item(BodyPart):
+class Item(TypedPart):
     """An item of the conversation. Accepts the keys of a response's item, so that it can be sent back unchanged."""
 
-    type: str = "message"
+    required_keys = {
+        "message": ("role", "content"),
+        "function_call": ("call_id", "name", "arguments"),
+        "function_call_output": ("call_id", "output"),
+        "reasoning": (),
+    }
+    default_type = "message"
+    type: str = default_type
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Content = None
     """Content of a message."""
@@ -62,34 +65,37 @@ class Item(BodyPart):
     """Arguments as JSON text."""
     output: Content = None
 
+    @classmethod
+    def replace(cls, item: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a function's call or result for an item that is one of another tool, and else a message."""
+        kind, call_id, output = str(item["type"]), item.get("call_id"), item.get("output")
+        if call_id and kind.endswith("_call"):
+            arguments = {key: value for key, value in item.items() if key not in _CALL_KEYS}
+            call = {
+                "name": item.get("name") or kind.removesuffix("_call"),
+                "arguments": json.dumps(arguments, ensure_ascii=False),
+            }
+            return {"type": "function_call", "call_id": call_id, **call}
+        if call_id and kind.endswith("_output"):
+            text = output if isinstance(output, str) else TextPart.replace(item)["text"]
+            return {"type": "function_call_output", "call_id": call_id, "output": text}
+        role = item.get("role") or ("user" if kind.startswith("input_") else "assistant")
+        return {"type": "message", "role": role, "content": [item]}
+
     @model_validator(mode="before")
     @classmethod
-    def _check_type(cls, item: Any) -> Any:
-        """Check type and required keys before the fields, since other types have other keys."""
-        if not isinstance(item, dict):
+    def _join_reasoning(cls, item: Any) -> Any:
+        """Join the parts of a reasoning item, which have other types than those of a message."""
+        if not isinstance(item, dict) or item.get("type") != "reasoning":
             return item
-        kind = validate_type(item, _REQUIRED_KEYS, "message")
-        # The parts of a reasoning item have other types than those of a message.
-        return {**item, "content": _join_reasoning(item)} if kind == "reasoning" else item
-
-
-def _join_reasoning(item: dict[str, Any]) -> str:
-    parts = item.get("content")
-    parts = parts if isinstance(parts, list) else []
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "reasoning_text"]
-    return "".join(text for text in texts if isinstance(text, str))
+        parts = item.get("content")
+        parts = parts if isinstance(parts, list) else []
+        texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "reasoning_text"]
+        return {**item, "content": "".join(text for text in texts if isinstance(text, str))}
 
 
 class FlatTool(FunctionTool):
     type: Literal["function"]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_type(cls, tool: Any) -> Any:
-        """Check type and required keys before the fields, since hosted tools have other keys."""
-        if isinstance(tool, dict):
-            validate_type(tool, {"function": ("name",)})
-        return tool
 
 
 class FlatNamedTool(NamedFunction):
@@ -157,6 +163,14 @@ class ResponsesRequest(OpenAIFields, json_schema_extra=limit_schema("responses")
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
+    def list_messages(self) -> Iterator[tuple[str, Mapping[str, TextPart]]]:
+        for number, item in enumerate(self.input):
+            role = "tool" if item.type == "function_call_output" else item.role or "assistant"
+            if item.replaced_type == "item_reference":  # maybe to the new message
+                role = "user"
+            parts = number_parts(f"input.{number}.content", item.content)
+            yield role, {f"input.{number}": part for part in parts.values()} if item.replaced_type else parts
+
     def to_chat_request(self) -> ChatRequest:
         """Return the equivalent chat request. Raises `RequestValidationError`."""
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
@@ -187,15 +201,21 @@ _ASSISTANT_KEYS = {"function_call": "tool_calls", "reasoning": "reasoning_conten
 def _to_chat_messages(items: list[Item]) -> Iterator[dict[str, Any]]:
     """Yield the items as chat messages. Consecutive reasoning, text and calls of the assistant become one message."""
     message: dict[str, Any] = {}
+    has_text = False  # of an item that was not replaced
     for item in items:
         # 1. find the item's key in an assistant's message; None: it is another role's message
         is_text = (item.type, item.role) == ("message", "assistant")
         key = "content" if is_text else _ASSISTANT_KEYS.get(item.type)
         # 2. yield the open message unless the item continues it: calls come last
-        ends_message = {"content": "content" in message and "tool_calls" not in message, "tool_calls": False}
-        if message and (key is None or ends_message.get(key, "content" in message or "tool_calls" in message)):
+        is_placeholder = is_text and item.replaced_type is not None
+        ends_message = {
+            "content": has_text and "tool_calls" not in message and not is_placeholder,
+            "tool_calls": False,
+        }
+        if message and (key is None or ends_message.get(key, has_text or "tool_calls" in message)):
             yield message
-            message = {}
+            message, has_text = {}, False
+        has_text = has_text or (is_text and not is_placeholder)
         # 3. convert the item, or add it to the open message
         if key is None:
             yield _to_chat_message(item)
@@ -203,8 +223,8 @@ def _to_chat_messages(items: list[Item]) -> Iterator[dict[str, Any]]:
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             message = {"role": "assistant", **message, key: [*message.get(key, ()), call]}
-        elif item.content or key == "content":
-            message = {"role": "assistant", **message, key: message.get(key, "") + _join_texts(item.content)}
+        elif (text := _join_texts(item.content)) or key == "content":
+            message = {"role": "assistant", **message, key: message.get(key, "") + (text or "")}
     if message:
         yield message
 
@@ -215,8 +235,8 @@ def _to_chat_message(item: Item) -> dict[str, Any]:
     return {"role": item.role, "content": _join_texts(item.content)}
 
 
-def _join_texts(content: Any) -> str:
-    return "".join(part.text_content for part in content) if isinstance(content, list) else content
+def _join_texts(parts: list[Part] | None) -> str | None:
+    return None if parts is None else "".join(part.text_content for part in parts)
 
 
 def add_responses_route(router: APIRouter, state: ReplicaState) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from swiftkv_platform.data.messages import parse_call_arguments
 from swiftkv_platform.engine import SamplingParams, StructuredOutputs
@@ -28,6 +28,8 @@ from swiftkv_platform.serve.schemas import (
     BodyPart,
     PromptField,
     SamplingFields,
+    TextPart,
+    TypedPart,
     WholeNumber,
     find_unknown_keys,
     remove_nulls,
@@ -35,10 +37,7 @@ from swiftkv_platform.serve.schemas import (
 )
 from swiftkv_platform.serve.tools.calling import MAX_TOOLS, ToolFields
 from swiftkv_platform.specs.base import MAX_MESSAGES
-from swiftkv_platform.web.problems import value_if_short
 
-_TEXT_KEY_BY_PART_TYPE = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Key of a content part's text, by the part's type."""
 _CLIENT_LINE = re.compile(
     r"\s*+(x-[a-z0-9-]++):(?:[ \t]*+[\w.-]++=[^\s;]*+(?:;|(?=\s|$)))++[ \t]*+(?:\r?\n|$)", re.IGNORECASE
 )
@@ -48,55 +47,37 @@ _LEGACY_CALL_ID = "call_0"
 """Id of a call in the legacy field `function_call`, which has none."""
 
 
-class Part(BodyPart):
-    """A text part of a message's content."""
+class Part(TextPart):
+    """A part of a message's content."""
 
-    type: str
-    text: str = ""
+    required_keys = {"text": ("text",), "input_text": ("text",), "output_text": ("text",), "refusal": ("refusal",)}
     refusal: str = ""
 
     @property
     def text_content(self) -> str:
-        text: str = getattr(self, _TEXT_KEY_BY_PART_TYPE[self.type])
-        return text
+        return self.refusal if self.type == "refusal" else self.text
 
 
-def _validate_content(content: Any) -> str | list[Part] | None:
+def _to_parts(content: Any) -> Any:
+    """Return content as a list of parts."""
     if isinstance(content, list):
-        return [_make_part(number, part) for number, part in enumerate(content)]
+        return [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     if content is None or isinstance(content, str):
-        return content
+        return None if content is None else _to_parts([content])
     raise ValueError("must be text, or a list of parts of type 'text'")
 
 
-def _make_part(number: int, part: Any) -> Part:
-    if isinstance(part, str):
-        return Part(type="text", text=part)
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str) or kind not in _TEXT_KEY_BY_PART_TYPE:
-        raise ValueError(f"part {number} is of type {value_if_short(kind)!r}; only parts of type 'text' are accepted")
-    text = part.get(_TEXT_KEY_BY_PART_TYPE[kind])
-    others = {key: value for key, value in part.items() if key not in _TEXT_KEY_BY_PART_TYPE.values()}
-    if isinstance(text, str):
-        return Part(**others, **{_TEXT_KEY_BY_PART_TYPE[kind]: text})
-    raise ValueError(f"part {number} is of type {kind!r}; its {_TEXT_KEY_BY_PART_TYPE[kind]} must be a string")
+def number_parts(path: str, parts: Sequence[TextPart] | None) -> dict[str, TextPart]:
+    """Return parts by their path in the body. `path`: of the list."""
+    return {f"{path}.{number}": part for number, part in enumerate(parts or ())}
 
 
-# Replaces pydantic's check of the union, whose errors would name each member type.
-Content = Annotated[
-    str | list[Part] | None, PlainValidator(_validate_content, json_schema_input_type=str | list[Part | str] | None)
-]
+Content = Annotated[list[Part] | None, BeforeValidator(_to_parts, json_schema_input_type=str | list[Part | str] | None)]
 
 
 def _to_json_text(arguments: Any) -> Any:
     """Return arguments as JSON text, since some clients send the object."""
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
-
-
-def _refuse_audio(audio: Any) -> Any:
-    if audio is not None:
-        raise ValueError("audio is not supported; send its transcript as content")
-    return audio
 
 
 class FunctionCall(BodyPart):
@@ -108,12 +89,21 @@ class FunctionCall(BodyPart):
         return {"name": self.name, "arguments": parse_call_arguments(self.arguments)}
 
 
-class ToolCall(BodyPart):
+class ToolCall(TypedPart):
     """A tool call of an earlier message. Its `index` in a stream has no effect."""
 
+    required_keys = {"function": ("function",)}
+    default_type = "function"
     id: Annotated[str, Field(min_length=1)]
-    type: Literal["function"] = "function"
+    type: str = default_type
     function: FunctionCall
+
+    @classmethod
+    def replace(cls, call: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a function's call for a call of another tool, whose fields are below its type."""
+        fields = call.get(call["type"])
+        fields = {"name": call["type"], **fields} if isinstance(fields, dict) else {"name": call["type"]}
+        return {"id": call.get("id"), "type": "function", "function": {"name": fields.pop("name"), "arguments": fields}}
 
 
 class ChatMessage(BodyPart):
@@ -137,7 +127,16 @@ class ChatMessage(BodyPart):
     """Other name of `reasoning_content`; without effect unless it is text."""
     refusal: str | None = None
     """Text of an assistant's message without content."""
-    audio: Annotated[None, BeforeValidator(_refuse_audio)] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _add_audio(cls, message: Any) -> Any:
+        """Make the audio of a message without text its content."""
+        if not isinstance(message, dict) or message.get("content") is not None:
+            return message
+        others = {**message}
+        audio = others.pop("audio", None)
+        return {**others, "content": [{**audio, "type": "audio"}]} if isinstance(audio, dict) else message
 
     @property
     def calls(self) -> list[ToolCall]:
@@ -150,20 +149,14 @@ class ChatMessage(BodyPart):
     def text_content(self) -> str | None:
         if self.content is None:
             return self.refusal
-        return "".join(text[self._find_client_lines(text)[1] :] for text in self._texts)
+        texts = [part.text_content for part in self.content]
+        return "".join(text[self._find_client_lines(text)[1] :] for text in texts)
 
     @property
     def client_lines(self) -> list[str]:
         """Names of the lines that identify the client to its provider. The template does not get them, since their
         values change with each request, which then could not share the prefix of the previous one."""
-        return [name for text in self._texts for name in self._find_client_lines(text)[0]]
-
-    @property
-    def _texts(self) -> list[str]:
-        """Texts of the content's parts."""
-        if isinstance(self.content, list):
-            return [part.text_content for part in self.content]
-        return [] if self.content is None else [self.content]
+        return [name for part in self.content or () for name in self._find_client_lines(part.text_content)[0]]
 
     def _find_client_lines(self, text: str) -> tuple[list[str], int]:
         """Return the names of the lines that identify the client, and the number of their characters. Other roles than
@@ -252,6 +245,7 @@ class OpenAIFields(SamplingFields, extra="allow"):
     ) -> tuple[str, ...]:
         """Return the names of the fields that have no effect. `ignored`: fields that the deployment ignores. `unused`:
         further names. Raises `InvalidInputError` for an unknown or unsupported field."""
+        self._check_new_message()
         nested = [*find_unknown_keys(self), *unused, *(self._drop_unknown_constraints() if ANY in ignored else ())]
         others = {
             name: getattr(self, name)
@@ -259,6 +253,35 @@ class OpenAIFields(SamplingFields, extra="allow"):
             if name not in get_served_names(route)
         }
         return find_ignored_fields(route, {**(self.model_extra or {}), **others}, nested, self.n, ignored)
+
+    def list_messages(self) -> Iterable[tuple[str, Mapping[str, TextPart]]]:
+        """Return the role of each message of a conversation, and its parts by their path in the body."""
+        return ()
+
+    def _check_new_message(self) -> None:
+        """Raise `InvalidInputError` for a part that is not served in what the answer depends on most: instructions, and
+        a new message of the user. In all messages before, and in what comes with the results of tools, the client
+        cannot avoid such parts, which are replaced (see `TextPart`)."""
+        # 1. leave out last messages of the assistant, which begin the answer
+        messages = [*self.list_messages()]
+        while messages and messages[-1][0] == "assistant":
+            messages.pop()
+        # 2. find the instructions, and the user's last message, unless it was answered or came with results of tools
+        instructions: dict[str, TextPart] = {}
+        new: Mapping[str, TextPart] = {}
+        follows_results = False
+        for role, parts in messages:
+            if role in ("assistant", "tool", "function"):
+                new, follows_results = {}, role != "assistant"
+            elif role == "user":
+                new = {} if follows_results else parts
+            else:
+                instructions |= parts
+        # 3. check their parts
+        for path, part in {**instructions, **new}.items():
+            if not part.is_read:
+                why = "; the model reads text: send text, or leave it out"
+                raise InvalidInputError.for_field(f"{path}.type", part.type, why)
 
     def list_set_fields(self, kind: type[OpenAIFields]) -> list[str]:
         """Return the names of the body's set fields that `kind` has too."""
@@ -298,6 +321,7 @@ class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=limit_schema("chat
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    """The conversation. Parts without text, such as images, are replaced in all but a new message of the user."""
     max_tokens: WholeNumber | None = None
     max_completion_tokens: WholeNumber | None = None
     """Default: the rest of the context."""
@@ -315,6 +339,10 @@ class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=limit_schema("chat
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message needs add_generation_prompt: false")
         return self
+
+    def list_messages(self) -> Iterator[tuple[str, Mapping[str, TextPart]]]:
+        for number, message in enumerate(self.messages):
+            yield message.role, number_parts(f"messages.{number}.content", message.content)
 
     def make_sampling_params(self, num_free_tokens: int) -> SamplingParams:
         """Return the sampling parameters. `num_free_tokens`: context left by the prompt. Raises

@@ -247,10 +247,11 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "22"}
     [
         ({"previous_response_id": "r"}, "previous_response_id", "'r'.*send the whole conversation as input"),
         ({"include": ["message.output_text.logprobs"]}, "include", "available from /v1/chat/completions only"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "accepted here: message, function_call"),
-        ({"input": [said([{"type": "input_image"}], "user")]}, "input.0.content", "part 0 is of type 'input_image'"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type", "'item_reference'; the model reads text"),
+        ({"input": [{"type": "input_image"}]}, "input.0.type", "'input_image'"),
+        ({"input": [said([{"type": "input_image"}], "user")]}, "input.0.content.0.type", "'input_image'; the model"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "a"}]}, "input.0", "arguments is missing"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0", "accepted here: function"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0", "Input should be 'function'"),
         (
             {"tools": [{"type": "function", "name": "f", "parameters": {"type": "array"}}]},
             "tools.0.parameters",
@@ -276,6 +277,8 @@ async def test_what_a_response_cannot_be_is_named(client: Any, fields: dict[str,
 
 
 PICTURE = {"type": "image", "source": {"type": "url", "url": "x"}}
+PDF = {"type": "document", "title": "a.pdf", "source": {"type": "base64", "media_type": "application/pdf", "data": "x"}}
+MIXED = {"type": "content", "content": [{"type": "text", "text": "a"}, PICTURE]}
 
 
 @pytest.mark.parametrize(
@@ -283,8 +286,13 @@ PICTURE = {"type": "image", "source": {"type": "url", "url": "x"}}
     [
         ({"max_tokens": None}, "max_tokens", "required"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
-        ({"messages": [said([PICTURE], "user")]}, "messages.0.content.0", "type is 'image'; accepted here: text, tool"),
-        ({"messages": [said([{**RESULT, "content": [PICTURE]}], "user")]}, "messages.0.content.0.content.0", "'image'"),
+        ({"messages": [said([PICTURE], "user")]}, "messages.0.content.0.type", "'image'; the model reads text: send"),
+        ({"messages": [said([PICTURE], "user"), said("It is")]}, "messages.0.content.0.type", "'image'"),
+        ({"messages": [said([PDF], "user")]}, "messages.0.content.0.type", "'document'"),
+        ({"messages": [said([{**PDF, "source": MIXED}], "user")]}, "messages.0.content.0.type", "'document'"),
+        ({"messages": [said([{"type": "thought", "text": "a"}], "user")]}, "messages.0.content.0.type", "'thought'"),
+        ({"messages": [said([{"text": "a"}], "user")]}, "messages.0.content.0", "accepted here: text, tool_use"),
+        ({"system": [{"type": "text", "text": "a"}, PICTURE]}, "system.1.type", "'image'"),
         ({"messages": [said([USE], "user")]}, "messages.0", "role 'assistant'"),
         ({"messages": [said([{"type": "text"}], "user")]}, "messages.0.content.0", "text is missing"),
         ({"messages": [said("x" * 3000, "user")]}, "messages", "maximum context length"),

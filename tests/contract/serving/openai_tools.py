@@ -319,10 +319,11 @@ def message(**fields: Any) -> dict[str, Any]:
         (message(tool_calls=[CALL]), "messages.0", "role 'assistant'"),
         (message(tool_call_id="a"), "messages.0", "role 'tool'"),
         (message(content=None), "messages.0", "content is missing"),
-        (message(content=[PICTURE]), "messages.0.content", "part 0 is of type 'image_url'"),
-        (message(content=[{"type": "text"}]), "messages.0.content", "its text must be a string"),
+        (message(content=["a", PICTURE]), "messages.0.content.1.type", "'image_url'; the model reads text: send text"),
+        (message(role="system", content=[PICTURE]), "messages.0.content.0.type", "'image_url'"),
+        (message(content=[{"type": "text"}]), "messages.0.content.0", "text is missing; type 'text' needs text"),
         (message(content={"type": "text"}), "messages.0.content", "a list of parts"),
-        (message(role="assistant", audio={"id": "a"}), "messages.0.audio", "audio is not supported"),
+        (message(content=None, audio={"id": "a"}), "messages.0.content.0.type", "'audio'"),
     ],
 )
 async def test_what_cannot_be_called_is_named(client: Any, body: dict[str, Any], param: str, reason: str) -> None:

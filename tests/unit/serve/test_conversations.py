@@ -6,12 +6,20 @@ import pytest
 
 from swiftkv_platform.serve.anthropic import MessagesRequest
 from swiftkv_platform.serve.openai.chat import BlockSplitter
+from swiftkv_platform.serve.openai.fields import Route
 from swiftkv_platform.serve.openai.responses import ResponsesRequest
 from swiftkv_platform.serve.openai.schemas import ChatRequest
 from tests.contract.serving.conversations import *  # noqa: F403
 from tests.contract.serving.conversations import BRIEF, RESULT, USE, said
 
 pytestmark = pytest.mark.slow("loads models")
+
+
+PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
+PICTURE_URL = {"type": "image_url", "image_url": {"url": "data:,"}}
+INPUT_PICTURE = {"type": "input_image", "image_url": "data:,"}
+SEEN = [said([PICTURE_URL], "user"), said("A cat."), said("Sure?", "user")]
+"""A picture that was answered."""
 
 
 def laid_out(chat: ChatRequest) -> list[Any]:
@@ -26,6 +34,7 @@ def item_of(name: str) -> dict[str, Any]:
     return {"type": "function_call", "call_id": name, "name": name, "arguments": "{}"}
 
 
+SAID_BLOCK = {"type": "text", "text": "x"}
 TOOL_A, TOOL_B = ({"role": "tool", "tool_call_id": name, "content": "22"} for name in "ab")
 
 
@@ -86,6 +95,165 @@ def test_items_become_the_turns_of_a_chat(items: Any, messages: Any) -> None:
 def test_blocks_become_the_turns_of_a_chat(turn: Any, messages: Any) -> None:
     chat = MessagesRequest(model="m", max_tokens=1, messages=[turn], system="Be brief.").to_chat_request()
     assert laid_out(chat) == laid_out(ChatRequest(model="m", messages=[BRIEF, *messages]))
+
+
+def result_of(*blocks: Any) -> list[Any]:
+    return [said([{**RESULT, "content": [*blocks]}], "user")]
+
+
+def placeholder(kind: str) -> str:
+    return f"\n[{kind} omitted]\n"
+
+
+SHOT = {"type": "computer_call_output", "call_id": "a", "output": {"type": "computer_screenshot", "image_url": "x"}}
+PATCH = {"type": "custom_tool_call", "id": "x", "call_id": "a", "status": "completed", "name": "patch", "input": "+"}
+EXEC = {"type": "local_shell_call", "id": "x", "call_id": "a", "action": {"command": ["ls"]}}
+PATCHED = {"id": "a", "type": "function", "function": {"name": "patch", "arguments": {"input": "+"}}}
+EXECUTED = {"id": "a", "type": "function", "function": {"name": "local_shell", "arguments": {"action": EXEC["action"]}}}
+
+
+@pytest.mark.parametrize(
+    ("route", "told", "named", "messages"),
+    [
+        # Results of tools
+        ("messages", result_of(PICTURE), "content.content.image", [placeholder("image")]),
+        (
+            "messages",
+            result_of({"type": "text", "text": "a"}, {"type": "tool_reference", "tool_name": "f"}),
+            "content.content.tool_reference",
+            ["a" + placeholder("tool_reference f")],
+        ),
+        (
+            "messages",
+            result_of(
+                {"type": "search_result", "source": "u", "title": "t", "content": [{"type": "text", "text": "a"}]}
+            ),
+            "content.content.search_result",
+            ["\na\n"],
+        ),
+        (
+            "messages",
+            result_of({"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "a"}}),
+            "content.content.document",
+            ["\na\n"],
+        ),
+        ("messages", [said([RESULT, PICTURE], "user")], "content.image", ["22", placeholder("image")]),
+        ("messages", [said([RESULT], "user"), said([PICTURE], "user")], "content.image", ["22", placeholder("image")]),
+        ("chat", [{**TOOL_A, "content": [PICTURE_URL]}], "content.image_url", [placeholder("image_url")]),
+        ("chat", [TOOL_A, said([PICTURE_URL], "user")], "content.image_url", ["22", placeholder("image_url")]),
+        (
+            "responses",
+            [{"type": "function_call_output", "call_id": "a", "output": [INPUT_PICTURE]}],
+            "output.input_image",
+            [placeholder("input_image")],
+        ),
+        (
+            "responses",
+            [{"type": "function_call_output", "call_id": "a", "output": "22"}, said([INPUT_PICTURE], "user")],
+            "content.input_image",
+            ["22", placeholder("input_image")],
+        ),
+        (
+            "responses",
+            [{"type": "custom_tool_call_output", "call_id": "a", "output": "22"}],
+            "custom_tool_call_output",
+            ["22"],
+        ),
+        ("responses", [SHOT], "computer_call_output", [placeholder("computer_screenshot")]),
+        (
+            "responses",
+            [{"type": "shell_call_output", "call_id": "a", "output": [{"stdout": "a", "stderr": "b"}]}],
+            "shell_call_output",
+            ["\na\nb\n"],
+        ),
+        # What was answered
+        ("messages", [said([PICTURE], "user"), *SEEN[1:]], "content.image", [placeholder("image"), "A cat.", "Sure?"]),
+        ("chat", SEEN, "content.image_url", [placeholder("image_url"), "A cat.", "Sure?"]),
+        (
+            "chat",
+            [said(["a", {"type": "file", "file": {"file_id": "f"}}], "user"), *SEEN[1:]],
+            "content.file",
+            ["a" + placeholder("file"), "A cat.", "Sure?"],
+        ),
+        (
+            "responses",
+            [said([{"type": "input_file", "filename": "a.pdf"}], "user"), *SEEN[1:]],
+            "content.input_file",
+            [placeholder("input_file a.pdf"), "A cat.", "Sure?"],
+        ),
+        (
+            "responses",
+            [said([INPUT_PICTURE], "user"), said("Sure?", "user")],
+            "content.input_image",
+            [placeholder("input_image"), "Sure?"],
+        ),
+        # What the assistant wrote elsewhere
+        (
+            "messages",
+            [
+                said([{"type": "server_tool_use", "id": "a", "name": "web_search", "input": {}}, SAID_BLOCK]),
+                said("Sure?", "user"),
+            ],
+            "content.server_tool_use",
+            [placeholder("server_tool_use web_search") + "x", "Sure?"],
+        ),
+        (
+            "chat",
+            [said(None, audio={"id": "a", "transcript": "A cat."}), said("Sure?", "user")],
+            "content.audio",
+            ["\nA cat.\n", "Sure?"],
+        ),
+        (
+            "chat",
+            [said(None, tool_calls=[{"id": "a", "type": "custom", "custom": {"name": "patch", "input": "+"}}]), TOOL_A],
+            "tool_calls.custom",
+            [[PATCHED], "22"],
+        ),
+        ("responses", [PATCH], "custom_tool_call", [[PATCHED]]),
+        ("responses", [EXEC], "local_shell_call", [[EXECUTED]]),
+        (
+            "responses",
+            [{"type": "item_reference", "id": "x"}, said("x"), said("Sure?", "user")],
+            "item_reference",
+            [placeholder("item_reference") + "x", "Sure?"],
+        ),
+        (
+            "responses",
+            [
+                {"type": "reasoning", "summary": []},
+                {"type": "web_search_call", "id": "x", "action": {"type": "search"}},
+                {"type": "reasoning", "summary": []},
+                said("x"),
+                {"type": "compaction", "encrypted_content": "x"},
+                said("Sure?", "user"),
+            ],
+            "web_search_call input.compaction input.summary",
+            [placeholder("web_search_call") + "x" + placeholder("compaction"), "Sure?"],
+        ),
+        # What a new message has as text
+        (
+            "messages",
+            [said([{"type": "document", "source": {"type": "content", "content": [SAID_BLOCK]}}, SAID_BLOCK], "user")],
+            "content.document",
+            ["\nx\nx"],
+        ),
+    ],
+)
+def test_what_is_not_served_in_a_conversation_becomes_text(
+    route: str, told: list[Any], named: str, messages: list[Any]
+) -> None:
+    field, names = "input" if route == "responses" else "messages", named.split()
+    if route == "chat":
+        chat = body = ChatRequest(model="m", messages=told)
+    elif route == "messages":
+        body = MessagesRequest(model="m", max_tokens=1, messages=told)
+        chat = body.to_chat_request()
+    else:
+        body = ResponsesRequest(model="m", input=told)
+        chat = body.to_chat_request()
+    path: Route = "chat/completions" if route == "chat" else route
+    assert {*body.find_ignored_fields(path, ())} == {f"{field}.{names[0]}", *names[1:]}
+    assert [each.get("tool_calls") or each["content"] for each in laid_out(chat)] == messages
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from swiftkv_platform.serve.openai.chat import (
 from swiftkv_platform.serve.openai.outputs import make_event_stream
 from swiftkv_platform.serve.openai.schemas import ChatRequest, OpenAIFields, limit_schema, number_parts
 from swiftkv_platform.serve.replica_state import ReplicaState
-from swiftkv_platform.serve.schemas import BodyPart, PositiveNumber, TextPart
-from swiftkv_platform.serve.tools.calling import MAX_TOOLS, FunctionTool, ToolName
+from swiftkv_platform.serve.schemas import BodyPart, PositiveNumber, TextPart, TypedPart
+from swiftkv_platform.serve.tools.calling import MAX_TOOLS, SKIPPED_TOOL, FunctionTool, ToolName
 from swiftkv_platform.specs.base import MAX_MESSAGES
 from swiftkv_platform.web.bodies import BodyRoute
 from swiftkv_platform.web.problems import Problem, to_anthropic_error
@@ -117,8 +117,12 @@ def _join_texts(blocks: list[Any]) -> str:
     return "".join(block.text for block in blocks)
 
 
-class Tool(BodyPart):
-    type: Literal["custom"] = "custom"
+class Tool(TypedPart):
+    """A function. Tools of other types, which Anthropic's servers run or whose schema its models know, are skipped."""
+
+    required_keys = {"custom": ("name", "input_schema")}
+    default_type = "custom"
+    type: str = default_type
     name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
@@ -127,6 +131,8 @@ class Tool(BodyPart):
     """Whether inputs follow the schema even if calls are optional."""
 
     def to_chat(self) -> dict[str, Any]:
+        if self.replaced_type is not None:
+            return SKIPPED_TOOL
         function = FunctionTool(
             name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
         )

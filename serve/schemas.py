@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -57,7 +57,7 @@ class BodyPart(FrozenModel, strict=True, extra="allow"):
 
 
 class TypedPart(BodyPart):
-    """Part of a body with a type. A part of a type that is not served is replaced by one that is (see `replace`)."""
+    """Part of a body with a type. A part of a type that is not served is replaced (see `replace`)."""
 
     required_keys: ClassVar[Mapping[str, Sequence[str]]]
     """Required keys by served type."""
@@ -80,7 +80,7 @@ class TypedPart(BodyPart):
         if not isinstance(kind, str) or not kind:
             raise ValueError(f"type is {value_if_short(kind)!r}; accepted here: {', '.join(cls.required_keys)}")
         if kind not in cls.required_keys:
-            replacement = handler(cls.replace(part))
+            replacement = cls.replace(part, handler)
             replacement._original = part
             return replacement
         if missing := next((name for name in cls.required_keys[kind] if part.get(name) is None), None):
@@ -88,9 +88,9 @@ class TypedPart(BodyPart):
         return handler(part)
 
     @classmethod
-    def replace(cls, part: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keys of the replacement of a part whose type is not served."""
-        return {"type": part["type"]}
+    def replace(cls, part: Mapping[str, Any], validate: Callable[[dict[str, Any]], Self]) -> Self:  # noqa: ARG003
+        """Return the replacement of a part whose type is not served: by default one that has no other field."""
+        return cls.model_construct(type=part["type"])  # type: ignore[return-value]  # by pydantic's plugin
 
 
 class TextPart(TypedPart):
@@ -111,9 +111,13 @@ class TextPart(TypedPart):
         return self._original["type"] in _TEXT_SOURCES and all(is_text for is_text, _ in _find_texts(self._original))
 
     @classmethod
-    def replace(cls, part: Mapping[str, Any]) -> dict[str, Any]:
-        text = "\n".join(text for _, text in _find_texts(part))
-        return {"type": part["type"], "text": f"\n{text}\n"}  # the texts of a message's parts are joined
+    def replace(cls, part: Mapping[str, Any], validate: Callable[[dict[str, Any]], Self]) -> Self:
+        return validate({"type": part["type"], "text": f"\n{describe_part(part)}\n"})  # a message joins its parts
+
+
+def describe_part(part: Mapping[str, Any]) -> str:
+    """Return the text of a part of any type, with placeholders for what has none."""
+    return "\n".join(text for _, text in _find_texts(part))
 
 
 def _find_texts(part: Any) -> Iterator[tuple[bool, str]]:

@@ -47,9 +47,10 @@ or `reasoning`, `metadata`, an object as `user`, `files` in messages | new image
 `eager_input_streaming` | |
 | Cline | chat/completions | `thinking` as an object, `cache_control` in the system's parts | |
 | Claude Code | models, messages, messages/count_tokens | `?beta=true`, turns of role `system`, `redacted_thinking`, \
-`context_management` that keeps everything, `output_config.effort` | `context_management` that clears; server tools |
-| Codex | responses | `client_metadata`, `include`, items without `id` and `status` | `web_search` among `tools` (set \
-`web_search = "disabled"`), tools of type `custom` and `namespace` |
+`context_management` that keeps everything, `output_config.effort`, tools of servers | \
+`context_management` that clears |
+| Codex | responses | `client_metadata`, `include`, items without `id` and `status`, tools of type `custom`, \
+`namespace` and `web_search` | |
 """
 _PARTS = """\
 ## Other parts
@@ -59,6 +60,9 @@ them out: in results of tools and what comes with them, and in messages that wer
 or `[image omitted]`, and the header names them (`messages.content.image`). In instructions and in a new message of the
 user they are refused with 400, unless they have only text (`document`, `search_result`). Calls of other tools become
 calls of functions.
+
+Tools of other types, such as `web_search` and `custom`, are skipped, and the header names them (`tools.web_search`). A
+`tool_choice` that names one is refused.
 """
 _SECTIONS = {
     Treatment.SERVED: "",

@@ -107,7 +107,8 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
             "max_tokens": "`max_completion_tokens` takes precedence",
             "max_completion_tokens": "default: the rest of the context",
             "logprobs": "true or false",
-            "top_logprobs tools": "",
+            "top_logprobs": "",
+            "tools": "of type `function`; others are skipped",
         },
         ("OpenAI", RESPONSES): {
             "input": "text, or items of type `message`, `function_call`, `function_call_output` and `reasoning`; "
@@ -115,7 +116,7 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
             "instructions": "",
             "max_output_tokens": "default: the rest of the context",
             "text": "`format`; `verbosity` has no effect",
-            "tools": "of type `function`",
+            "tools": "of type `function`; others are skipped",
         },
         ("OpenAI", CHAT + RESPONSES): {"tool_choice": "", "parallel_tool_calls": "no effect without `tools`"},
         ("Anthropic", MESSAGES): {
@@ -126,7 +127,7 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
             "stop_sequences": "",
             "output_config": "`format`; `effort` has no effect",
             "output_format": "the older name of `output_config.format`",
-            "tools": "with an `input_schema`; tools that a server runs are refused",
+            "tools": "with an `input_schema`; others are skipped",
             "tool_choice": "`auto`, `any`, `tool`, `none`",
         },
         ("vLLM", ALL): {
@@ -163,7 +164,7 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
         ("OpenAI", RESPONSES): {
             "stream_options": "the last event has the usage",
             "client_metadata image access_programs": "",
-            "max_tool_calls": "it limits server-side tools, which are refused",
+            "max_tool_calls": "it limits server-side tools, which are skipped",
         },
         ("OpenAI", CHAT + RESPONSES): {"reasoning": "not passed to the model"},
         ("Anthropic", CHAT + MESSAGES): {"thinking": "not passed to the model"},

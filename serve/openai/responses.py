@@ -4,7 +4,7 @@ responses."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count
 from typing import Annotated, Any, Literal, Self
@@ -24,8 +24,14 @@ from swiftkv_platform.serve.openai.chat import (
 from swiftkv_platform.serve.openai.outputs import make_event_stream
 from swiftkv_platform.serve.openai.schemas import ChatRequest, Content, OpenAIFields, Part, limit_schema, number_parts
 from swiftkv_platform.serve.replica_state import ReplicaState
-from swiftkv_platform.serve.schemas import BodyPart, TextPart, TypedPart, WholeNumber
-from swiftkv_platform.serve.tools.calling import CHOICE_KINDS, MAX_TOOLS, FunctionTool, NamedFunction
+from swiftkv_platform.serve.schemas import BodyPart, TextPart, TypedPart, WholeNumber, describe_part
+from swiftkv_platform.serve.tools.calling import (
+    CHOICE_KINDS,
+    MAX_TOOLS,
+    SKIPPED_TOOL,
+    FunctionTool,
+    NamedFunction,
+)
 from swiftkv_platform.specs.base import MAX_MESSAGES
 from swiftkv_platform.web.problems import Problem, to_openai_error
 
@@ -66,21 +72,21 @@ class Item(TypedPart):
     output: Content = None
 
     @classmethod
-    def replace(cls, item: Mapping[str, Any]) -> dict[str, Any]:
+    def replace(cls, item: Mapping[str, Any], validate: Callable[[dict[str, Any]], Self]) -> Self:
         """Return a function's call or result for an item that is one of another tool, and else a message."""
-        kind, call_id, output = str(item["type"]), item.get("call_id"), item.get("output")
+        kind, call_id = str(item["type"]), item.get("call_id")
         if call_id and kind.endswith("_call"):
             arguments = {key: value for key, value in item.items() if key not in _CALL_KEYS}
             call = {
                 "name": item.get("name") or kind.removesuffix("_call"),
                 "arguments": json.dumps(arguments, ensure_ascii=False),
             }
-            return {"type": "function_call", "call_id": call_id, **call}
+            return validate({"type": "function_call", "call_id": call_id, **call})
         if call_id and kind.endswith("_output"):
-            text = output if isinstance(output, str) else TextPart.replace(item)["text"]
-            return {"type": "function_call_output", "call_id": call_id, "output": text}
+            text = describe_part(item)
+            return validate({"type": "function_call_output", "call_id": call_id, "output": text})
         role = item.get("role") or ("user" if kind.startswith("input_") else "assistant")
-        return {"type": "message", "role": role, "content": [item]}
+        return validate({"type": "message", "role": role, "content": [item]})
 
     @model_validator(mode="before")
     @classmethod
@@ -94,8 +100,13 @@ class Item(TypedPart):
         return {**item, "content": "".join(text for text in texts if isinstance(text, str))}
 
 
-class FlatTool(FunctionTool):
-    type: Literal["function"]
+class FlatTool(FunctionTool, TypedPart):
+    """A function. Tools of other types, which Codex sends by default, are skipped."""
+
+    required_keys = {"function": ("name",)}
+
+    def to_chat(self) -> dict[str, Any]:
+        return SKIPPED_TOOL if self.replaced_type is not None else _to_chat_tool(self)
 
 
 class FlatNamedTool(NamedFunction):
@@ -184,7 +195,7 @@ class ResponsesRequest(OpenAIFields, json_schema_extra=limit_schema("responses")
             self,
             messages=[*system, *_to_chat_messages(self.input)],
             max_tokens=self.max_output_tokens,
-            tools=None if self.tools is None else [_to_chat_tool(tool) for tool in self.tools],
+            tools=None if self.tools is None else [tool.to_chat() for tool in self.tools],
             tool_choice=choice,
             response_format=self.text.format.to_chat() if self.text and self.text.format else None,
         )
@@ -287,7 +298,7 @@ def _make_response(
         "temperature": body.temperature,
         "text": _dump(body.text or TextOptions(format=TextFormat(type="text"))),
         "tool_choice": "auto" if body.tool_choice is None else _dump(body.tool_choice),
-        "tools": [_dump(tool) for tool in body.tools or ()],
+        "tools": [_dump(tool) for tool in body.tools or () if tool.replaced_type is None],
         "top_p": body.top_p,
         "truncation": "disabled",
     }

@@ -99,11 +99,12 @@ class ToolCall(TypedPart):
     function: FunctionCall
 
     @classmethod
-    def replace(cls, call: Mapping[str, Any]) -> dict[str, Any]:
+    def replace(cls, call: Mapping[str, Any], validate: Callable[[dict[str, Any]], Self]) -> Self:
         """Return a function's call for a call of another tool, whose fields are below its type."""
         fields = call.get(call["type"])
         fields = {"name": call["type"], **fields} if isinstance(fields, dict) else {"name": call["type"]}
-        return {"id": call.get("id"), "type": "function", "function": {"name": fields.pop("name"), "arguments": fields}}
+        function = {"name": fields.pop("name"), "arguments": fields}
+        return validate({"id": call.get("id"), "type": "function", "function": function})
 
 
 class ChatMessage(BodyPart):

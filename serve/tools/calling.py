@@ -17,7 +17,7 @@ from swiftkv_platform.engine import SamplingParams, StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.serve.chat import get_chat_template
-from swiftkv_platform.serve.schemas import BodyPart
+from swiftkv_platform.serve.schemas import BodyPart, TypedPart
 from swiftkv_platform.serve.tools.families import FAMILIES, CallFormat, CallGrammar, detect_family
 from swiftkv_platform.serve.tools.parser import ToolCallParser
 from swiftkv_platform.specs.structured_outputs import check_supported
@@ -42,13 +42,19 @@ class FunctionTool(BodyPart):
         return {"type": "object", **self.parameters}
 
 
-class Tool(BodyPart):
-    type: Literal["function"]
+class Tool(TypedPart):
+    """A function. Tools of other types, which are run by a provider's servers or called without JSON, are skipped."""
+
+    required_keys = {"function": ("function",)}
     function: FunctionTool
 
     def for_template(self) -> dict[str, Any]:
         fields = {name: getattr(self.function, name) for name in FunctionTool.model_fields}
         return {"type": self.type, "function": {name: value for name, value in fields.items() if value is not None}}
+
+
+SKIPPED_TOOL: dict[str, Any] = {"type": "skipped"}
+"""A skipped tool of another route in the chat request, in which the other tools keep their numbers."""
 
 
 class NamedFunction(BodyPart):
@@ -103,6 +109,11 @@ class ToolFields(FrozenModel, strict=True):
     parallel_tool_calls: bool | None = None
     """False: at most one call per completion."""
 
+    @property
+    def numbered_functions(self) -> list[tuple[int, Tool]]:
+        """Tools that are not skipped, with their numbers in `tools`."""
+        return [(number, tool) for number, tool in enumerate(self.tools or ()) if tool.replaced_type is None]
+
 
 _ANY_OBJECT = {"type": "object"}
 
@@ -148,7 +159,7 @@ def make_tool_call_rules(
     if not functions or choice == "none":
         return None
     # 2. find the family by the chat template, and its markers among the special tokens
-    tools = [tool.for_template() for tool in fields.tools or ()]
+    tools = [tool.for_template() for _, tool in fields.numbered_functions]
     family = _find_family(tokenizer, tools, parser)
     # Imports torch, which Serve's controller does not need.
     from swiftkv_platform.model.tokenizers import get_special_ids
@@ -164,7 +175,7 @@ def make_tool_call_rules(
 def _collect_functions(fields: ToolFields) -> dict[str, FunctionTool]:
     """Check the functions and the tool choice, and return the functions by name."""
     functions: dict[str, FunctionTool] = {}
-    for number, tool in enumerate(fields.tools or ()):
+    for number, tool in fields.numbered_functions:
         function, path = tool.function, f"tools.{number}.function"
         if function.name in functions:
             why = ", which is also the name of another tool; names must differ"
@@ -179,7 +190,7 @@ def _collect_functions(fields: ToolFields) -> dict[str, FunctionTool]:
     if missing or (choice == "required" and not functions):
         requested = missing[0] if missing else choice
         present = ", ".join(functions) or "none"
-        why = f"; tools has {present}: name one of them, or leave tool_choice out"
+        why = f"; the functions in tools are {present}: name one of them, or leave tool_choice out"
         raise InvalidInputError.for_field("tool_choice", requested, why)
     return functions
 
@@ -211,7 +222,8 @@ def _make_constraint(
         return None
     # 2. select the schema of each tool's arguments
     schemas = {name: functions[name].arguments_schema if name in strict_names else _ANY_OBJECT for name in allowed}
-    names = {name: f"tools.{number}.function.parameters" for number, name in enumerate(functions)}
+    numbers = {tool.function.name: number for number, tool in fields.numbered_functions}
+    names = {name: f"tools.{number}.function.parameters" for name, number in numbers.items()}
     for name in strict_names:
         check_supported(schemas[name], names[name])
     # 3. make the grammar, and map its lines to tools for error messages

@@ -242,6 +242,49 @@ USE = {"type": "tool_use", "id": "a", "name": "a", "input": {}}
 RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "22"}
 
 
+PING = {"type": "function", "name": "ping", "parameters": SCHEMAS["ping"]}
+HOSTED: list[Any] = [
+    {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/s"}},
+    {"type": "web_search", "external_web_access": False},
+    {"type": "namespace", "name": "mcp__a", "tools": [PING]},
+    {"type": "local_shell"},
+    {"type": "tool_search", "execution": "client", "parameters": {}},
+]
+SERVER_TOOLS: list[Any] = [
+    {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+    {"type": "bash_20250124", "name": "bash"},
+    {"type": "mcp_toolset", "mcp_server_name": "a"},
+    {"type": "function", "function": {"name": "f"}},
+]
+
+
+@pytest.mark.parametrize(
+    ("route", "tools", "kept"),
+    [
+        ("responses", HOSTED, PING),
+        ("messages", SERVER_TOOLS, {"name": "ping", "input_schema": SCHEMAS["ping"]}),
+        ("chat/completions", [openai_tools.SKIPPED], TOOLS[1]),
+    ],
+)
+async def test_tools_that_cannot_be_called_are_skipped_and_the_others_called(
+    http: httpx.AsyncClient, route: str, tools: list[Any], kept: Any
+) -> None:
+    asked: dict[str, Any] = {"input" if route == "responses" else "messages": [ASKED]}
+    asked["max_output_tokens" if route == "responses" else "max_tokens"] = 60
+    choice = {"tool_choice": {"type": "any"} if route == "messages" else "required"}
+    with_others, alone, only_skipped = [
+        await http.post(f"/v1/{route}", json={**COMMON, **asked, **fields})
+        for fields in ({**choice, "tools": [*tools, kept]}, {**choice, "tools": [kept]}, {"tools": tools})
+    ]
+    assert (with_others.status_code, alone.status_code) == (200, 200), with_others.text
+    assert '"ping"' in with_others.text
+    for name in ("output", "content", "tools", "choices"):
+        assert without_ids(with_others.json().get(name)) == without_ids(alone.json().get(name))
+    named = with_others.headers["x-swiftkv-ignored-fields"].split(", ")
+    assert named == [f"tools.{tool['type']}" for tool in tools]
+    assert only_skipped.status_code == 200, only_skipped.text
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "reason"),
     [
@@ -251,13 +294,36 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "22"}
         ({"input": [{"type": "input_image"}]}, "input.0.type", "'input_image'"),
         ({"input": [said([{"type": "input_image"}], "user")]}, "input.0.content.0.type", "'input_image'; the model"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "a"}]}, "input.0", "arguments is missing"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0", "Input should be 'function'"),
+        ({"tools": [{"name": "f"}]}, "tools.0", "accepted here: function"),
+        ({"tools": HOSTED, "tool_choice": {"type": "web_search"}}, "tool_choice", "an object of type 'function' or"),
+        ({"tools": HOSTED, "tool_choice": {"type": "custom", "name": "patch"}}, "tool_choice", "an object of type"),
+        (
+            {"tools": HOSTED, "tool_choice": {"type": "function", "name": "patch"}},
+            "tool_choice",
+            "'patch'; the functions",
+        ),
+        (
+            {"tools": HOSTED, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": HOSTED[:1]}},
+            "tool_choice.allowed_tools.tools.0.type",
+            "'function'",
+        ),
+        (
+            {"tools": HOSTED[:2], "tool_choice": "required"},
+            "tool_choice",
+            "'required'; the functions in tools are none",
+        ),
+        ({"tools": [*HOSTED, {"type": "function", "name": "f", "strict": 1}]}, "tools.5.strict", "boolean"),
+        (
+            {"tools": [*HOSTED, {"type": "function", "name": "f", "parameters": {"type": "array"}}]},
+            "tools.5.parameters",
+            "object",
+        ),
         (
             {"tools": [{"type": "function", "name": "f", "parameters": {"type": "array"}}]},
             "tools.0.parameters",
             "object",
         ),
-        ({"tool_choice": {"type": "function", "name": "fly"}}, "tool_choice", "'fly'; tools has none"),
+        ({"tool_choice": {"type": "function", "name": "fly"}}, "tool_choice", "'fly'; the functions in tools are none"),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"input": "x" * 3000}, "input", "maximum context length"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "text.format", "compiled"),
@@ -296,7 +362,18 @@ MIXED = {"type": "content", "content": [{"type": "text", "text": "a"}, PICTURE]}
         ({"messages": [said([USE], "user")]}, "messages.0", "role 'assistant'"),
         ({"messages": [said([{"type": "text"}], "user")]}, "messages.0.content.0", "text is missing"),
         ({"messages": [said("x" * 3000, "user")]}, "messages", "maximum context length"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type", "'custom'"),
+        (
+            {"tools": SERVER_TOOLS, "tool_choice": {"type": "tool", "name": "web_search"}},
+            "tool_choice",
+            "'web_search'; the",
+        ),
+        ({"tools": SERVER_TOOLS, "tool_choice": {"type": "any"}}, "tool_choice", "the functions in tools are none"),
+        ({"tools": [*SERVER_TOOLS, {"name": "f"}]}, "tools.4", "input_schema is missing"),
+        (
+            {"tools": [*SERVER_TOOLS, {"name": "f", "input_schema": {"type": "array"}}]},
+            "tools.4.input_schema.type",
+            "obj",
+        ),
         ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools.0.input_schema.type", "object"),
         ({"tool_choice": {"type": "any"}}, "tool_choice.type", "'any', but there are no tools"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice", "name is required with type tool"),

@@ -263,6 +263,9 @@ CALL = {"id": "a", "type": "function", "function": {"name": "ping", "arguments":
 PICTURE = {"type": "image_url", "image_url": {"url": "data:,"}}
 
 
+SKIPPED: Any = {"type": "custom", "custom": {"name": "patch"}}
+
+
 def bare(**function: Any) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": function}]}
 
@@ -274,16 +277,24 @@ def message(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("body", "param", "reason"),
     [
-        ({"tools": openai.NOT_GIVEN, "tool_choice": "required"}, "tool_choice", "tools has none"),
-        ({"tool_choice": named("fly")}, "tool_choice", "'fly'; tools has get_weather, move, ping"),
+        ({"tools": openai.NOT_GIVEN, "tool_choice": "required"}, "tool_choice", "the functions in tools are none"),
+        ({"tool_choice": named("fly")}, "tool_choice", "'fly'; the functions in tools are get_weather, move, ping"),
         (
             {"tool_choice": "any"},
             "tool_choice",
             "tool_choice: must be 'none', 'auto', 'required'",
         ),
         ({"tool_choice": {"type": "auto"}}, "tool_choice", "an object of type 'function' or"),
-        ({"tools": [{"type": "function"}]}, "tools.0.function", "required"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
+        ({"tools": [{"type": "function"}]}, "tools.0", "function is missing"),
+        ({"tools": [{"function": {"name": "f"}}]}, "tools.0", "accepted here: function"),
+        ({"tools": [SKIPPED], "tool_choice": "required"}, "tool_choice", "the functions in tools are none"),
+        ({"tools": [SKIPPED], "tool_choice": SKIPPED}, "tool_choice", "an object of type 'function' or"),
+        ({"tools": [SKIPPED, TOOLS[2], tool("f", parameters={"type": "array"})]}, "tools.2.function", "an 'object'"),
+        (
+            {"tools": [SKIPPED, tool("f", parameters=closed(a={"not": {}}))], "tool_choice": "required"},
+            "tools.1.function.parameters",
+            "cannot be compiled",
+        ),
         ({"tools": [tool("ping"), tool("ping")]}, "tools.1.function.name", "names must differ"),
         (bare(name="a b"), "tools.0.function.name", "pattern"),
         ({"tools": [tool("ping")] * 129}, "tools", "128"),
@@ -306,7 +317,7 @@ def message(**fields: Any) -> dict[str, Any]:
         (
             {"tool_choice": allowed("auto", "ping", "fly")},
             "tool_choice",
-            "'fly'; tools has get_weather, move, ping",
+            "'fly'; the functions in tools are get_weather, move, ping",
         ),
         (
             {"tool_choice": allowed("any", "ping")},

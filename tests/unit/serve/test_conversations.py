@@ -159,12 +159,12 @@ EXECUTED = {"id": "a", "type": "function", "function": {"name": "local_shell", "
             "custom_tool_call_output",
             ["22"],
         ),
-        ("responses", [SHOT], "computer_call_output", [placeholder("computer_screenshot")]),
+        ("responses", [SHOT], "computer_call_output", ["[computer_screenshot omitted]"]),
         (
             "responses",
             [{"type": "shell_call_output", "call_id": "a", "output": [{"stdout": "a", "stderr": "b"}]}],
             "shell_call_output",
-            ["\na\nb\n"],
+            ["a\nb"],
         ),
         # What was answered
         ("messages", [said([PICTURE], "user"), *SEEN[1:]], "content.image", [placeholder("image"), "A cat.", "Sure?"]),

@@ -26,7 +26,7 @@ from swiftkv_platform.serve.openai.outputs import make_event_stream
 from swiftkv_platform.serve.openai.schemas import ChatRequest, OpenAIFields, limit_schema, number_parts
 from swiftkv_platform.serve.replica_state import ReplicaState
 from swiftkv_platform.serve.schemas import BodyPart, PositiveNumber, TextPart, TypedPart
-from swiftkv_platform.serve.tools.calling import MAX_TOOLS, SKIPPED_TOOL, FunctionTool, ToolName
+from swiftkv_platform.serve.tools.calling import ANTHROPIC_LIMITS, MAX_TOOLS, SKIPPED_TOOL, FunctionTool, ToolName
 from swiftkv_platform.specs.base import MAX_MESSAGES
 from swiftkv_platform.web.bodies import BodyRoute
 from swiftkv_platform.web.problems import Problem, to_anthropic_error
@@ -39,6 +39,7 @@ FIELD_MAP = ChatFieldMap(
         r"response_format\.json_schema": "output_config.format",
         "stop": "stop_sequences",
     },
+    ANTHROPIC_LIMITS,
 )
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 

@@ -34,7 +34,7 @@ from swiftkv_platform.serve.openai.outputs import (
     stream_chunks,
 )
 from swiftkv_platform.serve.openai.schemas import ChatRequest, OpenAIFields, StreamOptions
-from swiftkv_platform.serve.tools.calling import ToolCallRules, make_tool_call_rules
+from swiftkv_platform.serve.tools.calling import OPENAI_LIMITS, ToolCallRules, ToolLimits, make_tool_call_rules
 from swiftkv_platform.web.problems import Problem, make_error_problem
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class ChatFieldMap:
     route: Route
     names: Mapping[str, str]
     """Prefixes of field paths: regular expression for the chat request's -> replacement for the route's."""
+    tool_limits: ToolLimits = OPENAI_LIMITS
 
     def make_chat_request(self, body: OpenAIFields, **fields: Any) -> ChatRequest:
         """Return a chat request with `fields`, and with the fields of `body` that have the same names in both. Raises
@@ -164,7 +165,9 @@ async def prepare_prompt(
     unused += [name for message in body.messages for name in message.client_lines]
     request.state.ignored_fields = route_body.find_ignored_fields(field_map.route, version.ignored_fields, unused)
     with field_map.rename_errors():
-        tool_rules = make_tool_call_rules(body, version.tokenizer, version.tool_call_parser, body.make_constraint())
+        tool_rules = make_tool_call_rules(
+            body, version.tokenizer, field_map.tool_limits, version.tool_call_parser, body.make_constraint()
+        )
         prompt = await tokenize_chat(
             version.engine,
             [message.for_template() for message in body.messages],

@@ -22,8 +22,23 @@ from swiftkv_platform.serve.tools.families import FAMILIES, CallFormat, CallGram
 from swiftkv_platform.serve.tools.parser import ToolCallParser
 from swiftkv_platform.specs.structured_outputs import check_supported
 
-MAX_TOOLS = 128
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+MAX_TOOLS = 1024
+"""Max tools of a request on any route."""
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
+@dataclass(frozen=True)
+class ToolLimits:
+    """Limits of an API."""
+
+    max_tools: int
+    max_name_length: int
+    """In characters."""
+
+
+OPENAI_LIMITS = ToolLimits(max_tools=128, max_name_length=64)
+ANTHROPIC_LIMITS = ToolLimits(max_tools=MAX_TOOLS, max_name_length=128)
+"""Anthropic documents no number of tools; Claude Code with some MCP servers sends more than 200."""
 
 
 class FunctionTool(BodyPart):
@@ -142,20 +157,25 @@ class ToolCallRules:
 
 
 def make_tool_call_rules(
-    fields: ToolFields, tokenizer: Any, parser: str | None = None, text_constraint: StructuredOutputs | None = None
+    fields: ToolFields,
+    tokenizer: Any,
+    limits: ToolLimits,
+    parser: str | None = None,
+    text_constraint: StructuredOutputs | None = None,
 ) -> ToolCallRules | None:
     """Return the rules for a request's tools; None without callable tools.
 
     Args:
+        limits: of the route's API.
         parser: the deployment's `tool_call_parser`.
         text_constraint: the request's own constraint on the completion's text.
 
     Raises:
-        InvalidInputError: a tool choice that names a missing tool, an invalid schema, or a chat template without tools
-            or of an unknown family.
+        InvalidInputError: tools beyond a limit, a tool choice that names a missing tool, an invalid schema, or a chat
+            template without tools or of an unknown family.
     """
     # 1. check tools and tool choice
-    functions, choice = _collect_functions(fields), fields.tool_choice
+    functions, choice = _collect_functions(fields, limits), fields.tool_choice
     if not functions or choice == "none":
         return None
     # 2. find the family by the chat template, and its markers among the special tokens
@@ -172,11 +192,17 @@ def make_tool_call_rules(
     return ToolCallRules(family, tools, frozenset(_list_callable_names(choice, functions)), special, constraint)
 
 
-def _collect_functions(fields: ToolFields) -> dict[str, FunctionTool]:
+def _collect_functions(fields: ToolFields, limits: ToolLimits) -> dict[str, FunctionTool]:
     """Check the functions and the tool choice, and return the functions by name."""
+    if (num_tools := len(fields.tools or ())) > limits.max_tools:
+        message = f"tools has {num_tools} entries; send at most {limits.max_tools}"
+        raise InvalidInputError(message, field="tools", value=num_tools)
     functions: dict[str, FunctionTool] = {}
     for number, tool in fields.numbered_functions:
         function, path = tool.function, f"tools.{number}.function"
+        if len(function.name) > limits.max_name_length:
+            why = f", which has {len(function.name)} characters; use at most {limits.max_name_length}"
+            raise InvalidInputError.for_field(f"{path}.name", function.name, why)
         if function.name in functions:
             why = ", which is also the name of another tool; names must differ"
             raise InvalidInputError.for_field(f"{path}.name", function.name, why)

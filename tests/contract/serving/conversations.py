@@ -285,6 +285,15 @@ async def test_tools_that_cannot_be_called_are_skipped_and_the_others_called(
     assert only_skipped.status_code == 200, only_skipped.text
 
 
+async def test_anthropics_limits_of_tools_are_anthropics(http: httpx.AsyncClient) -> None:
+    long = "f" * 128
+    tools = [{"name": long, "input_schema": SCHEMAS["ping"]}]
+    answer = await message(http, tools=tools, tool_choice={"type": "tool", "name": long})
+    assert [block["name"] for block in answer["content"]] == [long]
+    many = [{**tools[0], "name": f"mcp__{number}"} for number in range(1024)]
+    assert await message(http, tools=many, tool_choice={"type": "none"}, max_tokens=1)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "reason"),
     [
@@ -313,6 +322,12 @@ async def test_tools_that_cannot_be_called_are_skipped_and_the_others_called(
             "'required'; the functions in tools are none",
         ),
         ({"tools": [*HOSTED, {"type": "function", "name": "f", "strict": 1}]}, "tools.5.strict", "boolean"),
+        ({"tools": [{**PING, "name": "f" * 65}]}, "tools.0.name", "has 65 characters; use at most 64"),
+        (
+            {"tools": [{**PING, "name": f"f{number}"} for number in range(129)]},
+            "tools",
+            "129 entries; send at most 128",
+        ),
         (
             {"tools": [*HOSTED, {"type": "function", "name": "f", "parameters": {"type": "array"}}]},
             "tools.5.parameters",
@@ -369,6 +384,8 @@ MIXED = {"type": "content", "content": [{"type": "text", "text": "a"}, PICTURE]}
         ),
         ({"tools": SERVER_TOOLS, "tool_choice": {"type": "any"}}, "tool_choice", "the functions in tools are none"),
         ({"tools": [*SERVER_TOOLS, {"name": "f"}]}, "tools.4", "input_schema is missing"),
+        ({"tools": [{"name": "f" * 129, "input_schema": {}}]}, "tools.0.name", "pattern"),
+        ({"tools": [{"name": "f", "input_schema": {}}] * 1025}, "tools", "at most 1024"),
         (
             {"tools": [*SERVER_TOOLS, {"name": "f", "input_schema": {"type": "array"}}]},
             "tools.4.input_schema.type",

@@ -297,7 +297,8 @@ def message(**fields: Any) -> dict[str, Any]:
         ),
         ({"tools": [tool("ping"), tool("ping")]}, "tools.1.function.name", "names must differ"),
         (bare(name="a b"), "tools.0.function.name", "pattern"),
-        ({"tools": [tool("ping")] * 129}, "tools", "128"),
+        ({"tools": [tool("ping")] * 129}, "tools", "129 entries; send at most 128"),
+        (bare(name="f" * 65), "tools.0.function.name", "has 65 characters; use at most 64"),
         (bare(name="f", parameters={"type": "array"}), "tools.0.function.parameters.type", "arguments are an 'object'"),
         (
             {"tools": [TOOLS[2], tool("f", parameters=closed(a={"not": {}}))], "tool_choice": "required"},

@@ -90,6 +90,7 @@ def test_items_become_the_turns_of_a_chat(items: Any, messages: Any) -> None:
         (said([{"type": "text", "text": "x"}, RESULT], "user"), [TOOL_A, said("x", "user")]),
         (said([{**RESULT, "content": None, "is_error": True}], "user"), [{**TOOL_A, "content": ""}]),
         (said([]), [said("")]),
+        (said([USE] * 200), [said(None, tool_calls=[call_of("a")] * 200)]),
     ],
 )
 def test_blocks_become_the_turns_of_a_chat(turn: Any, messages: Any) -> None:

@@ -16,6 +16,7 @@ from swiftkv_platform.security.keys import KeyRing, Scope, create_key
 from swiftkv_platform.serve.replica_state import ModelVersion
 from tests.contract.serving import openai_tools
 from tests.contract.serving.conversations import count_input, joined, said
+from tests.contract.serving.openai_tools import SPACES
 from tests.contract.serving.replicas import application, asgi_client
 
 engine_config = openai_tools.engine_config
@@ -39,9 +40,28 @@ class Recorded:
         return self.program
 
 
-REQUESTS = [
-    Recorded(**fields) for fields in yaml.safe_load(Path(__file__).with_name("recorded.yaml").read_text())["requests"]
-]
+@dataclass(frozen=True)
+class Session(Recorded):
+    """Requests of a session."""
+
+    turns: list[list[Any]] = field(default_factory=list)
+    """What each request adds to the conversation."""
+    second: dict[str, Any] = field(default_factory=dict)
+    """The second request, as one of chat completions."""
+
+    def request(self, turn: int) -> Recorded:
+        """Return request number `turn`, from 1."""
+        body = json.loads(json.dumps(self.body).replace("{turn}", str(turn))) | GREEDY
+        told = [message for added in self.turns[:turn] for message in added]
+        body["input" if self.route == "responses" else "messages"] = told
+        return Recorded(self.program, self.route, body, self.named, self.headers, self.query)
+
+
+RECORDED = yaml.safe_load(Path(__file__).with_name("recorded.yaml").read_text())
+BLOCK_SIZE = 16
+GREEDY = {"temperature": 0.0, "logit_bias": SPACES}
+REQUESTS = [Recorded(**fields) for fields in RECORDED["requests"]]
+SESSIONS = [Session(**fields) for fields in RECORDED["sessions"]]
 [CODEX] = [asked for asked in REQUESTS if asked.program.startswith("Codex")]
 
 
@@ -107,13 +127,34 @@ async def test_what_programs_send_is_answered_in_the_form_that_they_read(
     assert tokens(Recorded(asked.program, asked.route, without), again)[0] == found[0], "ignored fields change nothing"
 
 
-def cached_share(answer: httpx.Response) -> float:
-    """Return the share of an answer's prompt tokens that came from the prefix cache."""
-    usage = answer.json()["usage"]
+def count_cached(usage: dict[str, Any]) -> int:
+    """Return the number of prompt tokens that came from the prefix cache."""
     if "cache_read_input_tokens" in usage:
-        return usage["cache_read_input_tokens"] / count_input(usage)
-    details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
-    return details["cached_tokens"] / (usage.get("prompt_tokens") or usage["input_tokens"])
+        return usage["cache_read_input_tokens"]
+    return (usage.get("prompt_tokens_details") or usage["input_tokens_details"])["cached_tokens"]
+
+
+@pytest.mark.parametrize("session", SESSIONS, ids=str)
+async def test_each_request_of_a_session_computes_what_it_adds(http: httpx.AsyncClient, session: Session) -> None:
+    num_before = 0
+    for turn in range(1, 6):
+        asked = session.request(turn)
+        answer = await ask(http, asked)
+        assert answer.status_code == 200, answer.text
+        num_tokens, _ = tokens(asked, answer)
+        last = joined(answer.text) if session.route == "messages" else events(answer)[-1]["response"]
+        if turn > 1:
+            assert num_tokens > num_before
+            assert count_cached(last["usage"]) >= num_before - BLOCK_SIZE
+        if turn == 2:
+            named = answer.headers["x-swiftkv-ignored-fields"]
+            assert {*named.split(", ")} == {*session.named}
+            same = Recorded("", "chat/completions", {**session.second, "max_tokens": 9, **GREEDY})
+            chat = (await ask(http, same)).json()
+            content = last["content"] if session.route == "messages" else last["output"][0]["content"]
+            assert content[0]["text"] == chat["choices"][0]["message"]["content"]
+            assert num_tokens == chat["usage"]["prompt_tokens"]
+        num_before = num_tokens
 
 
 IDENTIFIED = "x-anthropic-billing-header: cc_version=2.1.119.af{0}; cc_entrypoint=cli; cch=97bd{0};"
@@ -149,7 +190,8 @@ async def test_lines_that_identify_a_client_leave_the_next_turn_its_prefix(
         assert answer.status_code == 200, answer.text
         assert "x-anthropic-billing-header" in answer.headers["x-swiftkv-ignored-fields"].lower().split(", ")
         told += [said("Yes."), said("And in Oslo?", "user")]
-    assert cached_share(answer) > 0.8
+    used = answer.json()["usage"]
+    assert count_cached(used) > 0.8 * (count_input(used) if route == "messages" else used["total_tokens"])
 
 
 async def test_a_response_that_codex_reads_goes_back_into_its_next_turn(http: httpx.AsyncClient) -> None:

@@ -23,6 +23,7 @@ from starlette.middleware import Middleware as MiddlewareEntry
 from starlette.types import Message, Receive, Scope, Send
 
 from swiftkv_platform.serve.access import API_KEY_HEADER
+from swiftkv_platform.serve.openai.schemas import CLIENT_LINE
 from swiftkv_platform.serve.proxy import ProbeMiddleware, RoutesGuard
 from swiftkv_platform.web.middleware import Middleware
 
@@ -43,6 +44,7 @@ more than computing the prompt again."""
 
 _GENERATE_PATHS = ("/generate", "/completions", "/responses", "/messages")
 _PROMPT_KEY = re.compile(rb'"(?:(?:prompt|messages)"\s*:\s*|input"\s*:\s*(?=["\[]))')
+_CLIENT_LINES = re.compile(CLIENT_LINE.encode(), re.IGNORECASE)
 _BLOCK_HASH = "[0-9a-f]{1,12}"
 _BLOCK_HASHES = re.compile(rf"{_BLOCK_HASH}(?:\.{_BLOCK_HASH}){{0,{MAX_BLOCKS - 1}}}")
 
@@ -60,10 +62,12 @@ def hash_prefixes(body: bytes, tenant: bytes = b"") -> list[str]:
     prompt = _PROMPT_KEY.search(body)
     if prompt is None:
         return []
+    beginning = body[prompt.end() : prompt.end() + MAX_BLOCKS * BLOCK_BYTES]
+    text = _CLIENT_LINES.sub(b"", beginning)  # which prompts do not get
     digest = hashlib.sha256(tenant)
     hashes = []
-    for start in range(prompt.end(), len(body) - BLOCK_BYTES + 1, BLOCK_BYTES)[:MAX_BLOCKS]:
-        digest.update(body[start : start + BLOCK_BYTES])
+    for start in range(0, len(text) - BLOCK_BYTES + 1, BLOCK_BYTES):
+        digest.update(text[start : start + BLOCK_BYTES])
         hashes.append(digest.hexdigest()[:12])
     return hashes
 

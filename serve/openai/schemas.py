@@ -38,11 +38,10 @@ from swiftkv_platform.serve.schemas import (
 from swiftkv_platform.serve.tools.calling import MAX_TOOLS, ToolFields
 from swiftkv_platform.specs.base import MAX_MESSAGES
 
-_CLIENT_LINE = re.compile(
-    r"\s*+(x-[a-z0-9-]++):(?:[ \t]*+[\w.-]++=[^\s;]*+(?:;|(?=\s|$)))++[ \t]*+(?:\r?\n|$)", re.IGNORECASE
-)
-"""A line such as `x-anthropic-billing-header: cc_version=2.1; cch=7f3a1;` at the beginning of instructions. Clients
-write it for their provider's accounting, with other values in each request."""
+CLIENT_LINE = r"(?<![a-z0-9-])(x-[a-z0-9-]{1,64}+):(?:[ \t]*+[\w.-]++=[^\s;\"\\]*+(?:;|(?=[\s\"\\]|$)))++"
+"""Pattern of a line such as `x-anthropic-billing-header: cc_version=2.1; cch=7f3a1;` at the beginning of instructions,
+also of its JSON text. Clients write it for their provider's accounting, with other values in each request."""
+_CLIENT_LINE = re.compile(rf"\s*+{CLIENT_LINE}[ \t]*+(?:\r?\n|$)", re.IGNORECASE)
 _LEGACY_CALL_ID = "call_0"
 """Id of a call in the legacy field `function_call`, which has none."""
 

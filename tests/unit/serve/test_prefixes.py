@@ -54,6 +54,15 @@ def test_prompts_that_begin_alike_share_the_fingerprints_of_their_beginning() ->
     assert not of_tenants[0] & of_tenants[1], "tenants do not share a prefix"
 
 
+@pytest.mark.parametrize("separator", ["\n", "\n\n", ""])
+def test_lines_that_identify_a_client_are_no_part_of_a_prefix(separator: str) -> None:
+    lines = [f"x-anthropic-billing-header: cc_version=2.1; cch={turn}" for turn in ("97bd6;", "24c2d;")]
+    bodies = [
+        json.dumps({"messages": [{"role": "system", "content": f"{line}{separator}{LONG}"}]}).encode() for line in lines
+    ]
+    assert shared(*bodies) == len(LONG) // BLOCK_BYTES
+
+
 @pytest.mark.parametrize("name", ["messages", "input"])
 def test_a_conversation_goes_on_where_it_began(name: str) -> None:
     turns = [{"role": "user", "content": LONG}]

@@ -40,7 +40,7 @@ from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.sources.model_directories import create_model_view
+from swiftkv_platform.sources.model_directories import TOKENIZER_VIEW, create_model_view
 from swiftkv_platform.specs.base import MAX_LOGPROBS
 from swiftkv_platform.specs.engine import Backend
 from swiftkv_platform.specs.structured_outputs import WHITESPACE
@@ -79,7 +79,7 @@ def get_max_running_seqs(config: EngineConfig) -> tuple[int, int]:
 
 
 def make_engine_args(directory: Path, config: EngineConfig, model: ModelDescription) -> dict[str, Any]:
-    """Return keyword arguments of `AsyncEngineArgs`; missing arguments keep vLLM's defaults."""
+    """Return keyword arguments of `AsyncEngineArgs` for a view of a model; missing arguments keep vLLM's defaults."""
     args: dict[str, Any] = {
         "model": str(directory),
         "dtype": _select_dtype(config, model),
@@ -98,6 +98,8 @@ def make_engine_args(directory: Path, config: EngineConfig, model: ModelDescript
         "structured_outputs_config": {"backend": "guidance"},  # as in the native engine
         "disable_log_stats": True,
     }
+    if (directory / TOKENIZER_VIEW).is_dir():
+        args["tokenizer"] = str(directory / TOKENIZER_VIEW)
     if "block_size" in config.model_fields_set:
         args["block_size"] = config.block_size
     if config.seed is not None:

@@ -65,6 +65,10 @@ TOKENIZER_FILES = (
 )
 """Patterns of tokenizer files."""
 
+_TOKENIZER_OBJECTS = (rules.TOKENIZER_CONFIG, rules.SPECIAL_TOKENS, rules.ADDED_TOKENS)
+TOKENIZER_VIEW = "tokenizer"
+"""Directory of a model's view with only its tokenizer, if that has a `tokenizer.json`."""
+
 
 @contextmanager
 def open_tokenizer_view(directory: Path) -> Iterator[Path]:
@@ -79,6 +83,11 @@ def create_model_view(directory: Path, parent: Path) -> Path:
     """Return the view of a model's directory below `parent`. Its name is a digest of its content, so that caches by
     model path stay valid. Removes views of deleted weights. Raises `ModelError` as `open_tokenizer_view`."""
     cleaned, links = _clean_files(directory, None), _find_linked_files(directory, weights=True)
+    # transformers chooses a class by model_type, which may rebuild a tokenizer.json, unless config.json is missing
+    if rules.TOKENIZER in links:
+        own = {f"{TOKENIZER_VIEW}/{name}": text for name, text in cleaned.items() if name in _TOKENIZER_OBJECTS}
+        templates = _find_linked_files(directory, weights=False)
+        cleaned, links = cleaned | own, links | {f"{TOKENIZER_VIEW}/{name}": path for name, path in templates.items()}
     content = json.dumps([sorted(cleaned.items()), sorted((name, str(path)) for name, path in links.items())])
     view = parent / hashlib.sha256(content.encode()).hexdigest()[:32]
     parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -140,7 +149,7 @@ def _read_json(directory: Path, name: str) -> dict[str, Any] | None:
     if not path.exists():
         return None
     max_bytes = INDEX_BYTES if name in (rules.INDEX, _PICKLED_INDEX) else CONFIG_BYTES
-    if name in (rules.TOKENIZER_CONFIG, rules.SPECIAL_TOKENS, rules.ADDED_TOKENS):
+    if name in _TOKENIZER_OBJECTS:
         max_bytes = TOKENIZER_BYTES
     try:
         return read_object(path, max_bytes)
@@ -165,9 +174,10 @@ def _find_linked_files(directory: Path, *, weights: bool) -> dict[str, Path]:
 
 def _write_view(view: Path, cleaned: Mapping[str, str], links: Mapping[str, Path]) -> None:
     for name, text in cleaned.items():
+        (view / name).parent.mkdir(parents=True, exist_ok=True)
         (view / name).write_text(text, encoding="utf-8")
     for name, path in links.items():
-        (view / name).parent.mkdir(exist_ok=True)
+        (view / name).parent.mkdir(parents=True, exist_ok=True)
         (view / name).symlink_to(path)
 
 

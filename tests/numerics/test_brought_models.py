@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from swiftkv_platform.configs import CONFIG_CLASSES
@@ -18,11 +19,15 @@ from swiftkv_platform.distillation.strategy import EvaluationModel
 from swiftkv_platform.engine.loading import describe_model, load_model
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.evaluation.analysis import AnalysisOptions, analyze
+from swiftkv_platform.families import FAMILIES
 from swiftkv_platform.jobs.worker.prepare import prepare
 from swiftkv_platform.jobs.worker.setup import load_student, open_lazy
 from swiftkv_platform.model import convert, convert_checkpoint, load_dense
+from swiftkv_platform.model.tokenizers import load_tokenizer
 from swiftkv_platform.model.weights.lazy_student import LazyStudent, save_lazy_student
+from swiftkv_platform.model.weights.writing import copy_companion_files
 from swiftkv_platform.planning import plan
+from swiftkv_platform.sources.model_directories import TOKENIZER_VIEW, create_model_view
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.student_shape import STUDENT_KEYS, ShapeRequest
@@ -365,3 +370,97 @@ def test_a_quantization_that_vllm_alone_reads_is_described_for_it(tmp_path: Path
     assert describe_model(tmp_path, TEACHER).context_length == 256
     with pytest.raises(ModelError, match="quant_method 'awq'"):
         load_model(tmp_path, TEACHER)
+
+
+BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256, "▁": 257, "▁he": 258, "▁world": 259}
+SENTENCE_DECODER = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+
+
+def byte_level(*, add_prefix_space: bool = False, normalizer: Any = None) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={each: number for number, each in enumerate(alphabet)}, merges=[]))
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def sentence_pieces(*, normalizer: Any = None, pre_tokenizer: Any = None, decoder: Any = SENTENCE_DECODER) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(vocab=BYTES, merges=[], byte_fallback=True, unk_token="<unk>"))
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    if pre_tokenizer is not None:
+        tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.decoder = decoders.Sequence(decoder)
+    return tokenizer
+
+
+def unigram() -> Tokenizer:
+    tokenizer = Tokenizer(models.Unigram([(piece, -float(number)) for piece, number in BYTES.items()], unk_id=256))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return tokenizer
+
+
+TOKENIZER_FILES = {
+    "bytes": byte_level,
+    "bytes with a prefix space": lambda: byte_level(add_prefix_space=True),
+    "composed and in lower case": lambda: byte_level(
+        normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    ),
+    "pieces with a prepended space": lambda: sentence_pieces(
+        normalizer=normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+        decoder=[*SENTENCE_DECODER, decoders.Strip(" ", 1, 0)],
+    ),
+    "pieces as they are": lambda: sentence_pieces(normalizer=normalizers.Replace(" ", "▁")),
+    "pieces between spaces": lambda: sentence_pieces(
+        pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
+    ),
+    "unigram": unigram,
+}
+TOKENIZER_CLASSES = (
+    *(None, "PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer", "GPT2TokenizerFast"),
+    *("GemmaTokenizerFast", "CohereTokenizer", "T5TokenizerFast", "NoSuchTokenizer"),
+)
+SENTENCES = [
+    *(
+        "hello world to all",
+        "  two  spaces ",
+        "你好世界",
+        "مرحبا بالعالم",
+        "😀👍🏽 Ü e\u0301",
+        "1234 56.7",
+        "I can't . ,",
+    ),
+    "def f(x):\n\treturn x\r\n  \n",
+]
+
+
+def read_back(tokenizer: Any) -> list[tuple[list[int], str]]:
+    return [(ids, tokenizer.decode(ids)) for ids in tokenizer(SENTENCES, add_special_tokens=False)["input_ids"]]
+
+
+@pytest.mark.parametrize("name", TOKENIZER_FILES)
+def test_a_tokenizer_is_that_of_its_file_whatever_class_is_named(name: str, tmp_path: Path) -> None:
+    file = TOKENIZER_FILES[name]()
+    expected = [(each.ids, file.decode(each.ids)) for each in file.encode_batch(SENTENCES)]
+    different = []
+    for family in FAMILIES:
+        for number, tokenizer_class in enumerate(TOKENIZER_CLASSES):
+            model, copy = tmp_path / f"{family}-{number}", tmp_path / f"{family}-{number}-copy"
+            model.mkdir()
+            copy.mkdir()
+            file.save(str(model / "tokenizer.json"))
+            (model / "config.json").write_text(json.dumps({"model_type": family}))
+            if tokenizer_class is not None:
+                (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": tokenizer_class}))
+            copy_companion_files(model, copy)
+            (copy / "config.json").write_text(json.dumps({"model_type": f"{family}_swiftkv"}))
+            loaded = {
+                "ours": load_tokenizer(model, 1 << 20),
+                "vLLM's": AutoTokenizer.from_pretrained(create_model_view(model, tmp_path / "views") / TOKENIZER_VIEW),
+                "a student's, by transformers": AutoTokenizer.from_pretrained(copy),
+            }
+            different += [(family, tokenizer_class, who) for who, each in loaded.items() if read_back(each) != expected]
+    assert different == []

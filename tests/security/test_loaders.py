@@ -23,7 +23,7 @@ from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.tokenizers import load_tokenizer
 from swiftkv_platform.model.weights.bases import convert_gguf
 from swiftkv_platform.sources import Boundary
-from swiftkv_platform.sources.model_directories import check_model_files, create_model_view
+from swiftkv_platform.sources.model_directories import TOKENIZER_VIEW, check_model_files, create_model_view
 from swiftkv_platform.sources.teacher_config import read_teacher_config
 from tests.support.checkpoints import SHAPE, save
 from tests.support.fakes.gguf import save_gguf
@@ -220,6 +220,8 @@ def test_vllm_is_given_listed_files_only(student: Path, tmp_path: Path) -> None:
     (student / "additional_chat_templates").mkdir()
     (student / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
     os.mkfifo(student / "pipe.safetensors")
+    own = ("tokenizer.json", "tokenizer_config.json", "additional_chat_templates/tool.jinja")
+    listed |= {f"{TOKENIZER_VIEW}/{name}" for name in own}
     view = create_model_view(student, tmp_path / "views")
     assert {str(path.relative_to(view)) for path in view.rglob("*") if path.is_file()} == listed
     assert not json.loads((view / "config.json").read_text()).keys() & {"_name_or_path", "auto_map", "author"}

@@ -18,6 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
+from swiftkv_platform.sources.loader_rules import TOKENIZER, TOKENIZER_CLASS, TOKENIZER_CONFIG
 
 FilePlacement = Literal["link", "copy", "symlink"]
 """How an unchanged weight file gets into a new directory: a hard link, which takes no space; a copy; or a symbolic
@@ -80,11 +81,18 @@ def place_file(source: Path, target: Path, files: FilePlacement) -> None:
 
 
 def copy_companion_files(source: Path, target: Path, *, leaving_out: Collection[str] = ()) -> None:
-    """Copy a model's other files: tokenizer, generation defaults, chat template, license."""
+    """Copy a model's other files: tokenizer, generation defaults, chat template, license. The copied tokenizer is that
+    of `tokenizer.json` for every loader."""
     for path in sorted(source.iterdir()):
         skipped = path.name.startswith(".") or path.name in {*_MODEL_SPECIFIC_FILES, *leaving_out}
         if path.is_file() and not skipped and not path.name.endswith((*_WEIGHT_SUFFIXES, ".py")):
             shutil.copyfile(path, target / path.name)
+    # Classes in tokenizer_config.json rebuild parts of tokenizer.json, which `load_tokenizer` uses unchanged.
+    if (target / TOKENIZER).is_file():
+        settings = target / TOKENIZER_CONFIG
+        values = json.loads(settings.read_bytes()) if settings.is_file() else {}
+        values["tokenizer_class"] = TOKENIZER_CLASS
+        settings.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def make_shard_names(shards: Iterable[str], prefix: str) -> dict[str, str]:

@@ -99,6 +99,7 @@ def _format_source(source: Mapping[str, Any]) -> str:
         None if source.get("num_files") is None else pluralize(source["num_files"], "file"),
         None if source.get("num_bytes") is None else format_size(source["num_bytes"]),
         f"rows of {' or '.join(source['formats'])}" if source.get("formats") else None,
+        f"columns not read: {', '.join(source['unread_columns'])}" if source.get("unread_columns") else None,
         source.get("not_checked"),
     ]
     return f"{source['name_or_path']}: {', '.join(filter(None, facts)) or 'readable only by workers'}"

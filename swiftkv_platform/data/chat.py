@@ -37,6 +37,13 @@ _TEMPLATE_DATE = datetime(2024, 7, 26)  # without a time zone
 _CONTENT_PLACEHOLDER = "\u241e\u2063\u241f"
 """Replaces a message's content to find its offset in a rendered text; no real text contains it."""
 
+_MOVE_REASONING = "write it into content as the model does, e.g. <think>...</think>, or leave it out of the messages"
+_RENDERED_KEYS = {
+    "tool_calls": "use a tokenizer whose template renders them",
+    **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _MOVE_REASONING),
+}
+"""Keys of messages that a template has to render, with what to do otherwise."""
+
 _TEMPLATE_ERRORS = (TypeError, ValueError, KeyError, RecursionError)
 """Errors, besides jinja2's own, that a template raises for an unsupported conversation."""
 
@@ -114,12 +121,12 @@ class ChatRenderer:
         follow (some write the tools before the last question only), that message gets a separate text that ends with
         it. Messages of `weight` 0 are no targets. If the template marks the assistant's text by `{% generation %}`, the
         target is the marked text; otherwise the whole message, including its closing marker. Raises as `render_prompt`,
-        and `RowError` for tool calls that the template leaves out.
+        and `RowError` for tool calls and reasoning that the template leaves out.
         """
         # 1. bind the template, and adapt the messages to it
         template = self._bind_template(conversation)
         messages = template.adapt_messages(conversation.messages)
-        template.check_tool_calls(messages)
+        template.check_left_out_keys(messages)
         # 2. select the assistant messages whose weight is not 0
         targets = [
             turn
@@ -172,15 +179,14 @@ class _BoundTemplate:
                     call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
         return adapted
 
-    def check_tool_calls(self, messages: list[Message]) -> None:
-        """Raise `RowError` if there are tool calls and the template leaves them out."""
-        calling = [message for message in messages if message.get("tool_calls")]
-        if calling and "tool_calls" not in self.template:
-            silent = [{key: value for key, value in m.items() if key != "tool_calls"} for m in messages]
+    def check_left_out_keys(self, messages: list[Message]) -> None:
+        """Raise `RowError` if there are tool calls or reasoning and the template leaves them out."""
+        for key, cure in _RENDERED_KEYS.items():
+            if re.search(rf"\b{key}\b", self.template) or not any(message.get(key) for message in messages):
+                continue
+            silent = [{name: value for name, value in m.items() if name != key} for m in messages]
             if self.render(messages) == self.render(silent):
-                raise RowError(
-                    "the tokenizer's chat template leaves out tool_calls; use a tokenizer whose template renders them"
-                )
+                raise RowError(f"the tokenizer's chat template leaves out {key}; {cure}")
 
     def render(self, messages: Sequence[Message], **options: bool) -> str:
         """Render adapted messages with the options of `render_prompt`. Raises `RowError`."""

@@ -32,7 +32,7 @@ from swiftkv_platform.data.formats import (
     FORMATS,
     PROMPT_FORMATS,
     NonEmptyColumns,
-    describe_mismatch,
+    RowReader,
     find_row_reader,
     hash_content,
     match_format,
@@ -63,7 +63,7 @@ from swiftkv_platform.sources.layout import (
 from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec
 from swiftkv_platform.web.safe_json import exceeds_limits
 
-_TEXT_FORMAT = "text"
+_TEXT_COLUMN = "text"
 _TEXT_FILE_SUFFIXES = frozenset({".txt", ".py"})
 _HEAD_SIZES = (1 << 14, 1 << 17, 1 << 20)
 """Bytes read at the beginning of a JSON or CSV file: more if the first row is longer."""
@@ -142,6 +142,8 @@ class SourceEstimate:
     num_bytes: int | None = None
     formats: tuple[str, ...] = ()
     """Row formats of the first rows of the source's files."""
+    unread_columns: tuple[str, ...] = ()
+    """Columns of these rows that their formats do not read."""
     not_checked: str | None = None
     """Files whose rows were not read, and why; None if the first row of every file was read, or only workers can read
     the source."""
@@ -183,8 +185,14 @@ class _SourceCheck:
                 assert self.access.files is not None, "`Access` refuses files without an entry"
                 check_single_file(self.source, self.source_field)
                 stored = self.access.files[name]
-                found = self._match_format(stored.columns, "it")
-                return SourceEstimate(name, num_files=1, num_bytes=stored.size, formats=(found,))
+                reader = self._find_reader(stored.columns, "it")
+                return SourceEstimate(
+                    name,
+                    num_files=1,
+                    num_bytes=stored.size,
+                    formats=(reader.format.name,),
+                    unread_columns=reader.unread_columns,
+                )
             case PathSource(path=path):
                 try:
                     return self._estimate_path(self.access.boundary.check_path(path, self.field))
@@ -217,52 +225,65 @@ class _SourceCheck:
         if not filled:
             raise self._make_error("it is empty; at least one row is needed")
         # 3. match the formats of their first rows
-        formats, not_checked = self._find_formats(filled)
+        readers, not_checked = self._find_readers(filled)
         return SourceEstimate(
             name,
             num_files=len(filled),
             num_bytes=sum(file.stat().st_size for file in filled),
-            formats=tuple(dict.fromkeys(formats)),
+            formats=tuple(dict.fromkeys(reader.format.name for reader in readers)),
+            unread_columns=tuple(dict.fromkeys(column for reader in readers for column in reader.unread_columns)),
             not_checked=not_checked,
         )
 
-    def _find_formats(self, files: Sequence[Path]) -> tuple[list[str], str | None]:
-        """Return (row formats of the files' first rows, description of unread files or None)."""
-        limit, formats = min(self.max_files, CHECKED_SOURCE_FILES.default), list[str]()
+    def _find_readers(self, files: Sequence[Path]) -> tuple[list[RowReader], str | None]:
+        """Return (readers of the files' first rows, description of unread files or None)."""
+        limit, readers = min(self.max_files, CHECKED_SOURCE_FILES.default), list[RowReader]()
         for index, file in enumerate(files[:limit]):
             try:
-                found = self._find_format(file)
+                found = self._find_file_reader(file)
             except _BudgetExceededError as spent:
-                return formats, _describe_unread_files(files, index, str(spent))
+                return readers, _describe_unread_files(files, index, str(spent))
             if found is not None:
-                formats.append(found)
+                readers.append(found)
         if len(files) <= limit:
-            return formats, None
+            return readers, None
         limits = f"{CHECKED_SOURCE_FILES.default} files of a source and {CHECKED_FILES.default} in total"
-        return formats, _describe_unread_files(files, limit, f"a check reads at most {limits}")
+        return readers, _describe_unread_files(files, limit, f"a check reads at most {limits}")
 
-    def _find_format(self, file: Path) -> str | None:
-        """Return the row format of the file's first row; None if its columns cannot be read here."""
+    def _find_file_reader(self, file: Path) -> RowReader | None:
+        """Return the reader of the file's first row, which is parsed if it is JSON; None if its columns cannot be read
+        here."""
         kind = find_data_suffix(file.name)
         if kind in _TEXT_FILE_SUFFIXES:
-            return _TEXT_FORMAT
+            return self._find_reader((_TEXT_COLUMN,), file.name)
         self.budget.spend_file()
         if _is_reader_missing(file):
             return None
         if kind in (".csv", ".tsv", ".parquet"):
             columns = self._read_parquet_columns(file) if kind == ".parquet" else self._read_csv_columns(file)
-            return None if columns is None else self._match_format(columns, file.name)
+            return None if columns is None else self._find_reader(columns, file.name)
         row = self._read_first_json_row(file)
-        return None if row is None else self._match_format(row, file.name, NonEmptyColumns(lambda: iter([row])))
+        if row is None:
+            return None
+        reader = self._find_reader(row, file.name, NonEmptyColumns(lambda: iter([row])))
+        try:
+            reader(row)
+        except RowError as error:
+            raise self._make_error(f"the first row of {file.name}, read as {reader.format.name}: {error}") from error
+        return reader
 
-    def _match_format(self, columns: Collection[str], origin: str, non_empty: NonEmptyColumns | None = None) -> str:
-        """Return the name of the row format of these columns."""
-        formats = FORMATS if self.source.complete is None else PROMPT_FORMATS
-        wanted = [each for each in formats if self.source.format in ("auto", each.name)]
-        matched = match_format(columns, wanted, non_empty)
-        if matched is None:
-            raise self._make_error(describe_mismatch(origin, columns, wanted))
-        return matched[0].name
+    def _find_reader(
+        self, columns: Collection[str], origin: str, non_empty: NonEmptyColumns | None = None
+    ) -> RowReader:
+        return find_row_reader(
+            self.source.format,
+            tuple(columns),
+            origin=f"{self.source.name_or_path}: {origin}",
+            source_field=self.field,
+            formats=FORMATS if self.source.complete is None else PROMPT_FORMATS,
+            non_empty=non_empty,
+            field=self.field,
+        )
 
     def _read_first_json_row(self, file: Path) -> Row | None:
         """Return the first row; None if there is none, or if it is longer than the last of `_HEAD_SIZES`."""

@@ -65,6 +65,8 @@ class Completion:
     token_ids: tuple[int, ...] = ()
     """Tokens of the completion, with EOS if the teacher generated it."""
     text: str = ""
+    unread_columns: tuple[str, ...] = ()
+    """Columns of the prompt's row that are not read."""
 
     @property
     def digest(self) -> int:
@@ -141,7 +143,7 @@ class PromptSource:
             except RowError as error:
                 raise row.make_error(error, f"data.sources[{self.index}]") from error
             end = self.settings.prompt_tokens if isinstance(row.content, str) else None
-            yield Completion(row.format, tuple(tokens[:end]))
+            yield Completion(row.format, tuple(tokens[:end]), unread_columns=row.unread_columns)
 
 
 def _derive_seed(seed: int, repeat: int, prompt: Completion) -> int:

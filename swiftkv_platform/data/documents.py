@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swiftkv_platform.data.chat import ChatRenderer, RenderedText, Span
-from swiftkv_platform.data.formats import Content, hash_content
+from swiftkv_platform.data.formats import Content, Conversation, hash_content, make_rendered_error
 from swiftkv_platform.data.packing import BoolArray, IntArray, Samples
 from swiftkv_platform.data.prepared import open_tokens
 from swiftkv_platform.errors import DataError
@@ -76,14 +76,19 @@ class DocumentEncoder:
         self._renderer = ChatRenderer(tokenizer)
         self.max_length = max_length
         self._assistant_only = train_on == "assistant"
+        template = str(tokenizer.chat_template or "")
+        added = tokenizer.added_tokens_decoder.values()
+        self._template_tokens = tuple(t.content for t in added if t.special and t.content in template)
 
     def render(self, content: Content) -> RenderedDocument:
-        """Render a document. Raises `RowError` if the chat template refuses it, or if it has lone surrogates."""
+        """Render a document. Raises `RowError` if the chat template refuses it or is already rendered, or if it has
+        lone surrogates."""
         digest = hash_content(content)
         if isinstance(content, str):
             return RenderedDocument(
                 [RenderedText(content, None)], digest, is_conversation=False, add_special_tokens=True
             )
+        self._refuse_rendered(content)
         texts = self._renderer.render_for_training(content, "assistant" if self._assistant_only else "all")
         return RenderedDocument(
             texts, digest, is_conversation=True, add_special_tokens=not self._renderer.has_chat_template
@@ -149,6 +154,7 @@ class DocumentEncoder:
         if isinstance(content, str):
             text, add_special_tokens = content, True
         else:
+            self._refuse_rendered(content)
             text, add_special_tokens = self._renderer.render_prompt(content), not self._renderer.has_chat_template
         ids = np.array(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int32)
         bos = self._tokenizer.bos_token_id
@@ -157,6 +163,13 @@ class DocumentEncoder:
             if add_special_tokens and bos is not None and (not len(ids) or ids[0] != bos)
             else ids
         )
+
+    def _refuse_rendered(self, conversation: Conversation) -> None:
+        """Raise `RowError` for a message with special tokens of the chat template."""
+        for number, message in enumerate(conversation.messages, start=1):
+            found = next((token for token in self._template_tokens if token in (message["content"] or "")), None)
+            if found is not None:
+                raise make_rendered_error(f"message {number} (role {message['role']})", found)
 
     def encode_completion(self, prompt: Sequence[int], completion: Sequence[int]) -> EncodedDocument:
         ids = np.array([*prompt, *completion], dtype=np.int32)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from swiftkv_platform.data.files import Row
 from swiftkv_platform.data.messages import (
+    MEDIA_KEYS,
     Message,
     RowError,
     format_value,
+    is_empty,
     parse_turns,
     read_messages,
     read_prompt,
@@ -67,6 +70,8 @@ class RowReader:
     required: tuple[str, ...]
     columns: tuple[str, ...]
     """Columns that are read: `required`, then existing optional columns."""
+    unread_columns: tuple[str, ...] = ()
+    """The table's other columns."""
 
     def __call__(self, row: Row) -> Content:
         """Return the row's text or conversation, which may be empty. Raises `RowError` for a value of a wrong type."""
@@ -98,7 +103,7 @@ class NonEmptyColumns:
             if found is None and len(self._filled_by_column_set) < _MAX_COLUMN_SETS:
                 found = self._filled_by_column_set.setdefault(_select_format_columns(row), set())
             if found is not None:
-                found.update(column for column, value in row.items() if not _is_empty(value))
+                found.update(column for column, value in row.items() if not is_empty(value))
         return True
 
 
@@ -110,10 +115,6 @@ _MAX_COLUMN_SETS = 256
 
 def _select_format_columns(columns: Iterable[str]) -> frozenset[str]:
     return FORMAT_COLUMNS.intersection(columns)
-
-
-def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, str | list | dict) and not value) or value != value
 
 
 def match_format(
@@ -145,12 +146,13 @@ def find_row_reader(
     if matched is not None:
         candidate, required, _ = matched
         optional = tuple(column for column in candidate.optional if column in columns)
-        return RowReader(candidate, required, required + optional)
-    message = f"{source_field}: {describe_mismatch(origin, columns, candidates)}"
+        read = required + optional
+        return RowReader(candidate, required, read, tuple(column for column in columns if column not in read))
+    message = f"{source_field}: {_describe_mismatch(origin, columns, candidates)}"
     raise DataError(message, field=field or f"{source_field}.format", value=list(columns))
 
 
-def describe_mismatch(origin: str, columns: Collection[str], formats: Sequence[RowFormat]) -> str:
+def _describe_mismatch(origin: str, columns: Collection[str], formats: Sequence[RowFormat]) -> str:
     accepted = "; ".join(f"{f.name}: {' or '.join(' + '.join(group) for group in f.columns)}" for f in formats)
     listed = ", ".join(columns)[:_MAX_LISTED_LENGTH] or "(none)"
     return f"{origin} has the columns {listed}; these are accepted: {accepted}"
@@ -176,11 +178,34 @@ def _parse_string(value: Any, label: str) -> str:
 
 def _build_conversation(messages: list[Message], row: Row) -> Conversation:
     """Return a conversation with the row's `system`, unless its first message is a system message, and its `tools`
-    (OpenAI formerly called them `functions`)."""
-    system = _parse_string(row.get("system"), "system")
+    (OpenAI formerly called them `functions`). Raises `RowError` for columns that would change its meaning."""
+    system = _parse_string(row.get("system") or row.get("system_prompt"), "system")
     if system and messages and messages[0]["role"] not in ("system", "developer"):
         messages = [{"role": "system", "content": system}, *messages]
+    _refuse_unsupported_columns(row, has_answer=bool(messages) and messages[-1]["role"] == "assistant")
+    for number, message in enumerate(messages, start=1):
+        marker = _RENDERED_MESSAGE.match(message["content"] or "")
+        if marker is not None:
+            raise make_rendered_error(f"message {number} (role {message['role']})", marker[1])
     return Conversation(messages, read_tools(row.get("tools") or row.get("functions")))
+
+
+def _refuse_unsupported_columns(row: Row, *, has_answer: bool) -> None:
+    for column, cure in _UNSUPPORTED_COLUMNS.items():
+        value = row.get(column)
+        if not is_empty(value):
+            raise RowError(f"{column} is {format_value(value)}; {cure}")
+    label = row.get("label")
+    if has_answer and (label is False or (isinstance(label, str) and label.strip().lower() == "false")):
+        raise RowError(f"label is {format_value(label)}, a bad answer; leave out rows with this label")
+
+
+def make_rendered_error(label: str, marker: str) -> RowError:
+    """Return the error for a message with the text of a chat template, which would render it again."""
+    return RowError(
+        f"{label} has {marker!r}, which chat templates write; give messages without it, or the whole rendered text in "
+        "a column text"
+    )
 
 
 def _make_exchange(user: str, assistant: str) -> list[Message]:
@@ -253,7 +278,20 @@ def _parse_alpaca_prompt(values: list[Any], row: Row) -> Content:
     return _build_conversation([*_parse_history(row), *question] if question else [], row)
 
 
-_CONVERSATION_COLUMNS = ("system", "tools", "functions")
+_UNSUPPORTED_COLUMNS = {
+    "documents": "write the documents into a message",
+    "chat_template_kwargs": "chat templates are rendered with their defaults: remove the column",
+    "chat_template": "the tokenizer's chat template is used: remove the column",
+    **dict.fromkeys(MEDIA_KEYS, "only text is accepted: leave out such rows, or remove the column"),
+}
+"""Columns that change what a conversation means, with what to do; accepted if they are empty."""
+_RENDERED_MESSAGE = re.compile(
+    r"\s*(?:<s>|<bos>|<\|begin_of_text\|>|<\uff5cbegin\u2581of\u2581sentence\uff5c>)?\s*"
+    r"(<[|\uff5c](?:im_start|start_header_id|start_of_role|start|system|user|assistant|User|Assistant)[|\uff5c]>"
+    r"|<start_of_turn>|\[INST\])"
+)
+"""Beginning of a message that a chat template has already rendered."""
+_CONVERSATION_COLUMNS = ("system", "system_prompt", "tools", "functions", "label", *_UNSUPPORTED_COLUMNS)
 """Optional columns of every conversation."""
 _SHAREGPT = (("conversations",), ("conversation",))
 _ALPACA_COLUMNS = ("input", "context", "history", *_CONVERSATION_COLUMNS)

@@ -45,6 +45,10 @@ _TEXT_KEY_BY_PART_TYPE = {"text": "text", "input_text": "text", "output_text": "
 """Key that holds the text of a content part, by the part's type."""
 
 
+MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
+"""Keys of a row or a message with pictures, films or sounds, which are refused unless they are empty."""
+
+
 class RowError(ValueError):
     """An invalid row or message; the caller adds its location."""
 
@@ -153,6 +157,9 @@ def _parse_and_validate(turns: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 def _validate_message(message: Message, label: str) -> None:
     calls, is_assistant = message.get("tool_calls"), message["role"] == "assistant"
+    for key in MEDIA_KEYS:
+        if not is_empty(message.get(key)):
+            raise RowError(f"{label} has {key} {format_value(message[key])}; only text is accepted")
     for call in calls or ():
         function = call["function"]
         if not isinstance(function["arguments"], dict):
@@ -265,6 +272,13 @@ def remove_nulls(value: Any, depth: int = 0) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise RowError(f"a value is {format_value(value)}, which is not a JSON number; null or a number is accepted")
     return value
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a row has no such value: null, NaN, or an empty text, list or object, which may be JSON as in CSV."""
+    if isinstance(value, str):
+        return value.strip() in ("", "null", "[]", "{}")
+    return value is None or (isinstance(value, list | dict) and not value) or value != value
 
 
 def format_value(value: Any) -> str:

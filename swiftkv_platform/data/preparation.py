@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 _DOCUMENTS_PER_BATCH = 512
 _CHARACTERS_PER_BATCH = 1 << 22
+_MAX_UNREAD_COLUMNS = 64
+"""Max names of unread columns in a source's statistics."""
 
 
 def prepare_data(
@@ -220,6 +222,7 @@ class SourceCollector:
     writer: DocumentWriter
     _rows: int = 0
     _formats: Counter[str] = field(default_factory=Counter)
+    _unread_columns: dict[str, None] = field(default_factory=dict)
     _lengths: array[int] = field(default_factory=lambda: array("q"))
     _split: int = 0
     _truncated: int = 0
@@ -235,13 +238,18 @@ class SourceCollector:
         """Read the teacher's completions of the source's prompts. Raises `DataError` if there are none."""
         held_out = True if self.source.is_held_out else None
         for completion in completions:
-            self._rows += 1
-            self._formats[completion.format] += 1
+            self._count_row(completion)
             encoded = self.encoder.encode_completion(completion.prompt_token_ids, completion.token_ids)
             if completion.token_ids and encoded.samples:
                 self._written_tokens += len(completion.token_ids)
                 self._add_document(encoded, completion.digest, held_out=held_out, is_conversation=True)
         return self._summarize()
+
+    def _count_row(self, row: SourceRow | Completion) -> None:
+        self._rows += 1
+        self._formats[row.format] += 1
+        if len(self._unread_columns) < _MAX_UNREAD_COLUMNS:
+            self._unread_columns |= dict.fromkeys(row.unread_columns)
 
     def _summarize(self) -> SourceStatistics:
         if not self._rows:
@@ -262,6 +270,7 @@ class SourceCollector:
             truncated=self._truncated,
             truncated_tokens=self._truncated_tokens,
             written_tokens=self._written_tokens,
+            unread_columns=tuple(self._unread_columns)[:_MAX_UNREAD_COLUMNS],
         )
 
     @property
@@ -271,8 +280,7 @@ class SourceCollector:
     def _render_rows(self, rows: Iterable[SourceRow]) -> Iterator[tuple[RenderedDocument, bool | None]]:
         """Yield (rendered document, whether the source holds it out); (document, None) if the source has no splits."""
         for row in rows:
-            self._rows += 1
-            self._formats[row.format] += 1
+            self._count_row(row)
             if not row.content:
                 continue
             try:

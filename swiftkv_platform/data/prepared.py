@@ -153,6 +153,8 @@ class SourceStatistics(FrozenModel):
     """Tokens truncated from conversations."""
     written_tokens: int = 0
     """Tokens that the teacher wrote, for a source of prompts."""
+    unread_columns: tuple[str, ...] = ()
+    """Columns that no row's format reads."""
 
 
 class RowStatistics(FrozenModel):
@@ -225,6 +227,8 @@ def _describe_source(source: SourceStatistics) -> str:
         parts.append(f"{source.truncated} conversations truncated by {source.truncated_tokens} tokens")
     if source.split:
         parts.append(f"{source.split} texts split")
+    if source.unread_columns:
+        parts.append(f"columns not read: {', '.join(source.unread_columns)}")
     return "; ".join(parts)
 
 

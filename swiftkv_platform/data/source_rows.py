@@ -262,6 +262,7 @@ class SourceRow:
     number: int
     held_out: bool | None
     """Whether the source holds the row out; None if the source has no splits."""
+    unread_columns: tuple[str, ...]
 
     def make_error(self, why: RowError, source_field: str) -> DataError:
         return make_row_error(source_field, self.origin, self.number, f", read as {self.format}: {why}", unit=self.unit)
@@ -341,7 +342,15 @@ class _RowParser:
             except RowError as error:
                 why = f", read as {reader.format.name}: {error}"
                 raise make_row_error(self.source_field, table.origin, number, why, unit=table.unit) from error
-            yield SourceRow(content, reader.format.name, table.origin, table.unit, number, table.held_out)
+            yield SourceRow(
+                content,
+                reader.format.name,
+                table.origin,
+                table.unit,
+                number,
+                table.held_out,
+                reader.unread_columns,
+            )
 
     def _read_format_columns(self, table: Table) -> Iterator[Row]:
         """Return all rows, only the first ones of a streamed source, with just the columns that decide the format."""

@@ -132,11 +132,24 @@ def test_templates_of_which_none_is_the_default_are_refused_for_conversations_al
     [
         (ALTERNATING, TALK, "refuses the conversation: roles must alternate"),
         (CHATML, [ASK, CALL, TOLD], "leaves out tool_calls"),
+        *(
+            (template, [ASK, {**SAID, key: "two and two"}], rf"leaves out {key}; write it into content as the model")
+            for key in ("reasoning_content", "reasoning", "thinking")
+            for template in (CHATML, None, "{% set enable_thinking, reasoning_contents = 1, 2 %}" + CHATML)
+        ),
     ],
 )
 def test_what_a_template_cannot_do_is_said(template: str, messages: list[Message], message: str) -> None:
     with pytest.raises(RowError, match=message):
         renderer(template).render_for_training(Conversation(messages), "assistant")
+
+
+def test_reasoning_is_accepted_where_the_template_renders_it_or_it_is_empty() -> None:
+    reasons = CHATML.replace("{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}")
+    talk = [ASK, {**SAID, "reasoning_content": "two and two"}]
+    assert counted(renderer(reasons).render_for_training(Conversation(talk), "assistant")[0])[0].startswith("two and")
+    assert renderer(CHATML).render_for_training(Conversation([ASK, {**SAID, "reasoning_content": ""}]), "assistant")
+    assert renderer(CHATML).render_prompt(Conversation(talk)), "requests are answered without it"
 
 
 def test_an_answer_that_the_whole_conversation_leaves_out_has_a_text_of_its_own() -> None:

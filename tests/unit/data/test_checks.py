@@ -32,6 +32,18 @@ def unread(found: SourceEstimate) -> str:
     return found.not_checked
 
 
+@pytest.mark.parametrize("source_format", ["auto", "prompt_completion"])
+def test_columns_that_are_not_read_are_named_and_bad_first_rows_refused(tmp_path: Path, source_format: str) -> None:
+    row = {"prompt": "?", "completion": "!", "score": 1, "rejected": "."}
+    source = directory(tmp_path / "a", 1, json.dumps(row)).model_copy(update={"format": source_format})
+    (tmp_path / "a" / "more.csv").write_text("prompt,completion,source\n?,!,web\n")
+    [found] = check(ReadBudget(), source)
+    assert (found.formats, found.unread_columns) == (("prompt_completion",), ("score", "rejected", "source"))
+    bad = directory(tmp_path / "b", 1, json.dumps({**row, "label": False}))
+    with pytest.raises(DataError, match=r"the first row of 0000.jsonl, read as prompt_completion: label is False, "):
+        check(ReadBudget(), bad)
+
+
 def test_every_source_gets_a_share_of_the_files(tmp_path: Path) -> None:
     sources = [directory(tmp_path / name, 5) for name in "abc"]
     budget = ReadBudget(num_files=6)

@@ -115,6 +115,25 @@ def read(row: dict[str, Any], name: str = "auto") -> tuple[str, Content]:
         ({"conversation": [QUESTION, ANSWER]}, ("sharegpt", said(QUESTION, ANSWER))),
         ({"query": "2 + 2?", "response": "4"}, ("prompt_completion", said(QUESTION, ANSWER))),
         (
+            {"prompt": "2 + 2?", "completion": "4", "system_prompt": BRIEF},
+            ("prompt_completion", said(SYSTEM, QUESTION, ANSWER)),
+        ),
+        *(
+            ({"prompt": "2 + 2?", "completion": "4", **harmless}, ("prompt_completion", said(QUESTION, ANSWER)))
+            for harmless in (
+                *({"label": label} for label in (True, "True", 0, 1, "spam", None)),
+                *({"documents": nothing} for nothing in ([], "[]", None, math.nan, "")),
+                {"chat_template_kwargs": "{}", "images": []},
+                {"rejected": "5", "score": 0.5},
+            )
+        ),
+        ({"text": "A cat.", "image": "cat.png", "label": False}, ("text", "A cat.")),
+        ({"text": "<|im_start|>user\n2 + 2?"}, ("text", "<|im_start|>user\n2 + 2?")),
+        (
+            {"prompt": "What is <|im_start|>?", "completion": "4"},
+            ("prompt_completion", said({**QUESTION, "content": "What is <|im_start|>?"}, ANSWER)),
+        ),
+        (
             {"instruction": "Add.", "context": "2, 2", "response": "4", "category": "sums"},
             ("alpaca", said({"role": "user", "content": "Add.\n\n2, 2"}, ANSWER)),
         ),
@@ -160,11 +179,53 @@ def test_a_named_format_overrides_detection() -> None:
         ({"messages": [QUESTION], "tools": [3]}, "tools is [3]; a list of functions is accepted"),
         ({"instruction": "?", "output": "!", "history": ["?"]}, "a list of pairs of instruction and output"),
         ({"conversations": [{"from": "narrator", "value": ""}]}, "the role 'narrator'; system, developer, user"),
+        *(
+            ({**row, "label": label}, f"label is {label!r}, a bad answer; leave out rows with this label")
+            for row in ({"prompt": "?", "completion": "!"}, {"messages": [QUESTION, ANSWER]})
+            for label in (False, "False")
+        ),
+        *(
+            ({**row, column: value}, f"{column} is {value!r:.80}; {cure}")
+            for row in (
+                {"prompt": "?", "completion": "!"},
+                {"instruction": "?", "output": "!"},
+                {"conversations": [QUESTION, ANSWER]},
+            )
+            for column, value, cure in (
+                ("documents", [{"title": "Sums"}], "write the documents into a message"),
+                ("documents", '[{"title": "Sums"}]', "write the documents into a message"),
+                ("chat_template_kwargs", {"enable_thinking": False}, "chat templates are rendered with their defaults"),
+                ("images", ["a.png"], "only text is accepted"),
+                ("image", {"bytes": b"", "path": "a.png"}, "only text is accepted"),
+                ("audio", "a.wav", "only text is accepted"),
+            )
+        ),
+        ({"messages": [{**QUESTION, "images": ["a.png"]}, ANSWER]}, "message 1 (role user) has images ['a.png']"),
+        *(
+            ({"prompt": f"{before}{marker}user", "completion": "!"}, f"message 1 (role user) has {marker!r}, which")
+            for before, marker in (
+                ("", "<|im_start|>"),
+                ("<|begin_of_text|>", "<|start_header_id|>"),
+                ("<s> ", "[INST]"),
+                ("\n", "<start_of_turn>"),
+                ("<bos>", "<start_of_turn>"),
+                ("", "<|user|>"),
+                ("<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cUser\uff5c>"),
+            )
+        ),
+        ({"instruction": "[INST] ? [/INST]", "output": "!"}, "'[INST]', which chat templates write"),
+        ({"messages": [QUESTION, {**ANSWER, "content": "<|assistant|>4"}]}, "message 2 (role assistant) has '<|assi"),
     ],
 )
 def test_values_of_another_type_are_refused(row: dict[str, Any], message: str) -> None:
     with pytest.raises(RowError, match=re.escape(message)):
         read(row)
+
+
+def test_prompts_are_read_whatever_their_answers_are_worth() -> None:
+    row = {"prompt": "2 + 2?", "completion": "5", "label": False}
+    reader = find_row_reader("auto", tuple(row), origin="rows.jsonl", source_field="data", formats=PROMPT_FORMATS)
+    assert (reader(row), reader.unread_columns) == (said(QUESTION), ("completion",))
 
 
 def test_unknown_columns_are_named_beside_those_that_are_known() -> None:

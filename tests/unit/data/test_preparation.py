@@ -34,6 +34,29 @@ def test_a_document_has_bos_in_front_and_eos_behind_and_all_of_it_counts(write: 
     assert texts(without.train) == ["one"]
 
 
+TAGGED = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}</s>{% endfor %}"
+
+
+@pytest.mark.parametrize("row", [{"prompt": "? <s>", "completion": "!"}, {"prompt": "?", "completion": "!</s>"}])
+def test_messages_with_the_special_tokens_of_the_template_are_refused(write: Write, row: dict[str, str]) -> None:
+    with pytest.raises(
+        DataError, match=r"line 2, read as prompt_completion: message . .*'</?s>', which chat templates"
+    ):
+        prepare(write([{"prompt": "a", "completion": "b"}, row]), template=TAGGED)
+    assert prepare(write([row]), template=CHAT).train, "this template does not write them"
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_columns_that_are_not_read_are_reported(write: Write, name: str) -> None:
+    rows = [{"prompt": "a", "completion": "b", "score": 1.0, "label": True, "source": "web"}] * 2
+    prepared = prepare(write(rows, name), template=CHAT)
+    assert prepared.statistics.sources[0].unread_columns == ("score", "source")
+    assert any("columns not read: score, source" in message for message, _ in prepared.statistics.format_messages())
+    bad = write([*rows, {**rows[0], "label": False}], name)
+    with pytest.raises(DataError, match=r"(line|row) 3, read as prompt_completion: label is False"):
+        prepare(bad, template=CHAT)
+
+
 def test_a_long_text_is_split_into_consecutive_windows(write: Write) -> None:
     prepared = prepare(write([{"text": "abcdefghij" * 4}]), max_length=16)
     assert texts(prepared.train) == sorted(["^abcdefghijabcde", "fghijabcdefghija", "bcdefghij$"])

@@ -14,7 +14,7 @@ function formatSpeedSource(source) {
 
 const Source = ({ source }) => html`<li>
   <code>${source.name_or_path}</code><span></span>
-  <span class="sub">${[source.num_files != null && `${count(source.num_files)} files`, source.num_bytes != null && bytes(source.num_bytes), source.formats.join(", ")].filter(Boolean).join(" · ") || "read when the job runs"}</span>
+  <span class="sub">${[source.num_files != null && `${count(source.num_files)} files`, source.num_bytes != null && bytes(source.num_bytes), source.formats.join(", "), source.unread_columns?.length > 0 && `columns not read: ${source.unread_columns.join(", ")}`].filter(Boolean).join(" · ") || "read when the job runs"}</span>
 </li>`;
 
 export function Plan({ plan, spec }) {

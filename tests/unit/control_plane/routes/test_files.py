@@ -244,6 +244,7 @@ def test_a_job_takes_a_file_as_its_data_and_no_other(server: Server) -> None:
             "num_files": 1,
             "num_bytes": len(ROWS),
             "formats": ["messages"],
+            "unread_columns": [],
             "not_checked": None,
         }
     ]

@@ -60,6 +60,7 @@ def test_validation_says_what_the_job_would_make_and_stores_nothing(server: Serv
             "num_files": None,
             "num_bytes": None,
             "formats": ["text"],
+            "unread_columns": [],
             "not_checked": None,
         }
     ]

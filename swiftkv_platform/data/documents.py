@@ -78,6 +78,7 @@ class DocumentEncoder:
         self._assistant_only = train_on == "assistant"
         template = str(tokenizer.chat_template or "")
         added = tokenizer.added_tokens_decoder.values()
+        self._start_ids = np.array(_find_start_ids(tokenizer), dtype=np.int32)
         self._template_tokens = tuple(t.content for t in added if t.special and t.content in template)
 
     def render(self, content: Content) -> RenderedDocument:
@@ -157,12 +158,7 @@ class DocumentEncoder:
             self._refuse_rendered(content)
             text, add_special_tokens = self._renderer.render_prompt(content), not self._renderer.has_chat_template
         ids = np.array(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int32)
-        bos = self._tokenizer.bos_token_id
-        return (
-            np.insert(ids, 0, bos)
-            if add_special_tokens and bos is not None and (not len(ids) or ids[0] != bos)
-            else ids
-        )
+        return np.append(self._find_missing_start(ids), ids) if add_special_tokens else ids
 
     def _refuse_rendered(self, conversation: Conversation) -> None:
         """Raise `RowError` for a message with special tokens of the chat template."""
@@ -194,31 +190,48 @@ class DocumentEncoder:
             is_target = _mask_tokens_in_spans(np.array(offsets, dtype=np.int64).reshape(-1, 2), text.loss_spans)
         if document.add_special_tokens:
             ids, is_target = self._add_special_tokens(ids, is_target)
-        # 2. truncate conversations; split plain texts into windows
+        # 2. truncate conversations; split plain texts into windows, which all begin like a text
         num_tokens = len(ids)
         if document.is_conversation:
             ids, is_target = ids[: self.max_length], is_target[: self.max_length]
+        start = self._start_ids if document.add_special_tokens else self._start_ids[:0]
         samples = []
-        for begin in range(0, len(ids), self.max_length):
-            window = slice(begin, begin + self.max_length)
-            loss_mask = np.append(is_target[window][1:], False)
+        for begin in (0, *range(self.max_length, len(ids), self.max_length - len(start))):
+            own = slice(begin, begin + self.max_length - (len(start) if begin else 0))
+            window, loss_mask = ids[own], np.append(is_target[own][1:], False)
+            if begin:  # the first token of its own does not start a text, so it is no target after BOS
+                window = np.append(start, window)
+                loss_mask = np.append(np.zeros(len(start), dtype=np.bool_), loss_mask)
             if self._mask_prompts and (text.loss_spans is None or (loss_mask[0] and not self._assistant_only)):
                 loss_mask[: _draw_prompt_length(document.digest, begin, len(loss_mask))] = False
             if loss_mask.any():
-                samples.append((ids[window], loss_mask))
+                samples.append((window, loss_mask))
         return EncodedDocument(
             samples, num_tokens, is_too_long=num_tokens > self.max_length, num_truncated_tokens=num_tokens - len(ids)
         )
 
     def _add_special_tokens(self, ids: TokenIds, is_target: BoolArray) -> tuple[TokenIds, BoolArray]:
-        """Return (token ids, targets) with BOS and EOS, if the tokenizer has them. EOS is a target after a target."""
-        bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        """Return (token ids, targets) with BOS, if the tokenizer adds it, and EOS, if it has one. EOS is a target after
+        a target."""
+        eos, start = self._tokenizer.eos_token_id, self._find_missing_start(ids)
         ends_in_target = bool(is_target[-1]) if len(is_target) else False
-        if bos is not None and (not len(ids) or ids[0] != bos):
-            ids, is_target = np.insert(ids, 0, bos), np.insert(is_target, 0, False)
+        ids, is_target = np.append(start, ids), np.append(np.zeros(len(start), dtype=np.bool_), is_target)
         if eos is not None and (not len(ids) or ids[-1] != eos):
             ids, is_target = np.append(ids, np.int32(eos)), np.append(is_target, ends_in_target)
         return ids, is_target
+
+    def _find_missing_start(self, ids: TokenIds) -> TokenIds:
+        """Return the tokens that a text starts with, unless `ids` start with them."""
+        start = self._start_ids
+        return start[:0] if np.array_equal(ids[: len(start)], start) else start
+
+
+def _find_start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids that the tokenizer adds before a text, such as BOS. Served prompts get the same."""
+    own, whole = (tokenizer("a", add_special_tokens=added)["input_ids"] for added in (False, True))
+    behind = own or [tokenizer.eos_token_id]  # this vocabulary may have no "a"
+    begins = (i for i in range(len(whole)) if whole[i : i + len(behind)] == behind)
+    return whole[: next(begins, 0 if own else len(whole))]
 
 
 def _merge_encoded(parts: Sequence[EncodedDocument]) -> EncodedDocument:

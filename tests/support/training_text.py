@@ -73,7 +73,7 @@ def prepare(
     entries = [{"name_or_path": source} if isinstance(source, str) else source for source in sources]
     spec = DataSpec(sources=entries, **{"max_length": 64, "validation_fraction": 0.0, **settings})
     directory = directory or Path(tempfile.mkdtemp(prefix="rows-"))
-    tokenizer = tokenizer or byte_tokenizer(chat_template=template)
+    tokenizer = tokenizer or byte_tokenizer(chat_template=template, add_bos_token=True)
     return prepare_data(
         spec,
         tokenizer,
@@ -89,15 +89,16 @@ def prepare(
 
 def texts(rows: PackedRows) -> list[str]:
     """Return each sample as text, `^` for BOS, `$` for EOS, sorted."""
-    return sorted(_text(tokens) for tokens, _ in _samples(rows))
+    return sorted(_text(tokens) for tokens, _ in samples_of(rows))
 
 
 def targets(rows: PackedRows) -> list[str]:
     """Return the tokens that each sample is trained to predict, as text, sorted."""
-    return sorted(_text(tokens[1:][counts[:-1]]) for tokens, counts in _samples(rows))
+    return sorted(_text(tokens[1:][counts[:-1]]) for tokens, counts in samples_of(rows))
 
 
-def _samples(rows: PackedRows) -> list[tuple[Any, Any]]:
+def samples_of(rows: PackedRows) -> list[tuple[Any, Any]]:
+    """Return (token ids, loss mask) of each sample."""
     samples = rows.samples
     spans = (slice(samples.starts[member], samples.starts[member + 1]) for member in rows.members)
     return [(samples.tokens[span], samples.loss_mask[span]) for span in spans]

@@ -10,14 +10,17 @@ WORDS = ("▁", "▁the", "the", "▁cat", "a", "é")
 """Pieces of `sentence_tokenizer`, with ids from 258 on."""
 
 
-def byte_tokenizer(*, chat_template: str | None = None, special: bool = True) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one id below 256 per byte; `special` adds BOS 256 and EOS 257."""
+def byte_tokenizer(
+    *, chat_template: str | None = None, special: bool = True, add_bos_token: bool = False
+) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one id below 256 per byte. `special`: with BOS 256 and EOS 257; `add_bos_token`: texts
+    start with BOS."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {character: i for i, character in enumerate(alphabet)} | {"<s>": BOS, "</s>": EOS}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    names = {"bos_token": "<s>", "eos_token": "</s>"} if special else {}
+    names = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": add_bos_token} if special else {}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **names)
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import models
+from tokenizers import models, processors
 
 from swiftkv_platform.data import documents
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.errors import DataError
 from tests.support.fakes.tokenizers import BOS, EOS, byte_tokenizer
-from tests.support.training_text import CHAT, NUMBERED, TALK, Write, prepare, targets, texts, turns
+from tests.support.training_text import CHAT, NUMBERED, TALK, Write, prepare, samples_of, targets, texts, turns
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -32,6 +32,29 @@ def test_a_document_has_bos_in_front_and_eos_behind_and_all_of_it_counts(write: 
     }  # fmt: skip
     without = prepare(write([{"text": "one"}]), tokenizer=byte_tokenizer(special=False))
     assert texts(without.train) == ["one"]
+
+
+def test_texts_start_with_what_the_tokenizer_adds_and_nothing_else(write: Write) -> None:
+    """As served prompts do: BOS is added neither because there is one, nor where a chat template writes it."""
+    two = byte_tokenizer()
+    two.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> <s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)]
+    )
+    for tokenizer, start in (
+        (byte_tokenizer(add_bos_token=True), "^"),
+        (byte_tokenizer(), ""),
+        (byte_tokenizer(special=False), ""),
+        (two, "^^"),
+    ):
+        path, end = write([{"text": "abcdefghij" * 2}]), "$" if tokenizer.eos_token else ""
+        rows = prepare(path, tokenizer=tokenizer, max_length=16).train
+        size = 16 - len(start)
+        assert texts(rows) == sorted([start + ("abcdefghij" * 2)[:size], start + ("abcdefghij" * 2)[size:] + end])
+        assert tokenizer("abcdefghij" * 2)["input_ids"][:16] in [tokens.tolist() for tokens, _ in samples_of(rows)]
+        tokenizer.chat_template = CHAT
+        assert not texts(prepare(write([{"messages": TALK}]), tokenizer=tokenizer).train)[0].startswith("^")
+        encoder = documents.DocumentEncoder(tokenizer, max_length=16, train_on="all")
+        assert encoder.encode_prompt("ab").tolist() == [BOS] * len(start) + [64, 65]
 
 
 TAGGED = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}</s>{% endfor %}"
@@ -57,10 +80,11 @@ def test_columns_that_are_not_read_are_reported(write: Write, name: str) -> None
         prepare(bad, template=CHAT)
 
 
-def test_a_long_text_is_split_into_consecutive_windows(write: Write) -> None:
-    prepared = prepare(write([{"text": "abcdefghij" * 4}]), max_length=16)
-    assert texts(prepared.train) == sorted(["^abcdefghijabcde", "fghijabcdefghija", "bcdefghij$"])
-    assert "ghijabcdefghija" in targets(prepared.train)
+def test_a_long_text_is_split_into_consecutive_windows_that_start_like_a_text(write: Write) -> None:
+    path = write([{"text": "abcdefghij" * 4}])
+    prepared = prepare(path, max_length=16)
+    assert texts(prepared.train) == sorted(["^abcdefghijabcde", "^fghijabcdefghij", "^abcdefghij$"])
+    assert targets(prepared.train) == sorted(["abcdefghijabcde", "ghijabcdefghij", "bcdefghij$"])
     assert (prepared.statistics.sources[0].split, prepared.statistics.sources[0].truncated) == (1, 0)
     assert (prepared.statistics.train.documents, prepared.statistics.train.samples) == (1, 3)
 
@@ -167,7 +191,7 @@ def test_of_one_long_text_parts_are_held_out(write: Write) -> None:
     text = "".join(f"line {i:03d} of one text\n" for i in range(200))
     prepared = prepare(write(text, "corpus.txt"), validation_fraction=0.2)
     held_out, train = texts(prepared.held_out), texts(prepared.train)
-    assert sum(map(len, held_out + train)) == len(text) + 2
+    assert sum(len(each.strip("^")) for each in held_out + train) == len(text) + 1
     assert 0.1 < len(held_out) / len(held_out + train) < 0.3
     assert not set(held_out) & set(train)
     assert [side.documents for side in (prepared.statistics.train, prepared.statistics.held_out)] == [1, 1]
@@ -232,7 +256,7 @@ def test_a_long_text_is_tokenized_in_pieces(write: Write, monkeypatch: pytest.Mo
 
 def test_token_ids_take_two_bytes_where_the_vocabulary_allows(write: Write) -> None:
     assert prepare(write(NUMBERED)).train.samples.tokens.dtype == np.uint16
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(add_bos_token=True)
     tokenizer.backend_tokenizer.model = models.BPE(vocab={"x": 70_000, "<s>": BOS, "</s>": EOS}, merges=[])
     beyond = prepare(write([{"text": "xx"}]), tokenizer=tokenizer)
     assert beyond.train.samples.tokens.tolist() == [BOS, 70_000, 70_000, EOS]

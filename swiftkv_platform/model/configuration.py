@@ -24,7 +24,8 @@ from swiftkv_platform.errors import ModelError, SwiftKVError
 from swiftkv_platform.families import FAMILIES, get_teacher_type
 from swiftkv_platform.planning import check_generation_values, has_quantized_weights, read_architecture
 from swiftkv_platform.planning.config import MODEL_FIELD
-from swiftkv_platform.sources.loader_rules import CONFIG, clean_config, clean_generation
+from swiftkv_platform.sources.loader_rules import ADAPTER_FILE, CONFIG, clean_config, clean_generation
+from swiftkv_platform.sources.model_directories import refuse_peft_adapter
 from swiftkv_platform.sources.untrusted_files import read_object
 
 _MAX_ERROR_LENGTH = 300
@@ -46,9 +47,10 @@ def read_config(
         hub: hub arguments of `from_pretrained`.
 
     Raises:
-        ModelError: there is no `config.json`, or it has an unknown family, an unsupported quantization or an impossible
-            value.
+        ModelError: there is no `config.json`, a PEFT adapter is beside it, or it has an unknown family, an unsupported
+            quantization or an impossible value.
     """
+    refuse_peft_adapter(_find_directory(source, hub), str(source), field=field)
     try:
         values = read_object(_find_config_file(source, hub))
         assert values, "config.json is empty"
@@ -106,11 +108,24 @@ def _find_config_file(source: str | Path, hub: Mapping[str, Any]) -> Path:
     """Return the path of a `config.json` of a directory or hub id, or `source` if it is a file."""
     path = Path(source)
     if path.is_dir():
-        file = path / str(hub.get("subfolder", "")) / CONFIG
+        file = _find_directory(source, hub) / CONFIG
         assert file.is_file(), f"there is no {CONFIG}"
         return file
     found = str(source) if path.is_file() else cached_file(str(source), CONFIG, **hub)
     return Path(str(found))
+
+
+def _find_directory(source: str | Path, hub: Mapping[str, Any]) -> Path:
+    """Return the model's directory, or for a hub id the cached directory with its `adapter_config.json` if it has one.
+    Without that file, no error is raised: reading `config.json` reports what is wrong."""
+    path = Path(source)
+    if path.exists():
+        return path / str(hub.get("subfolder", ""))
+    try:
+        found = cached_file(str(source), ADAPTER_FILE, _raise_exceptions_for_missing_entries=False, **hub)
+    except OSError:
+        found = None
+    return path if found is None else Path(found).parent
 
 
 @contextmanager

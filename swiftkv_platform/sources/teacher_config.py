@@ -13,6 +13,7 @@ from swiftkv_platform.errors import BucketError, ModelError, ObjectNotFoundError
 from swiftkv_platform.sources import UNBOUNDED, UNRESTRICTED, Access, Boundary, BuiltinSource, PathSource, S3Source
 from swiftkv_platform.sources.gguf import GGUF_SUFFIX, read_gguf_config
 from swiftkv_platform.sources.loader_rules import clean_config
+from swiftkv_platform.sources.model_directories import refuse_peft_adapter
 from swiftkv_platform.sources.untrusted_files import UnusableFileError, parse_object
 from swiftkv_platform.sources.untrusted_files import read_object as read_json
 from swiftkv_platform.specs import BUILTIN_TEACHER, REAL_TEACHER
@@ -76,6 +77,7 @@ def read_config_file(
     name = str(path) if name is None else name
     try:
         file = boundary.check_path(path / "config.json" if path.is_dir() else path, field, error=ModelError)
+        refuse_peft_adapter(file.parent, name, field=field)
         return _check_config(read_json(file), name, field)
     except OSError as error:
         why = f"its config.json cannot be read ({error.strerror})"

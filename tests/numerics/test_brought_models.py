@@ -143,6 +143,18 @@ GOOD: dict[str, Write] = {
         config={"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 3}
     ),
 }
+
+
+def adapted(directory: Path) -> None:
+    save_file({"base_model.model.lm_head.lora_A.weight": torch.ones(2, 2)}, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
+
+
+def adapter_alone(directory: Path) -> None:
+    directory.mkdir()
+    adapted(directory)
+
+
 BAD: dict[str, tuple[Write, str]] = {
     "untied, no head": (brought(drop(HEAD)), r"lacks 1 tensor .*lm_head\.weight"),
     "untied, no embedding": (brought(drop(EMBEDDING)), r"lacks 1 tensor .*embed_tokens"),
@@ -183,6 +195,14 @@ BAD: dict[str, tuple[Write, str]] = {
         r"its model\.layers\.1\.mlp\.up_proj\.weight has values that are not finite",
     ),
     "an infinite head": (brought(lambda t: t[HEAD][:1].fill_(float("inf")), tied=True), "lm_head.weight has values"),
+    "an adapter beside full weights": (
+        brought(files=adapted),
+        "its adapter_config.json belongs to a PEFT adapter.*merge",
+    ),
+    "an adapter alone": (
+        adapter_alone,
+        "its adapter_config.json belongs to a PEFT adapter, .*merge_and_unload of peft",
+    ),
     "gptq": (brought(config={"quantization_config": {"quant_method": "gptq", "bits": 4}}), "quant_method 'gptq'.*FP8"),
     "an end that is a word": (
         brought(generation={"eos_token_id": "</s>"}),

@@ -214,7 +214,7 @@ def test_an_error_of_a_loader_quotes_no_file(student: Path) -> None:
 def test_vllm_is_given_listed_files_only(student: Path, tmp_path: Path) -> None:
     change(student / "config.json", _name_or_path="/a", auto_map={"AutoConfig": "a.B"}, author="b")
     listed = {path.name for path in student.iterdir()} - {"README.md"} | {"additional_chat_templates/tool.jinja"}
-    strange = ("params.json", "modules.json", "sentence_bert_config.json", "modeling.py", "adapter_config.json")
+    strange = ("params.json", "modules.json", "sentence_bert_config.json", "modeling.py")
     for name in (*strange, "consolidated.safetensors", "preprocessor_config.json", "notes.txt"):
         (student / name).write_text("{}")
     (student / "additional_chat_templates").mkdir()
@@ -252,6 +252,12 @@ def test_a_dense_model_is_read_by_the_same_rules(student: Path, other: Path) -> 
     REFUSED["weights"](student, other)
     with pytest.raises(ModelError, match="transformers_weights"):
         load_dense(student)
+
+
+def test_the_control_plane_refuses_an_adapter(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(ModelError, match=r"its adapter_config.json belongs to a PEFT adapter, which is not applied"):
+        read_teacher_config(str(tmp_path), lambda *_: b"")
 
 
 @pytest.mark.parametrize("name", ["weights", "files of configurations", "a draft", "a kernel"])

@@ -26,13 +26,14 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.utils import GENERATION_CONFIG_NAME
-from transformers.utils.import_utils import is_peft_available
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.configuration import build_without_weights, convert_errors, read_generation_config
 from swiftkv_platform.model.weights.checkpoint import Checkpoint, Part, expand_ranges
 from swiftkv_platform.model.weights.quantization import dequantize_checkpoint, is_quantized
+from swiftkv_platform.planning.config import MODEL_FIELD
 from swiftkv_platform.sources.loader_rules import ADAPTER_FILE
+from swiftkv_platform.sources.model_directories import refuse_peft_adapter
 
 _MAX_SHOWN_NAMES = 3
 """Maximum number of tensor names in a message."""
@@ -62,14 +63,13 @@ def load_checked(
         checkpoint: the files that `load` reads; None (for a state dict or GGUF file) checks nothing.
 
     Raises:
-        ModelError: tensors are missing, unexpected, of another shape or not finite; the quantization is unknown.
+        ModelError: tensors are missing, unexpected, of another shape or not finite; the quantization is unknown; or a
+            PEFT adapter is beside them.
     """
     if checkpoint is None:
         return load(source, *args, config=config, **kwargs)
-    if is_peft_available() and checkpoint.find(ADAPTER_FILE):  # transformers would load what it names
-        raise ModelError.for_field(
-            "model.name_or_path", checkpoint.source, f": its {ADAPTER_FILE} names another model; use merged weights"
-        )
+    if (adapter := checkpoint.find(ADAPTER_FILE)) is not None:  # a caller may have read the configuration otherwise
+        refuse_peft_adapter(adapter.parent, checkpoint.source, field=MODEL_FIELD)
     quantized = check_checkpoint_fits(checkpoint, config, build)
     generation = read_generation_config(checkpoint.find(GENERATION_CONFIG_NAME), checkpoint.source)
     location: str | Path | None = source

@@ -27,6 +27,7 @@ from swiftkv_platform.data.files import (
     open_file,
     parse_csv_columns,
     parse_line,
+    refuse_duplicate_keys,
 )
 from swiftkv_platform.data.formats import (
     FORMATS,
@@ -293,7 +294,7 @@ class _SourceCheck:
             if is_whole and text.rstrip() in {"", "]"}:  # without rows; other files may have some
                 return None
             try:
-                row, _ = json.JSONDecoder().raw_decode(text)
+                row, _ = json.JSONDecoder(object_pairs_hook=refuse_duplicate_keys).raw_decode(text)
             except (ValueError, RecursionError) as error:
                 if is_whole:
                     raise self._make_error(f"the first row of {file.name} is not JSON ({error})") from error

@@ -13,6 +13,7 @@ import json
 import lzma
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -160,15 +161,27 @@ def _read_json_lines(file: Path, _columns: Sequence[str] | None, field: str) -> 
         yield number, parse_line(line, file, number, field)
 
 
+def refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> Row:
+    """Return an object of JSON. Raises `ValueError` for a key that it has twice, of which Python would use the last
+    and other readers the first."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"an object has the key {key!r} more than once; use each key once")
+    return found
+
+
 def parse_line(line: bytes, file: Path | str, number: int, field: str) -> Row:
     """Return the row in line `number`, from 1, of JSON Lines. Raises `DataError`, which names `file`."""
     try:
-        row = json.loads(line.rstrip().removeprefix(codecs.BOM_UTF8).decode("utf-8"))
+        row = json.loads(
+            line.rstrip().removeprefix(codecs.BOM_UTF8).decode("utf-8"), object_pairs_hook=refuse_duplicate_keys
+        )
     except UnicodeDecodeError as error:
         raise _make_encoding_error(file, number, error.start, error.reason, field) from error
     except json.JSONDecodeError as error:
         raise _make_json_error(file, number, error.colno, error.msg, field) from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nested as deeply
+    except (ValueError, RecursionError) as error:  # a key twice, a number of thousands of digits, or nested as deeply
         raise _make_json_error(file, number, 1, str(error), field) from error
     return _require_object(row, file, number, "line", field)
 
@@ -216,7 +229,7 @@ class _JsonParser:
         self._offset = 0
         self._line = 1
         self._column = 1
-        self._decoder = json.JSONDecoder()
+        self._decoder = json.JSONDecoder(object_pairs_hook=refuse_duplicate_keys)
 
     def peek(self) -> str:
         """Return the next character that is not white space; "" at the end."""
@@ -245,7 +258,7 @@ class _JsonParser:
                 if len(self._text) - self._offset > _MAX_ELEMENT_LENGTH or not self._read_chunk():
                     self._advance(self._offset + offset)
                     raise self.make_error(error.msg) from error
-            except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nested as deeply
+            except (ValueError, RecursionError) as error:  # as in `parse_line`
                 raise self.make_error(str(error)) from error
             else:
                 # A number at the end of the window may continue.

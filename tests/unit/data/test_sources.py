@@ -212,6 +212,30 @@ def test_every_row_of_a_file_may_have_its_own_format(write: Write) -> None:
     assert formats == dict.fromkeys(("text", "messages", "prompt_completion"), 1)
 
 
+TWICE = (
+    '{"prompt": "a", "prompt": "b", "completion": "c"}',
+    '{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
+    '{"text": "a", "text": "a"}',
+    '{"text": "a", "t\\u0065xt": "b"}',
+    '{"text": "a", "meta": [{"b": {"c": 1, "c": 2}}]}',
+)
+
+
+@pytest.mark.parametrize("row", TWICE)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_a_key_that_an_object_has_twice_is_refused_with_its_line(write: Write, name: str, row: str) -> None:
+    good, is_list = '{"text": "a"}', name.endswith(".json")
+    path = write(f"[{good},\n{row}]" if is_list else f"{good}\n{row}\n", name)
+    with pytest.raises(DataError, match=r"line 2.*an object has the key '\w+' more than once; use each key once"):
+        prepare(path)
+    first = DataSourceSpec(name_or_path=write(f"[{row}]" if is_list else row, f"first-{name}"))
+    with pytest.raises(DataError, match=r"an object has the key '\w+' more than once"):
+        check_sources([first])
+    if not is_list:
+        with pytest.raises(DataError, match=r"line 2.*more than once"):
+            check_upload(Path(path), path, field="file", max_rows=9)
+
+
 NOTHING = [{"messages": None, "prompt": "", "completion": "-", "text": f"{i}"} for i in range(3)]
 LATE = [{"prompt": "ask", "completion": "", "text": "-"}, {"prompt": "ask", "completion": "say", "text": "-"}]
 TALKS = [{"messages": TALK[:2], "text": "-"}, {"messages": None, "text": "-"}]

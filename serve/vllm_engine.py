@@ -127,15 +127,15 @@ def validate_vllm_params(params: SamplingParams, *, skips_prompts: bool) -> None
         raise InvalidInputError.for_field("prompt_logprobs", params.prompt_logprobs, why)
 
 
-def make_vllm_params(sequence: Sequence, *, seed: int | None) -> VLLMParams:
+def make_vllm_params(sequence: Sequence, *, seed: int | None, unknown: Mapping[int, float]) -> VLLMParams:
     """Return vLLM's parameters for one sample. `Sequence` handles text, stop strings and end of sequence, so that both
-    engines finish alike."""
+    engines finish alike. `unknown`: biases against ids without a token."""
     params = sequence.params
     return VLLMParams(
         max_tokens=max(sequence.max_output_tokens, 1),  # vLLM always generates a token; `_process_output` drops it
         min_tokens=min(params.min_tokens, sequence.max_output_tokens),
         **{name: getattr(params, name) for name in _SHARED_PARAMS},
-        logit_bias=dict(params.logit_bias) or None,
+        logit_bias={**params.logit_bias, **unknown} or None,
         seed=seed,
         stop_token_ids=sorted(sequence.stop_token_ids),
         allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
@@ -191,6 +191,8 @@ def load_vllm(directory: Path, config: EngineConfig, **overrides: Any) -> VLLMEn
     return VLLMEngine(llm, config, model, stats)
 
 
+_FORBIDDING_BIAS = -100.0
+"""Logit bias that forbids a token, the least that vLLM accepts."""
 _REAP_TIMEOUT_S = 5.0
 """Max seconds to wait for the end of a killed process."""
 _MIN_LOGPROB = -9999.0
@@ -234,6 +236,8 @@ class VLLMEngine(EngineFrontend):
         super().__init__(config, model, input_processor, GrammarCompiler(model, config))
         self.llm = llm
         self._stats = stats
+        unknown = range(model.num_token_ids, model.config.get_text_config().vocab_size)
+        self._unknown_token_biases = dict.fromkeys(unknown, _FORBIDDING_BIAS)
         self._skips_prompts = model.config.num_key_value_layers < model.config.num_hidden_layers
         total, per_caller = get_max_running_seqs(config)
         self._turns = FairSemaphore(total, max_per_sender=per_caller)
@@ -304,7 +308,8 @@ class VLLMEngine(EngineFrontend):
         is_unseeded = sequence.params.seed is None and self.config.seed is None  # vLLM is faster without seeds
         name = f"{sequence.request_id}/{sequence.index}"
         try:
-            params = make_vllm_params(sequence, seed=None if is_unseeded else sequence.seed)
+            seed = None if is_unseeded else sequence.seed
+            params = make_vllm_params(sequence, seed=seed, unknown=self._unknown_token_biases)
             async with (
                 self._turns.hold(sequence.sender, priority=sequence.priority),
                 aclosing(self.llm.generate(prompt, params, name, priority=sequence.priority)) as outputs,

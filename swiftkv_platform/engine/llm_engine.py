@@ -57,7 +57,13 @@ class LLMEngine:
         """transformers' tokenizer; None if the model's directory has none."""
         self._drafting = DraftPlanner(estimate_draft_costs(loaded.model))
         decoder = None if leader is None else LeadingDecoder(loaded.model.model, leader)
-        self._runner = ModelRunner(loaded.model, self._make_cache(loaded, config), self._drafting, decoder)
+        self._runner = ModelRunner(
+            loaded.model,
+            self._make_cache(loaded, config),
+            self._drafting,
+            decoder,
+            num_token_ids=loaded.num_token_ids,
+        )
         if self._runner.device.type == "cuda" and config.kv_cache_bytes is None:
             num_blocks = self._measure_num_blocks(loaded, config)
             self._runner.replace_cache(lambda: self._make_cache(loaded, config, num_blocks))

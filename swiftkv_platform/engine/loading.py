@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from swiftkv_platform.model.configuration import read_config, read_generation_co
 from swiftkv_platform.model.conversion import resolve_dense_model
 from swiftkv_platform.model.decoder import LENGTH_DEPENDENT_ROPE, read_rope_parameters
 from swiftkv_platform.model.families import student_classes  # registers the SwiftKV classes with the Auto classes
-from swiftkv_platform.model.tokenizers import get_end_ids, has_tokenizer, load_tokenizer
+from swiftkv_platform.model.tokenizers import find_highest_token, get_end_ids, has_tokenizer, load_tokenizer
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.model.weights.loading import resolve_tied_head
 from swiftkv_platform.model.weights.quantization import BITS, is_quantized
@@ -42,6 +43,15 @@ class ModelDescription:
     eos_token_ids: frozenset[int]
     context_length: int
     """Max tokens of prompt and output together: `max_model_len`, or the model's `max_position_embeddings`."""
+
+    @cached_property
+    def num_token_ids(self) -> int:
+        """Ids below this one may be generated. Embeddings that are padded to a round size have further rows, which no
+        token of the tokenizer has."""
+        vocab_size: int = self.config.get_text_config().vocab_size
+        if self.tokenizer is None:
+            return vocab_size
+        return min(max(find_highest_token(self.tokenizer)[1], *self.eos_token_ids, 0) + 1, vocab_size)
 
     @property
     def has_exit_head(self) -> bool:

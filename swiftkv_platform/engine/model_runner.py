@@ -54,13 +54,21 @@ from swiftkv_platform.model.context import DecoderContext
 class ModelRunner:
     """Runs steps of a model with its KV cache."""
 
-    def __init__(self, model: Any, cache: KVCache, drafting: DraftPlanner, decoder: Any = None) -> None:
-        """Switch the model to paged attention. `decoder`: runs the layers; None: the model's own decoder."""
+    def __init__(
+        self, model: Any, cache: KVCache, drafting: DraftPlanner, decoder: Any = None, *, num_token_ids: int
+    ) -> None:
+        """Switch the model to paged attention.
+
+        Args:
+            decoder: runs the layers; None: the model's own decoder.
+            num_token_ids: see `ModelDescription`.
+        """
         model.set_attn_implementation(PAGED_ATTENTION)
         self._model = model
         self._decoder = decoder or model.model
         self._cache = cache
         self._drafting = drafting
+        self._num_token_ids = num_token_ids
         self._has_own_deep_kv = bool(model.config.layer_map.deep_leaders)
         self._uses_native_layers = all(isinstance(layer, NativeLayer) for layer in model.model.layers)
         self._has_upper_layers = model.config.num_hidden_layers > model.config.num_key_value_layers
@@ -228,6 +236,7 @@ class ModelRunner:
         values = torch.cat([logits.values, exits.values]) if exits.index_by_row else logits.values
         values = select_entries(values, at)  # [num_sequences and drafts, vocab_size]
         finite = values.sum(dim=-1).isfinite()
+        values[:, self._num_token_ids :] = float("-inf")  # no other rows have these logits
         tokens, finite = torch.stack([choose_tokens(values, rows), finite.long()]).tolist()
         # 3. accept drafts
         for index, (indices, drafted) in owners.items():

@@ -40,7 +40,7 @@ def load_tokenizer(
         with open_tokenizer_view(directory) as view:
             tokenizer = _read_tokenizer(view, directory)
         # Its class or tokenizer_config.json may add tokens that tokenizer.json lacks.
-        token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+        token, highest = find_highest_token(tokenizer)
     except ModelError as error:
         raise ModelError.for_field(field, str(source), f": its {error.message}") from error
     except Exception as error:  # its text may quote a file
@@ -104,6 +104,11 @@ def max_bytes_per_token(tokenizer: Any) -> int | None:
         return None
     longest = max([longest, *(len(token.content.encode()) for token in added)])
     return longest * math.prod(shrink for shrink in shrinks if shrink is not None)
+
+
+def find_highest_token(tokenizer: Any) -> tuple[str, int]:
+    """Return the token with the highest id, and the id; ("", -1) for an empty vocabulary."""
+    return max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
 
 
 def get_special_ids(tokenizer: Any) -> frozenset[int]:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from swiftkv_platform.engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.model import convert, export
+from tests.support.fakes.tokenizers import byte_tokenizer
 from tests.unit.engine.conftest import Reference
 from tests.unit.engine.tiny_models import make_model
 
@@ -59,6 +60,30 @@ def test_the_same_seed_gives_the_same_text_whoever_else_is_served(model_dir: Pat
         [[5], [5, 6], [6]], [other, params, other]
     )
     assert among[1].token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("is_student", [False, True])
+def test_rows_of_a_padded_embedding_are_never_generated(tmp_path: Path, is_student: bool) -> None:
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(LlamaConfig(**{**make_model().config.to_dict(), "vocab_size": 320})).eval()
+    if is_student:
+        model = convert(model, num_key_value_layers=2, early_exit=True)
+    with torch.no_grad():
+        model.lm_head.weight[300] = 50 * model.lm_head.weight[5]
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    engine = LLMEngine.from_pretrained(tmp_path)
+    for params in (
+        GREEDY,
+        SamplingParams(max_tokens=40, temperature=2.0, seed=1, ignore_eos=True, logprobs=20),
+        SamplingParams(max_tokens=40, temperature=2.0, seed=1, ignore_eos=True, top_k=300, num_lookup_tokens=2),
+        replace(GREEDY, logit_bias={310: 100.0}),
+    ):
+        for output in engine.generate([[1, 2, 3], [7], [319, 300]], params):
+            assert max(output.token_ids) < 258
+            assert all(max(each) < 258 for each in output.logprobs or ())
+    [scored] = engine.generate([[1, 300, 301, 2]], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    assert torch.tensor([value for each in scored.prompt_logprobs[1:] for value in each.values()]).isfinite().all()
 
 
 def test_requests_without_a_seed_differ_and_an_engine_seed_repeats_them(dense_dir: Path) -> None:

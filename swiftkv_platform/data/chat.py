@@ -106,7 +106,7 @@ class ChatRenderer:
         template."""
         template = replace(self._bind_template(conversation), request_variables=variables)
         return template.render(
-            template.adapt_messages(conversation.messages),
+            template.adapt_messages(template.select_messages(conversation.messages)),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
@@ -125,17 +125,31 @@ class ChatRenderer:
         """
         # 1. bind the template, and adapt the messages to it
         template = self._bind_template(conversation)
-        messages = template.adapt_messages(conversation.messages)
+        selected = template.select_messages(conversation.messages)
+        messages = template.adapt_messages(selected)
         template.check_left_out_keys(messages)
         # 2. select the assistant messages whose weight is not 0
         targets = [
             turn
-            for turn, (message, given) in enumerate(zip(messages, conversation.messages, strict=True))
+            for turn, (message, given) in enumerate(zip(messages, selected, strict=True))
             if message["role"] == "assistant" and given.get("weight") != 0
         ]
         # 3. render texts in which each target follows its prompt
         turns = _AssistantTurns(template, messages)
         return turns.render_all_targets(targets) if train_on == "all" else turns.render_assistant_targets(targets)
+
+    def find_uncounted_end(self) -> str | None:
+        """Return the end of an answer that the template's `{% generation %}` leaves out, such as `<|im_end|>`; None if
+        it leaves out nothing, or the template has no such block."""
+        template = self._bind_template(Conversation([]))
+        if not template.has_generation_tags:
+            return None
+        talk = [{"role": role, "content": _CONTENT_PLACEHOLDER} for role in ("user", "assistant")]
+        try:
+            text, spans = template.render_with_spans(talk)
+        except RowError:  # an unusual template, whose conversations are refused or accepted one by one
+            return None
+        return text[spans[-1][1] :].strip() or None if spans else None
 
     def _bind_template(self, conversation: Conversation) -> _BoundTemplate:
         template = find_chat_template(self.tokenizer, conversation.tools) or PLAIN_TEMPLATE
@@ -159,6 +173,13 @@ class _BoundTemplate:
     @property
     def has_generation_tags(self) -> bool:
         return _GENERATION_TAG.search(self.template) is not None
+
+    def select_messages(self, messages: list[Message]) -> list[Message]:
+        """Return the messages without empty system messages, if the template refuses any system message."""
+        empty = [m for m in messages if m["role"] in ("system", "developer") and not (m.get("content") or "").strip()]
+        if empty and _refuses_system_messages(self.template, tuple(self.variables.items())):
+            return [message for message in messages if message not in empty]
+        return messages
 
     def adapt_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Adapt messages to the template: most know no `developer` role, concatenate `content` without a check for
@@ -217,6 +238,17 @@ class _BoundTemplate:
         except (jinja2.TemplateError, *_TEMPLATE_ERRORS) as error:
             raise RowError(f"the tokenizer's chat template refuses the conversation: {error}") from error
         return texts[0], spans[0] if with_spans else []
+
+
+@lru_cache(maxsize=64)
+def _refuses_system_messages(template: str, variables: tuple[tuple[str, str], ...]) -> bool:
+    bound = _BoundTemplate(template, None, dict(variables))
+    talk: list[Message] = [{"role": role, "content": "a"} for role in ("system", "user")]
+    try:
+        bound.render(talk)
+    except RowError:
+        return True
+    return False
 
 
 @lru_cache(maxsize=64)

@@ -81,6 +81,17 @@ class DocumentEncoder:
         self._start_ids = np.array(_find_start_ids(tokenizer), dtype=np.int32)
         self._template_tokens = tuple(t.content for t in added if t.special and t.content in template)
 
+    @property
+    def warning(self) -> str | None:
+        """What a data set of conversations should know about the tokenizer; None if there is nothing to say."""
+        end = self._renderer.find_uncounted_end() if self._assistant_only else None
+        if end is None:
+            return None
+        return (
+            f"the chat template ends {{% generation %}} before {end!r}, so the student is not trained to end its "
+            "answers; move {% endgeneration %} behind it"
+        )
+
     def render(self, content: Content) -> RenderedDocument:
         """Render a document. Raises `RowError` if the chat template refuses it or is already rendered, or if it has
         lone surrogates."""

@@ -151,6 +151,8 @@ def _parse_and_validate(turns: Sequence[Mapping[str, Any]]) -> list[Message]:
             raise RowError(f"a message has the role {given!r}; {', '.join(ROLES)} are accepted")
     messages = normalize_messages(turns)
     for number, (message, turn) in enumerate(zip(messages, turns, strict=True), start=1):
+        if message["role"] in ("system", "developer") and message["content"] is None:
+            message["content"] = ""  # as tables write an empty system prompt
         _validate_message(message, f"message {number} (role {_parse_role(turn)[0]})")
     return messages
 

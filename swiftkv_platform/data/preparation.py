@@ -138,6 +138,7 @@ def prepare_data(
         held_out=RowStatistics.from_rows(evaluation, len(np.unique(of_document[reported]))),
         steering=RowStatistics.from_rows(validation, len(np.unique(of_document[steering]))) if with_steering else None,
         sources=tuple(sources),
+        warning=encoder.warning if any(source.formats.keys() - {"text"} for source in sources) else None,
     )
     splits = train, evaluation, validation
     prepared = PreparedData(*splits, statistics, compute_fingerprint(spec, directory, *splits))

@@ -189,6 +189,8 @@ class DataStatistics(FrozenModel):
     steering: RowStatistics | None = None
     """Statistics of the validation rows; None without validation, and in data of older versions."""
     sources: tuple[SourceStatistics, ...]
+    warning: str | None = None
+    """Problem of the chat template, if there are conversations."""
 
     def format_messages(self) -> Iterator[tuple[str, bool]]:
         """Yield (sentence, whether the sentence is a warning) for each source and each split."""
@@ -197,6 +199,8 @@ class DataStatistics(FrozenModel):
                 f"data.sources[{index}] {source.name_or_path}: {_describe_source(source)}",
                 _exceeds_warning_share(source),
             )
+        if self.warning is not None:
+            yield self.warning, True
         for name, split in (("training", self.train), ("held out", self.held_out), ("validation", self.steering)):
             if split is None:
                 continue

@@ -144,6 +144,38 @@ def test_what_a_template_cannot_do_is_said(template: str, messages: list[Message
         renderer(template).render_for_training(Conversation(messages), "assistant")
 
 
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
+
+
+@pytest.mark.parametrize("content", ["", None, " \n"])
+@pytest.mark.parametrize("template", [CHATML, MARKED, THINKING, FORGETS_THOUGHTS, NO_SYSTEM, None])
+def test_an_empty_system_message_fails_with_no_template(template: str | None, content: str | None) -> None:
+    talk = Conversation([{"role": "system", "content": content}, ASK, SAID])
+    for train_on in ("assistant", "all"):
+        [rendered] = renderer(template).render_for_training(talk, train_on)
+        assert "Sum?" in rendered.text
+        assert train_on == "all" or "".join(counted(rendered)).strip().startswith((".", "<think>"))
+    prompt = renderer(template).render_prompt(Conversation(talk.messages[:2]))
+    assert ("system" in prompt.lower()) == (template is not NO_SYSTEM)
+    with pytest.raises(RowError, match="no system role"):
+        renderer(NO_SYSTEM).render_prompt(Conversation(TALK))
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (MARKED, None),
+        (MARKED.replace("{{ m.content }};{% endgeneration %}", "{{ m.content }}{% endgeneration %};"), ";"),
+        (MARKED.replace("{{ m.content }};{% endgeneration %}", "{{ m.content }}{%- endgeneration -%}\n ; "), ";"),
+        (CHATML, None),
+        (None, None),
+        (ALTERNATING.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"), None),
+    ],
+)
+def test_the_end_that_a_template_leaves_out_of_the_answer_is_found(template: str | None, end: str | None) -> None:
+    assert renderer(template).find_uncounted_end() == end
+
+
 def test_reasoning_is_accepted_where_the_template_renders_it_or_it_is_empty() -> None:
     reasons = CHATML.replace("{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}")
     talk = [ASK, {**SAID, "reasoning_content": "two and two"}]

@@ -127,6 +127,13 @@ def read(row: dict[str, Any], name: str = "auto") -> tuple[str, Content]:
                 {"rejected": "5", "score": 0.5},
             )
         ),
+        *(
+            ({"messages": [empty, QUESTION, ANSWER]}, ("messages", said({**SYSTEM, "content": ""}, QUESTION, ANSWER)))
+            for empty in (
+                *({"role": "system", "content": content} for content in ("", None, [])),
+                *({"role": "system"}, {"from": "system", "value": None}),
+            )
+        ),
         ({"text": "A cat.", "image": "cat.png", "label": False}, ("text", "A cat.")),
         ({"text": "<|im_start|>user\n2 + 2?"}, ("text", "<|im_start|>user\n2 + 2?")),
         (

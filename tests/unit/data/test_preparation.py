@@ -69,6 +69,20 @@ def test_messages_with_the_special_tokens_of_the_template_are_refused(write: Wri
     assert prepare(write([row]), template=CHAT).train, "this template does not write them"
 
 
+def test_a_template_that_leaves_out_the_end_of_answers_is_warned_about(write: Write) -> None:
+    open_end = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}|{% endfor %}"
+    rows, texts_ = write([{"prompt": "a", "completion": "b"}]), write([{"text": "a"}], "texts.jsonl")
+
+    def warnings(path: str, **settings: str) -> list[str]:
+        found = prepare(path, template=open_end, **settings).statistics.format_messages()
+        return [message for message, is_warning in found if is_warning]
+
+    [warning] = warnings(rows, train_on="assistant")
+    assert "{% generation %} before '|'" in warning
+    assert not warnings(rows, train_on="all")
+    assert not warnings(texts_, train_on="assistant")
+
+
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_columns_that_are_not_read_are_reported(write: Write, name: str) -> None:
     rows = [{"prompt": "a", "completion": "b", "score": 1.0, "label": True, "source": "web"}] * 2

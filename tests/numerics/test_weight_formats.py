@@ -193,6 +193,55 @@ def test_damaged_files_are_refused(form: WeightFormat, change: Any, message: str
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+def index_of(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the group of each column of `UP`."""
+    size, groups = int(tensors[f"{UP}_shape"][1]), tensors[f"{UP}_scale"].shape[1]
+    return torch.arange(size, dtype=torch.int32) // (size // groups)
+
+
+def packed_points(tensors: dict[str, torch.Tensor], point: int) -> torch.Tensor:
+    """Return equal zero points, packed along the rows as compressed-tensors does, with words of 0 as padding."""
+    rows, groups = int(tensors[f"{UP}_shape"][0]), tensors[f"{UP}_scale"].shape[1]
+    points = torch.full((groups, -(-rows // 8) * 8), -8, dtype=torch.int8)
+    points[:, :rows] = point
+    return pack_int4(points).t().contiguous()
+
+
+@pytest.mark.parametrize(
+    ("form", "suffix", "make", "message"),
+    [
+        ("int8", "_zero_point", lambda t: torch.zeros_like(t[UP + "_scale"], dtype=torch.int8), None),
+        ("int8", "_zero_point", lambda t: torch.zeros(1), None),
+        ("int8", "_zero_point", lambda t: torch.zeros_like(t[UP + "_scale"]).index_fill_(0, torch.tensor(3), 1), "up_"),
+        ("int4", "_zero_point", lambda t: torch.zeros_like(t[UP + "_scale"], dtype=torch.int32), None),
+        ("int4", "_zero_point", lambda t: packed_points(t, 0), None),
+        ("int4", "_zero_point", lambda t: packed_points(t, 1), "has zero points other than 0; use symmetric weights"),
+        ("int4", "_g_idx", index_of, None),
+        ("int4", "_g_idx", lambda t: torch.full_like(index_of(t), -1), None),
+        ("int4", "_g_idx", lambda t: index_of(t).flip(0), "reorders columns; quantize with actorder null or 'static'"),
+        ("int8", "_g_idx", lambda t: torch.zeros(t[UP].shape[1], dtype=torch.int64), None),
+    ],
+)
+def test_parameters_that_change_nothing_are_accepted_and_others_refused(
+    form: WeightFormat, suffix: str, make: Any, message: str | None, tmp_path: Path
+) -> None:
+    export(convert(random_teacher(hidden_size=128), **STUDENT), tmp_path, quantize=form)
+    (file,) = tmp_path.glob("*.safetensors")
+    file.rename(tmp_path / "model.safetensors")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    rewrite(tmp_path, lambda tensors: tensors.update({f"{UP}{suffix}": make(tensors)}))
+    if message is not None:
+        for load in (AutoModelForCausalLM.from_pretrained, LLMEngine.from_pretrained):
+            with pytest.raises(ModelError, match=message):
+                load(tmp_path)
+        return
+    for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path).state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
 def test_students_of_fp8_teachers_are_exported_too(tmp_path: Path) -> None:
     save_fp8(tmp_path / "teacher", ROWS)
     convert_checkpoint(tmp_path / "teacher", tmp_path / "student", num_key_value_layers=2)

@@ -30,6 +30,8 @@ _SCALE_SUFFIXES = ("_scale", "_scale_inv")
 _ACTIVATION_SUFFIXES = (".input_scale", ".input_scale_ub", ".activation_scale", ".q_scale", ".k_scale", ".v_scale")
 """Suffixes of scales for quantized activations and caches, which are ignored."""
 PACKED_SUFFIX, SHAPE_SUFFIX = "_packed", "_shape"
+_ZERO_POINT_SUFFIX, _GROUP_INDEX_SUFFIX = "_zero_point", "_g_idx"
+"""Suffixes of tensors that some programs store although they change nothing; others are refused."""
 
 
 def is_quantized(config: Any) -> bool:
@@ -70,7 +72,32 @@ class DequantizedCheckpoint(Checkpoint):
 
     @cached_property
     def headers(self) -> dict[str, TensorInfo]:
-        return {name: self._get_info(name) for name in self.shards}
+        found = {name: self._get_info(name) for name in self.shards}
+        for name in self.stored.shards.keys() - self.shards.keys():
+            weight = found.get(name.removesuffix(_ZERO_POINT_SUFFIX).removesuffix(_GROUP_INDEX_SUFFIX))
+            if weight is not None and name.endswith(_ZERO_POINT_SUFFIX):
+                self._check_zero_points(name, weight.shape[0])
+            elif weight is not None:
+                self._check_group_index(name)
+        return found
+
+    def _check_zero_points(self, name: str, num_rows: int) -> None:
+        """Raise `ModelError` unless all zero points of a weight are 0, as of symmetric ones."""
+        points = self.stored.read(name)
+        if points.dtype == torch.int32 and points.dim() == 2 and len(points) < num_rows:  # packed by columns
+            points = unpack_int32(points.t().contiguous(), 32 // -(-num_rows // len(points)))[:, :num_rows]
+        if points.any():
+            raise self._quantization_error(f"{name} has zero points other than 0; use symmetric weights")
+
+    def _check_group_index(self, name: str) -> None:
+        """Raise `ModelError` if columns of a weight are not in the order of their groups. -1 is a column without a
+        group index."""
+        index = self.stored.read(name).flatten()
+        scale = self.stored.headers.get(f"{name.removesuffix(_GROUP_INDEX_SUFFIX)}{_SCALE_SUFFIXES[0]}")
+        num_groups = scale.shape[-1] if scale is not None and len(scale.shape) == 2 else 1
+        ordered = torch.arange(len(index)) // max(-(-len(index) // num_groups), 1)
+        if not (bool((index == -1).all()) or torch.equal(index.long(), ordered)):
+            raise self._quantization_error(f"{name} reorders columns; quantize with actorder null or 'static'")
 
     def read_tensors(self, names: Iterable[str], part: Part | None = None) -> dict[str, torch.Tensor]:
         return {name: self.read(name, part) for name in names}
@@ -169,7 +196,7 @@ def _is_quantization_parameter(name: str, checkpoint: Checkpoint) -> bool:
     """Whether a tensor belongs to another one's quantization, such as its scales."""
     if name.endswith(_ACTIVATION_SUFFIXES):
         return True
-    for suffix in (*_SCALE_SUFFIXES, SHAPE_SUFFIX):
+    for suffix in (*_SCALE_SUFFIXES, SHAPE_SUFFIX, _ZERO_POINT_SUFFIX, _GROUP_INDEX_SUFFIX):
         base = name.removesuffix(suffix)
         if base != name and (base in checkpoint.shards or f"{base}{PACKED_SUFFIX}" in checkpoint.shards):
             return True

@@ -139,11 +139,21 @@ class DocumentEncoder:
         ]
 
     def _tokenize_in_pieces(self, text: str) -> TokenIds:
-        """Tokenize a long text in pieces cut at line ends, since tokenizers need about 100 bytes per character."""
+        """Tokenize a long text in pieces cut at line ends, since tokenizers need about 100 bytes per character.
+
+        SentencePiece adds a space before a text. So that it does not before a later piece, this is tokenized after a
+        line end, whose tokens are removed.
+        """
+        [line_end] = self._tokenize(["\n"], False)["input_ids"]
         pieces, begin = list[TokenIds](), 0
         while begin < len(text):
             end = text.rfind("\n", begin, begin + _MAX_PIECE_LENGTH) + 1 or begin + _MAX_PIECE_LENGTH
-            pieces.append(np.array(self._tokenize([text[begin:end]], False)["input_ids"][0], dtype=np.int32))
+            [ids] = self._tokenize([text[begin:end] if not begin else f"\n{text[begin:end]}"], False)["input_ids"]
+            if begin and ids[: len(line_end)] == line_end:
+                ids = ids[len(line_end) :]
+            elif begin:  # the line end is one token with what follows it
+                [ids] = self._tokenize([text[begin:end]], False)["input_ids"]
+            pieces.append(np.array(ids, dtype=np.int32))
             begin = end
         return np.concatenate(pieces)
 
@@ -239,6 +249,8 @@ class DocumentEncoder:
 
 def _find_start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the token ids that the tokenizer adds before a text, such as BOS. Served prompts get the same."""
+    own: list[int]
+    whole: list[int]
     own, whole = (tokenizer("a", add_special_tokens=added)["input_ids"] for added in (False, True))
     behind = own or [tokenizer.eos_token_id]  # this vocabulary may have no "a"
     begins = (i for i in range(len(whole)) if whole[i : i + len(behind)] == behind)

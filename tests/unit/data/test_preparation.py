@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import models, processors
+from tokenizers import models, pre_tokenizers, processors
 
 from swiftkv_platform.data import documents
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.errors import DataError
-from tests.support.fakes.tokenizers import BOS, EOS, byte_tokenizer
+from tests.support.fakes.tokenizers import BOS, EOS, byte_tokenizer, sentence_tokenizer
 from tests.support.training_text import CHAT, NUMBERED, TALK, Write, prepare, samples_of, targets, texts, turns
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -261,11 +263,28 @@ def test_a_large_document_among_a_few_is_not_held_out_whole(write: Write) -> Non
     assert 0.02 < prepared.held_out.num_tokens / (prepared.held_out.num_tokens + prepared.train.num_tokens) < 0.25
 
 
-def test_a_long_text_is_tokenized_in_pieces(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write("a few words\n" * 20 + "x" * 90, "long.txt")
-    whole = texts(prepare(path).train)
+LONG_TEXTS = ("a few words\n" * 20 + "x" * 90, "the cat\n\n" * 30, " the cat\r\n" * 20, "the cat " * 40, "\n" * 120)
+
+
+def metaspace(prepend_scheme: str) -> Any:
+    tokenizer = sentence_tokenizer()
+    backend = tokenizer.backend_tokenizer
+    backend.normalizer = None  # type: ignore[assignment]
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme, split=False)
+    return tokenizer
+
+
+@pytest.mark.parametrize("text", LONG_TEXTS)
+@pytest.mark.parametrize(
+    "make", [byte_tokenizer, sentence_tokenizer, partial(metaspace, "always"), partial(metaspace, "first")]
+)
+def test_a_long_text_is_tokenized_in_pieces(
+    text: str, make: Callable[[], Any], write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, tokenizer = write(text, "long.txt"), make()
+    whole = prepare(path, tokenizer=tokenizer).train.samples.tokens.tolist()
     monkeypatch.setattr(documents, "_MAX_PIECE_LENGTH", 50)
-    assert texts(prepare(path).train) == whole
+    assert prepare(path, tokenizer=tokenizer).train.samples.tokens.tolist() == whole
 
 
 def test_token_ids_take_two_bytes_where_the_vocabulary_allows(write: Write) -> None:

@@ -36,6 +36,7 @@ from swiftkv_platform.data.formats import (
     RowReader,
     find_row_reader,
     hash_content,
+    list_unread_columns,
     match_format,
 )
 from swiftkv_platform.data.messages import RowError
@@ -232,7 +233,7 @@ class _SourceCheck:
             num_files=len(filled),
             num_bytes=sum(file.stat().st_size for file in filled),
             formats=tuple(dict.fromkeys(reader.format.name for reader in readers)),
-            unread_columns=tuple(dict.fromkeys(column for reader in readers for column in reader.unread_columns)),
+            unread_columns=list_unread_columns(column for reader in readers for column in reader.unread_columns),
             not_checked=not_checked,
         )
 

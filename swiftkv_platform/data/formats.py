@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from swiftkv_platform.data.files import Row
@@ -109,6 +110,8 @@ class NonEmptyColumns:
 
 _MAX_LISTED_LENGTH = 500
 """Max characters of a list of columns in a message."""
+_MAX_UNREAD_COLUMNS, _MAX_COLUMN_LENGTH = 64, 128
+"""Max number of reported unread columns, and max characters of each."""
 _MAX_COLUMN_SETS = 256
 """Max sets of columns that a `NonEmptyColumns` tracks."""
 
@@ -147,9 +150,14 @@ def find_row_reader(
         candidate, required, _ = matched
         optional = tuple(column for column in candidate.optional if column in columns)
         read = required + optional
-        return RowReader(candidate, required, read, tuple(column for column in columns if column not in read))
+        return RowReader(candidate, required, read, list_unread_columns(c for c in columns if c not in read))
     message = f"{source_field}: {_describe_mismatch(origin, columns, candidates)}"
     raise DataError(message, field=field or f"{source_field}.format", value=list(columns))
+
+
+def list_unread_columns(columns: Iterable[str]) -> tuple[str, ...]:
+    """Return the first distinct names, shortened: rows may have any number of columns with names of any length."""
+    return tuple(islice(dict.fromkeys(column[:_MAX_COLUMN_LENGTH] for column in columns), _MAX_UNREAD_COLUMNS))
 
 
 def _describe_mismatch(origin: str, columns: Collection[str], formats: Sequence[RowFormat]) -> str:

@@ -25,6 +25,7 @@ from swiftkv_platform.data.documents import (
     EncodedDocument,
     RenderedDocument,
 )
+from swiftkv_platform.data.formats import list_unread_columns
 from swiftkv_platform.data.messages import RowError
 from swiftkv_platform.data.packing import BoolArray, IntArray, pack
 from swiftkv_platform.data.prepared import (
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
 
 _DOCUMENTS_PER_BATCH = 512
 _CHARACTERS_PER_BATCH = 1 << 22
-_MAX_UNREAD_COLUMNS = 64
-"""Max names of unread columns in a source's statistics."""
 
 
 def prepare_data(
@@ -223,7 +222,7 @@ class SourceCollector:
     writer: DocumentWriter
     _rows: int = 0
     _formats: Counter[str] = field(default_factory=Counter)
-    _unread_columns: dict[str, None] = field(default_factory=dict)
+    _unread_columns: tuple[str, ...] = ()
     _lengths: array[int] = field(default_factory=lambda: array("q"))
     _split: int = 0
     _truncated: int = 0
@@ -249,8 +248,8 @@ class SourceCollector:
     def _count_row(self, row: SourceRow | Completion) -> None:
         self._rows += 1
         self._formats[row.format] += 1
-        if len(self._unread_columns) < _MAX_UNREAD_COLUMNS:
-            self._unread_columns |= dict.fromkeys(row.unread_columns)
+        if row.unread_columns != self._unread_columns:
+            self._unread_columns = list_unread_columns([*self._unread_columns, *row.unread_columns])
 
     def _summarize(self) -> SourceStatistics:
         if not self._rows:
@@ -271,7 +270,7 @@ class SourceCollector:
             truncated=self._truncated,
             truncated_tokens=self._truncated_tokens,
             written_tokens=self._written_tokens,
-            unread_columns=tuple(self._unread_columns)[:_MAX_UNREAD_COLUMNS],
+            unread_columns=self._unread_columns,
         )
 
     @property

@@ -39,6 +39,9 @@ def test_columns_that_are_not_read_are_named_and_bad_first_rows_refused(tmp_path
     (tmp_path / "a" / "more.csv").write_text("prompt,completion,source\n?,!,web\n")
     [found] = check(ReadBudget(), source)
     assert (found.formats, found.unread_columns) == (("prompt_completion",), ("score", "rejected", "source"))
+    many = directory(tmp_path / "c", 2, json.dumps(row | {f"{i:04}" + "x" * 1000: i for i in range(200)}))
+    [bounded] = check(ReadBudget(), many)
+    assert (len(bounded.unread_columns), max(map(len, bounded.unread_columns))) == (64, 128)
     bad = directory(tmp_path / "b", 1, json.dumps({**row, "label": False}))
     with pytest.raises(DataError, match=r"the first row of 0000.jsonl, read as prompt_completion: label is False, "):
         check(ReadBudget(), bad)

@@ -101,7 +101,7 @@ def nested(key: str, *, outside: bool = False, as_text: bool = False) -> bytes:
         (b'{"text": "x"}\n' + rb'{"text": "x", "a\u0000": 1}', r"line 2 has the column 'a\x00'"),
         (rb'{"messages": [{"role": "user", "content": "a", "\ud800": "b"}]}', "half of a surrogate pair"),
         (nested("tool_calls"), "more than 100 deep"),
-        (nested("content"), "more than 100 deep"),
+        (nested("metadata"), "more than 100 deep"),
         (nested("tools", outside=True), "more than 100 deep"),
         (nested("tools", outside=True, as_text=True), "more than 100 deep"),
         (gzip.compress(b'{"text": "x"}\n'), "is gzip-compressed; plain JSON Lines"),

@@ -7,14 +7,18 @@ Ray Train workers.
 from __future__ import annotations
 
 import argparse
+import fcntl
+import json
 import math
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -23,13 +27,16 @@ import ray
 from ulid import ULID
 
 from swiftkv_platform.contract.attempts import (
+    JOBS_PREFIX,
     MANIFEST,
     PROTOCOL,
     PROTOCOL_OPTION,
     AttemptId,
     AttemptRequest,
     Manifest,
+    attempts_prefix,
     describe_protocol_mismatch,
+    trials_prefix,
 )
 from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED_GPUS
 from swiftkv_platform.contract.events import AttemptEvent, ReasonCode
@@ -41,6 +48,7 @@ from swiftkv_platform.jobs.driver import (
     evaluate_on_workers,
     generate_data,
     publish_copy,
+    save_model,
     sum_worker_resources,
     train,
     warn_if_too_large,
@@ -51,9 +59,9 @@ from swiftkv_platform.jobs.values import StoppedError
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import fetch_directory
+from swiftkv_platform.storage.artifacts import is_complete, read_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.storage.object_store import ObjectStore, join_key
 from swiftkv_platform.traces import get_job_spans
 
 _RAY_TRAIN_ENVIRONMENT = {
@@ -63,6 +71,12 @@ _RAY_TRAIN_ENVIRONMENT = {
 _MAX_TEMP_ROOT_LENGTH = 40
 _EXIT_STATUS_TERMINATED = 128 + signal.SIGTERM
 _TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+LOCAL_STORE, LOCAL_MODEL, LOCAL_FAILURE = "job", "model", "failure.json"
+"""Names in the output directory of a local run that is unfinished; see `run_local`."""
+_REPORT_FILES = ("evaluation.json", "evaluation.html", "sweep.json", "sweep.html")
+_CHANGEABLE_SECTIONS = ("evaluation", "publish")
+"""Sections of the spec on which training does not depend."""
+_INTERRUPTED = Failure("interrupted", "the run was interrupted; the same command resumes it from its last checkpoint")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,17 +137,20 @@ def _send_error_event(failure: Failure, store: ObjectStore, attempt: AttemptId) 
     )
 
 
-def distill(store: ObjectStore, request: AttemptRequest) -> Manifest | None:
-    """Run the phases of an attempt. Returns the manifest of the model; None for a job that only publishes a model."""
+def distill(
+    store: ObjectStore, request: AttemptRequest, *, on_trained: Callable[[str], None] = lambda _checkpoint: None
+) -> Manifest | None:
+    """Run the phases of an attempt. Returns the manifest of the model; None for a job that only publishes a model.
+    `on_trained`: called after training with the key of the checkpoint that becomes the model; not for a sweep."""
     spans = get_job_spans()
     try:
         with spans.span("attempt", request.traceparent, job_id=request.job_id, attempt=request.attempt) as context:
-            return _run_phases(store, request.model_copy(update={"traceparent": context}))
+            return _run_phases(store, request.model_copy(update={"traceparent": context}), on_trained)
     finally:
         spans.flush()
 
 
-def _run_phases(store: ObjectStore, request: AttemptRequest) -> Manifest | None:
+def _run_phases(store: ObjectStore, request: AttemptRequest, on_trained: Callable[[str], None]) -> Manifest | None:
     reporter = Reporter(store, request.attempt_id, "driver")
     reporter.send_status("running")
     check_store_is_shared(store)
@@ -150,6 +167,7 @@ def _run_phases(store: ObjectStore, request: AttemptRequest) -> Manifest | None:
         manifest = run_sweep(store, request, reporter)
     else:
         checkpoint, prepared = train(store, request, reporter)
+        on_trained(checkpoint)
         reporter.send_status("evaluating")
         manifest = evaluate_on_workers(store, request, reporter, checkpoint, prepared)
     # 3. publish
@@ -195,17 +213,20 @@ def _clean_up(store: ObjectStore, request: AttemptRequest) -> None:
 def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent], None] | None = None) -> Path:
     """Run the job on a temporary local Ray, without a control plane. Writes the artifact to `output` and returns that.
 
+    Until the artifact is complete, `output` has the attempt's object store in `job/`, and in `failure.json` the reason
+    why it is unfinished. If training has ended, a failure also leaves the trained model in `model/`, and the report if
+    there is one. The next call resumes from the last checkpoint; it may change the spec's sections `evaluation` and
+    `publish`. A run without a checkpoint after a step leaves nothing.
+
     Args:
-        output: a new or empty directory, or one with an artifact, which is replaced.
+        output: a new or empty directory, or one with an unfinished run of this spec.
         on_event: called with the attempt's events, on another thread.
 
     Raises:
-        ConflictError: `output` has other files; raised before the job starts.
+        ConflictError: `output` has a finished model, the run of another spec or other files, or another process runs
+            there; raised before the job starts.
         SwiftKVError: the job failed.
     """
-    if output.exists() and any(output.iterdir()) and not (output / MANIFEST).is_file():
-        why = ", a directory with files other than an artifact; use a new or empty directory"
-        raise ConflictError.for_field("output", str(output), why)
     if spec.training.from_ is not None:
         raise InvalidInputError.for_field(
             "training.from",
@@ -213,22 +234,146 @@ def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent],
             ", which needs a control plane; use `swiftkv jobs submit`",
         )
     _set_ray_train_environment()
-    with _exit_on_signals(), tempfile.TemporaryDirectory(prefix="distill-") as directory:
-        store = open_store(directory)
-        name = f"job_{ULID()}"
-        request = AttemptRequest(job_id=name, attempt=1, spec=spec, run_id=name)
-        with _start_local_ray(spec), follow_events(AttemptStore(store), request, on_event):
+    with _exit_on_signals(), _reserve_directory(output):
+        if (output / MANIFEST).is_file():  # the last run was killed while it deleted its files
+            shutil.rmtree(output / LOCAL_STORE)
+            return output
+        store = open_store(str(output / LOCAL_STORE))
+        request = _plan_local_attempt(spec, store, output)
+        if AttemptStore(store).read_artifact_manifest(request.attempt_id) is None:
+            _write_failure(_INTERRUPTED, output)
+            AttemptStore(store).write_request(request)
             try:
-                distill(store, request)
-            except StoppedError:
-                sys.exit(_EXIT_STATUS_TERMINATED)
-            except Exception as error:
-                cause = find_root_cause(error)
-                if cause is None:
-                    raise
-                raise cause from error
-        fetch_directory(store, request.attempt_id.artifact_prefix, output)
+                with _start_local_ray(spec), follow_events(AttemptStore(store), request, on_event):
+                    _distill_or_keep_results(store, request, output)
+            except BaseException:
+                _discard_untrained(store, request.job_id, output)
+                raise
+        _move_artifact(store, request.attempt_id, output)
     return output
+
+
+def _distill_or_keep_results(store: ObjectStore, request: AttemptRequest, output: Path) -> None:
+    checkpoints: list[str] = []
+    try:
+        distill(store, request, on_trained=checkpoints.append)
+    except StoppedError:
+        sys.exit(_EXIT_STATUS_TERMINATED)
+    except Exception as error:
+        _write_failure(explain_failure(error), output)
+        _copy_reports(store, request.attempt_id, output)
+        for checkpoint in checkpoints:
+            try:
+                save_model(store, request, checkpoint, output / LOCAL_MODEL)
+            except Exception as fault:  # the first error is the reason; the checkpoint has the weights too
+                get_logger().error("model_not_saved", error=explain_failure(fault).message, exc_info=fault)
+        cause = find_root_cause(error)
+        if cause is None:
+            raise
+        raise cause from error
+
+
+@contextmanager
+def _reserve_directory(output: Path) -> Iterator[None]:
+    """Create `output` and lock it for this process. Raises `ConflictError` unless it is empty or has an unfinished
+    run."""
+    output.mkdir(parents=True, exist_ok=True)
+    directory = os.open(output, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            why = ", in which another process trains; use another directory"
+            raise ConflictError.for_field("output", str(output), why) from error
+        if not (output / LOCAL_STORE).is_dir() and any(output.iterdir()):
+            content = "a finished model" if (output / MANIFEST).is_file() else "files other than an unfinished run"
+            why = f", a directory with {content}; use a new or empty directory"
+            raise ConflictError.for_field("output", str(output), why)
+        yield
+    finally:
+        os.close(directory)
+
+
+def _plan_local_attempt(spec: JobSpec, store: ObjectStore, output: Path) -> AttemptRequest:
+    """Return the request of the next attempt of the run in `output`, or of the last one if its artifact is complete.
+
+    Raises `ConflictError` if the run has trained with another spec.
+    """
+    attempts = AttemptStore(store)
+    job_id = next(iter(store.list_directories(JOBS_PREFIX)), None)
+    if job_id is not None and not _has_trained(store, job_id):
+        store.delete_prefix(JOBS_PREFIX)  # nothing is lost, and the user may have corrected spec or data
+        job_id = None
+    if job_id is None:
+        name = f"job_{ULID()}"
+        return AttemptRequest(job_id=name, attempt=1, spec=spec, run_id=name)
+    # 1. the last attempt, and whether it is of this spec
+    number = max(map(int, store.list_directories(attempts_prefix(job_id))))
+    last = attempts.read_request(AttemptId(job_id, number))
+    differing = [name for name in JobSpec.model_fields if getattr(spec, name) != getattr(last.spec, name)]
+    fixed = [name for name in differing if name not in _CHANGEABLE_SECTIONS]
+    if fixed:
+        why = (
+            f", a directory with an unfinished run of another spec (different: {', '.join(fixed)}); run that spec, "
+            "use another directory, or delete this one"
+        )
+        raise ConflictError.for_field("output", str(output), why)
+    if attempts.read_artifact_manifest(last.attempt_id) is not None:
+        return last
+    # 2. the next one
+    if "evaluation" in differing:
+        for attempt in last.attempt_id.list_until_this():
+            store.delete_prefix(attempt.evaluation_prefix)
+    newest = attempts.find_newest_checkpoint(job_id)
+    get_logger().info("resuming", output=str(output), checkpoint=newest)
+    return last.model_copy(update={"attempt": number + 1, "spec": spec, "resume_from": newest})
+
+
+def _has_trained(store: ObjectStore, job_id: str) -> bool:
+    """Whether the job has an artifact, or it or a trial of its sweep a checkpoint after a step."""
+    trials = trials_prefix(job_id)
+    stores = [store, *(open_store(join_key(store.uri, f"{trials}/{name}")) for name in store.list_directories(trials))]
+    numbers = map(int, store.list_directories(attempts_prefix(job_id)))
+    return any(is_complete(store, AttemptId(job_id, number).artifact_prefix) for number in numbers) or any(
+        each.step for one in stores for each in AttemptStore(one).list_checkpoints(job_id)
+    )
+
+
+def _discard_untrained(store: ObjectStore, job_id: str, output: Path) -> None:
+    """Delete the run unless it has trained."""
+    if not _has_trained(store, job_id):
+        shutil.rmtree(output / LOCAL_STORE)
+        (output / LOCAL_FAILURE).unlink()
+        if not any(output.iterdir()):
+            output.rmdir()
+
+
+def _write_failure(failure: Failure, output: Path) -> None:
+    (output / LOCAL_FAILURE).write_text(json.dumps(asdict(failure), indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_reports(store: ObjectStore, attempt: AttemptId, output: Path) -> None:
+    """Copy the reports that the attempt has stored."""
+    for name in _REPORT_FILES:
+        if store.head(f"{attempt.prefix}/{name}") is not None:
+            store.download_file(f"{attempt.prefix}/{name}", output / name)
+
+
+def _move_artifact(store: ObjectStore, attempt: AttemptId, output: Path) -> None:
+    """Move the artifact's files to `output`, the manifest last, and delete the run. A later call continues a call that
+    was interrupted."""
+    artifact = output / LOCAL_STORE / attempt.artifact_prefix
+    names = [*read_manifest(store, attempt.artifact_prefix).files, MANIFEST]
+    # 1. what an earlier attempt has left
+    shutil.rmtree(output / LOCAL_MODEL, ignore_errors=True)
+    for name in {*_REPORT_FILES, LOCAL_FAILURE} - {*names}:
+        (output / name).unlink(missing_ok=True)
+    # 2. the artifact
+    for name in names:
+        if (artifact / name).is_file():  # moved already
+            (output / name).parent.mkdir(parents=True, exist_ok=True)
+            (artifact / name).replace(output / name)
+    shutil.rmtree(output / LOCAL_STORE)
 
 
 @contextmanager

@@ -142,6 +142,13 @@ def publish_copy(store: ObjectStore, request: AttemptRequest, reporter: Reporter
     reporter.send_message(f"published to {url}", published={"to": target.to, "url": url})
 
 
+def save_model(store: ObjectStore, request: AttemptRequest, checkpoint: str, directory: Path) -> None:
+    """Write the trained student of a checkpoint to a directory of this machine, without an evaluation."""
+    wait_for_task(
+        make_task(save, request.spec.resources).remote(request, store.uri, checkpoint, directory), store, request
+    )
+
+
 def generate_data(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -> None:
     """Generate the teacher's answers to the prompts in the data, if any, on all workers."""
     if all(source.complete is None for source in request.spec.data.sources):
@@ -339,6 +346,14 @@ def evaluate(
     ):
         run = evaluate_trial if is_trial else evaluate_and_publish
         return run(request, store_uri, checkpoint, prepared)
+
+
+def save(request: AttemptRequest, store_uri: str, checkpoint: str, directory: Path) -> None:
+    """Write the trained student, see `save_model`."""
+    configure_logging(job_id=request.job_id, attempt=request.attempt, phase="save")
+    from swiftkv_platform.jobs.worker.evaluate import save_trained_student
+
+    save_trained_student(request, store_uri, checkpoint, directory)
 
 
 def publish(request: AttemptRequest, store_uri: str, key: str) -> str:

@@ -4,6 +4,7 @@ artifact. In a sweep, every trial is evaluated and the chosen one published. Use
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -142,6 +143,14 @@ def publish_trial(
             {MODEL_CARD_FILE: render_model_card(lineage, trial.metrics, license_id=student.license_id)}, artifact
         )
         return _publish_directory(open_store(store_uri), request, artifact, lineage, trial.metrics)
+
+
+def save_trained_student(request: AttemptRequest, store_uri: str, checkpoint: str, directory: Path) -> None:
+    """Write the trained student of `checkpoint` to `directory`, which is replaced, without an evaluation."""
+    shutil.rmtree(directory, ignore_errors=True)
+    with _open_workspace(request.spec) as workspace:
+        access = get_access(request)
+        _TrainedStudent.load(request.spec, access, workspace, open_store(store_uri), checkpoint).save(directory)
 
 
 @contextmanager

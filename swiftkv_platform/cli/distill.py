@@ -15,6 +15,7 @@ import yaml
 from swiftkv_platform.cli.context import Json, OptionalSpecFile, PrefillLayers, validate_options
 from swiftkv_platform.cli.jobs import SpecChanges, load_spec, parse_spec_change
 from swiftkv_platform.cli.output import (
+    GATE_EXIT_CODE,
     Columns,
     get_error_console,
     print_fields,
@@ -45,7 +46,13 @@ if TYPE_CHECKING:
 
 def distill(
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="New or empty directory for the model.")
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="Directory for the model: new, empty or of an interrupted run.",
+        ),
     ],
     file: OptionalSpecFile = None,
     model: Annotated[
@@ -83,7 +90,8 @@ def distill(
 ) -> None:
     """Distill a model on this machine, using a temporary local Ray.
 
-    Takes a job spec (--file), or --model and --data, from which a spec is made and saved as DIR.yaml.
+    Takes a job spec (--file), or --model and --data, from which a spec is made and saved as DIR.yaml. The same command
+    resumes an interrupted run. The exit code is 2 if the model does not meet a quality gate.
     """
     output = output.expanduser().resolve()
     if (file is None) == (model is None) or (model is None) != (not data):
@@ -127,14 +135,35 @@ def _run_job(spec: JobSpec, output: Path) -> Path:
     try:
         with JobDisplay(get_error_console()) as display:
             return run_local(spec, output, on_event=display.show_event)
+    except ConflictError:  # another run has the directory
+        raise
     except SwiftKVError:
+        _print_what_is_kept(output)
         raise
     except Exception as error:
+        _print_what_is_kept(output)
         failure = explain_failure(error)
         if failure.code == SwiftKVError.code:
             raise  # an unexpected error shows its traceback
         cure = advise_on_failure(failure.code, failure.field, spec)
         raise TrainingError(f"{failure.code}: {failure.message}. {cure}", field=failure.field) from error
+    except BaseException:  # Ctrl-C, or a signal
+        _print_what_is_kept(output)
+        raise
+
+
+def _print_what_is_kept(output: Path) -> None:
+    """Print what a failed run has left in `output`, if anything."""
+    from swiftkv_platform.jobs.distill import LOCAL_FAILURE, LOCAL_MODEL
+
+    if not (output / LOCAL_FAILURE).is_file():
+        return
+    if (output / LOCAL_MODEL).is_dir():
+        hint = f"The trained model is in {output / LOCAL_MODEL}. The same command evaluates it again without training; "
+        hint += "change `evaluation` or `publish` in the spec first if they are the reason."
+    else:
+        hint = f"The checkpoints are in {output}. The same command resumes from the last one."
+    get_error_console().print(hint, highlight=False, markup=False, soft_wrap=True)
 
 
 def evaluate(
@@ -184,7 +213,7 @@ def evaluate(
 ) -> None:
     """Evaluate a student against its teacher.
 
-    The exit code is 1 unless all quality gates of the job's spec pass. Inconclusive gates count as failures.
+    The exit code is 2 unless all quality gates of the job's spec pass. Inconclusive gates count as failures.
     """
     with require_extra("swiftkv evaluate"):
         from swiftkv_platform.jobs.worker.measure import evaluate_directory
@@ -208,7 +237,7 @@ def evaluate(
     else:
         _print_report(report)
     if not all(gate.passed for gate in report.gates):
-        raise typer.Exit(1)
+        raise typer.Exit(GATE_EXIT_CODE)
 
 
 def _make_interval_row(report: Report) -> tuple[str, ...]:

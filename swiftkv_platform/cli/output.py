@@ -18,7 +18,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from swiftkv_platform.client import APIError
-from swiftkv_platform.errors import InvalidInputError, SwiftKVError
+from swiftkv_platform.errors import InvalidInputError, QualityGateError, SwiftKVError
 from swiftkv_platform.installing import make_install_command
 from swiftkv_platform.local.terminal import format_size
 
@@ -26,6 +26,8 @@ _JSON_FLAG_KEY = "swiftkv.json"
 _NO_HOME_MESSAGE = "Could not determine home directory."
 """Message of `Path.expanduser` for a user without a home directory."""
 _INTERRUPTED_EXIT_CODE = 130
+GATE_EXIT_CODE = 2
+"""Exit code of a command that worked, and whose model does not meet a quality gate."""
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _COLUMN_GAP = 2
 """Spaces between the columns of a table."""
@@ -176,7 +178,8 @@ def require_extra(command: str, extra: str = "train", *, alternative: str = "") 
 
 
 class ErrorReportingGroup(TyperGroup):
-    """Prints expected errors (`SwiftKVError`, file errors) on stderr with exit code 1. Others show a traceback."""
+    """Prints expected errors (`SwiftKVError`, file errors) on stderr with exit code 1, or `GATE_EXIT_CODE`. Others show
+    a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -200,7 +203,7 @@ class ErrorReportingGroup(TyperGroup):
 
     def _report_error(self, ctx: Any, error: SwiftKVError) -> typer.Exit:
         _print_error(error, as_json=bool(ctx.meta.get(_JSON_FLAG_KEY)))
-        return typer.Exit(1)
+        return typer.Exit(GATE_EXIT_CODE if isinstance(error, QualityGateError) else 1)
 
 
 def _print_error(error: SwiftKVError, *, as_json: bool) -> None:

@@ -35,6 +35,8 @@ from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.job import drop_former_defaults, fill_former_defaults
 
 MANIFEST = "manifest.json"
+JOBS_PREFIX = "jobs"
+"""Prefix of all jobs, below which each job has a directory."""
 ADAPTER_LINEAGE = "base_digest"
 """Lineage key of adapters only: the digest of the base model's weights."""
 
@@ -105,13 +107,13 @@ class AttemptId:
 
 def attempts_prefix(job_id: str) -> str:
     """Return the prefix of all attempts of a job, below which each attempt has a directory named by its number."""
-    return f"jobs/{job_id}/attempts"
+    return f"{JOBS_PREFIX}/{job_id}/attempts"
 
 
 def trials_prefix(job_id: str) -> str:
     """Return the prefix of all trials of a sweep, below which each trial has a directory laid out like a job's
     store."""
-    return f"jobs/{job_id}/trials"
+    return f"{JOBS_PREFIX}/{job_id}/trials"
 
 
 class AttemptRequest(FrozenModel):

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from swiftkv_platform.cli import distill
 from swiftkv_platform.cli.app import app
+from swiftkv_platform.errors import DataError, QualityGateError, StorageError
 from swiftkv_platform.specs import JobSpec
 from tests.contract.serving.replicas import save_chat_model
 from tests.support.rays import free_port
@@ -123,6 +124,34 @@ def test_a_spec_of_a_few_options(tmp_path: Path, tiny_teacher: Path, monkeypatch
     for wrong in (base[:3], ["distill", "--data", "x"], [*base[:-2], "-f", "my student.yaml"]):
         result = run(*wrong, "-o", "c")
         assert (result.exit_code, "--model together with --data" in result.stderr) == (1, True), result.output
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        (QualityGateError("too far", field="evaluation.max_kl"), 2),
+        (DataError("no such task"), 1),
+        (StorageError("the disk is full"), 1),
+        (MemoryError("8 GiB"), 1),
+        (SystemExit(143), 143),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+@pytest.mark.parametrize("has_model", [True, False])
+def test_a_failed_run_says_what_is_kept(
+    error: BaseException, exit_code: int, has_model: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_spec: JobSpec, output: Path, **_: object) -> Path:
+        (output / "model").mkdir(parents=True) if has_model else output.mkdir()
+        (output / "failure.json").write_text("{}")
+        raise error
+
+    monkeypatch.setattr("swiftkv_platform.jobs.distill.run_local", fail)
+    (tmp_path / "spec.yaml").write_text("name: here\n")
+    result = run("distill", "-f", tmp_path / "spec.yaml", "-o", tmp_path / "output")
+    assert result.exit_code == exit_code
+    kept = f"model is in {tmp_path / 'output' / 'model'}" if has_model else f"checkpoints are in {tmp_path / 'output'}"
+    assert kept in result.stderr
 
 
 def test_a_recipe_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

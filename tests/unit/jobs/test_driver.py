@@ -3,10 +3,10 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,15 +16,17 @@ from typing import Any
 import pytest
 import ray
 
-from swiftkv_platform.contract.attempts import PROTOCOL, AttemptId
+from swiftkv_platform.contract.attempts import PROTOCOL, AttemptId, AttemptRequest, ManifestFile
 from swiftkv_platform.control_plane.ray.jobs import Entrypoint
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.errors import ConflictError, DataError, InvalidInputError, QualityGateError
 from swiftkv_platform.jobs import distill, driver
 from swiftkv_platform.jobs.distill import main
 from swiftkv_platform.jobs.driver import check_store_is_shared
 from swiftkv_platform.jobs.ray_train import _Trainer
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.artifacts import write_manifest
+from swiftkv_platform.storage.object_store import ObjectStore
 from tests.support.requirements import required_module
 from tests.unit.jobs.attempts import request, said
 
@@ -195,19 +197,187 @@ def test_offline_files_of_the_tracked_run_are_in_the_store(tmp_path: Path, monke
     assert store.get_bytes(keys["run-run-1.wandb"]) == local.read_bytes(), "the newest state of the file"
 
 
-@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGHUP])
-def test_a_job_here_that_is_told_to_end_leaves_nothing(
-    told: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Output of local runs without a Ray, whose failures leave a model of one file."""
+
+    def save_model(_store: Any, _request: Any, checkpoint: str, directory: Path) -> None:
+        directory.mkdir()
+        (directory / "model.safetensors").write_text(checkpoint)
+
+    monkeypatch.setattr(distill, "_start_local_ray", lambda spec: nullcontext())
+    monkeypatch.setattr(distill, "save_model", save_model)
+    return tmp_path / "output"
+
+
+Run = Callable[..., None]
+
+
+def trained(store: ObjectStore, request: AttemptRequest, *, step: int = 2) -> str:
+    """Store a checkpoint of `request` after `step`, and return its key."""
+    key = f"{request.attempt_id.checkpoints_prefix}/step-{step:08d}-a"
+    store.put_bytes(f"{key}/weights", b"trained")
+    file = ManifestFile(size=7, sha256="0")
+    write_manifest(store, key, {"weights": file}, kind="checkpoint", lineage={"step": step}, metrics={})
+    return key
+
+
+def run_here(monkeypatch: pytest.MonkeyPatch, output: Path, work: Run, **sections: Any) -> Path:
+    monkeypatch.setattr(distill, "distill", work)
+    return distill.run_local(JobSpec.model_validate({"name": "here", **sections}), output)
+
+
+def fail_after_training(error: BaseException) -> Run:
+    def work(store: ObjectStore, request: AttemptRequest, *, on_trained: Callable[[str], None]) -> None:
+        on_trained(trained(store, request))
+        store.put_bytes(f"{request.attempt_id.prefix}/evaluation.json", b"{}")
+        raise error
+
+    return work
+
+
+def finish(store: ObjectStore, request: AttemptRequest, **_: Any) -> None:
+    prefix = request.attempt_id.artifact_prefix
+    names = ("model.safetensors", "evaluation.json", "tokenizer/vocab.json")
+    for name in names:
+        store.put_bytes(f"{prefix}/{name}", (request.resume_from or "").encode())
+    write_manifest(
+        store,
+        prefix,
+        {name: ManifestFile(size=0, sha256="0") for name in names},
+        kind="artifact",
+        lineage={"attempt": request.attempt},
+        metrics={},
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (QualityGateError("too far", field="evaluation.max_kl", value=0.5), "quality_gate"),
+        (DataError("no such task", field="evaluation.tasks[0]"), "data_error"),
+        (OSError(28, "No space left on device"), "disk_full"),
+        (MemoryError("8 GiB"), "out_of_memory"),
+        (ValueError("`temperature` is set"), "internal_error"),
+    ],
+)
+def test_a_failure_after_training_leaves_model_report_and_reason(
+    error: Exception, code: str, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def work(*_: Any) -> None:
-        assert list(tmp_path.glob("distill-*"))
+    with pytest.raises(type(error)):
+        run_here(monkeypatch, output, fail_after_training(error))
+    assert json.loads((output / "failure.json").read_text())["code"] == code
+    assert (output / "evaluation.json").read_bytes() == b"{}"
+    assert "step-00000002" in (output / "model" / "model.safetensors").read_text()
+
+    run_here(monkeypatch, output, finish, evaluation={"max_kl": 9.0}, publish={"adapter": True})
+    assert "step-00000002" in (output / "model.safetensors").read_text(), "the second attempt did not train again"
+    assert {path.name for path in output.iterdir()} == {
+        *("model.safetensors", "evaluation.json", "tokenizer", "manifest.json")
+    }
+
+
+def test_a_model_that_cannot_be_written_hides_no_reason_and_no_checkpoint(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(distill, "save_model", fail)
+    with pytest.raises(DataError):
+        run_here(monkeypatch, output, fail_after_training(DataError("no such task")))
+    assert json.loads((output / "failure.json").read_text())["code"] == "data_error"
+    assert list(output.glob("job/jobs/*/attempts/1/checkpoints/step-00000002-a/weights"))
+
+
+@pytest.mark.parametrize("sections", [{"training": {"seed": 7}}, {"model": {"name_or_path": "builtin:other"}}])
+def test_a_trained_run_is_not_replaced_by_one_of_another_spec(
+    sections: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run_here(monkeypatch, output, fail_after_training(KeyboardInterrupt()))
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    with pytest.raises(ConflictError, match=rf"different: {next(iter(sections))}"):
+        run_here(monkeypatch, output, finish, **sections)
+    assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    assert json.loads((output / "failure.json").read_text())["code"] == "interrupted"
+
+
+def test_only_changed_evaluations_are_measured_again(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[bool] = []
+
+    def work(store: ObjectStore, request: AttemptRequest, *, on_trained: Callable[[str], None]) -> None:
+        first = AttemptId(request.job_id, 1).evaluation_key("digest", "teacher")
+        kept.append(store.head(first) is not None)
+        store.put_bytes(request.attempt_id.evaluation_key("digest", "teacher"), b"{}")
+        fail_after_training(DataError("x"))(store, request, on_trained=on_trained)
+
+    for sections in ({}, {}, {"evaluation": {"max_tokens": 4096}}):
+        with pytest.raises(DataError):
+            run_here(monkeypatch, output, work, **sections)
+    assert kept == [False, True, False]
+
+
+def test_a_move_of_the_artifact_that_was_killed_is_completed(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill before any file, or before the run is deleted: the second run moves the rest, without an attempt."""
+    replace, delete = Path.replace, shutil.rmtree
+
+    def delete_or_die(path: Path, **options: Any) -> None:
+        if path.name == "job":
+            (path / "jobs").rename(path / "other")
+            raise SystemExit(9)
+        delete(path, **options)
+
+    for killed_after in range(5):
+        number = iter(range(5))
+
+        def replace_or_die(path: Path, target: Path, number: Any = number, last: int = killed_after) -> Path:
+            if path.suffix and next(number) == last:
+                raise SystemExit(9)
+            return replace(path, target)
+
+        one = output.with_name(str(killed_after))
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", replace_or_die)
+            patch.setattr(shutil, "rmtree", delete_or_die)
+            with pytest.raises(SystemExit):
+                run_here(monkeypatch, one, finish)
+        assert run_here(monkeypatch, one, fail_after_training(AssertionError("the model was complete"))) == one
+        assert sorted(path.name for path in one.iterdir()) == [
+            *("evaluation.json", "manifest.json", "model.safetensors", "tokenizer")
+        ]
+
+
+@pytest.mark.parametrize(("name", "content"), [("manifest.json", "a finished model"), ("notes.txt", "files other")])
+def test_other_files_in_the_output_are_kept(
+    name: str, content: str, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output.mkdir()
+    (output / name).write_text("mine")
+    with pytest.raises(ConflictError, match=content):
+        run_here(monkeypatch, output, finish)
+    assert [(path.name, path.read_text()) for path in output.iterdir()] == [(name, "mine")]
+
+
+def test_two_runs_cannot_use_one_output(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(store: ObjectStore, request: AttemptRequest, **_: Any) -> None:
+        with pytest.raises(ConflictError, match="another process"):
+            run_here(monkeypatch, output, finish)
+        finish(store, request)
+
+    run_here(monkeypatch, output, work)
+
+
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGHUP])
+def test_a_job_here_that_has_not_trained_leaves_nothing(
+    told: signal.Signals, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(store: ObjectStore, request: AttemptRequest, **_: Any) -> None:
+        trained(store, request, step=0)
         os.kill(os.getpid(), told)
 
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(distill, "_start_local_ray", lambda spec: nullcontext())
-    monkeypatch.setattr(distill, "distill", work)
     before = signal.getsignal(told)
     with pytest.raises(SystemExit, match="143"):
-        distill.run_local(JobSpec(name="here"), tmp_path / "output")
+        run_here(monkeypatch, output, work)
     assert signal.getsignal(told) == before
     assert not list(tmp_path.iterdir())

@@ -36,6 +36,7 @@ from swiftkv_platform.jobs.worker.setup import (
     resolve_teacher,
     set_up_process,
     shared_workspace,
+    write_companion_files,
 )
 from swiftkv_platform.model.weights.adapters import write_adapter
 from swiftkv_platform.model.weights.checkpoint import Checkpoint, LazyTensors
@@ -265,9 +266,9 @@ class _TrainedStudent:
         directory.mkdir()
         model, keeps_teacher = self.lazy.model, self.spec.distillation.trainable == "qkv"
         self.lazy.set_start_values(self.trained)
-        model.config.architectures = [type(model).__name__]
         adapter = None
         if self.spec.publish.adapter:
+            write_companion_files(model, self.tokenizer, directory)  # but for config.json
             adapter = write_adapter(
                 read_stored_tensors(self.lazy, teacher=keeps_teacher),
                 model.config,
@@ -279,9 +280,7 @@ class _TrainedStudent:
             )
         else:
             save_lazy_student(self.lazy, directory, teacher=keeps_teacher)
-            model.config.save_pretrained(directory)
-        model.generation_config.save_pretrained(directory)
-        self.tokenizer.save_pretrained(directory)
+            write_companion_files(model, self.tokenizer, directory)
         return {} if adapter is None else {ADAPTER_LINEAGE: adapter.base.digest}
 
 

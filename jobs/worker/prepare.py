@@ -52,6 +52,7 @@ from swiftkv_platform.jobs.worker.setup import (
     open_lazy,
     resolve_teacher,
     set_up_process,
+    write_companion_files,
 )
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.weights.adapters import check_can_be_base
@@ -87,7 +88,7 @@ def prepare(
 
     Raises:
         InvalidInputError: l, g or a layer is out of range, or the harness cannot run a task.
-        ModelError: the teacher or tokenizer cannot be read.
+        ModelError: the teacher or tokenizer cannot be read, or cannot be written again.
         DataError: no rows to train on, or none to evaluate on.
     """
     import datasets  # takes a second, which training workers save
@@ -109,6 +110,8 @@ def prepare(
         if spec.distillation.hidden_loss_weight:
             find_hidden_loss_index(student.config, spec.distillation)
         tokenizer = load_tokenizer(spec, path)
+        (workspace / "written").mkdir()
+        write_companion_files(student, tokenizer, workspace / "written")  # so that it succeeds after training too
         tasks = workspace / "tasks"
         check_tasks(spec.evaluation.tasks, tokenizer, fetch=lambda uri: fetch_data(uri, tasks), access=access)
         # 3. prepare the rows

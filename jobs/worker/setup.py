@@ -38,7 +38,7 @@ from swiftkv_platform.jobs.attempt.stored import StoredInputs
 from swiftkv_platform.jobs.values import GroupMember
 from swiftkv_platform.model import tokenizers
 from swiftkv_platform.model.calibration import calibrate_streamed
-from swiftkv_platform.model.configuration import read_config
+from swiftkv_platform.model.configuration import convert_errors, read_config
 from swiftkv_platform.model.conversion import make_student
 from swiftkv_platform.model.weights.bases import resolve_model_directory
 from swiftkv_platform.model.weights.lazy_student import LazyStudent
@@ -46,6 +46,7 @@ from swiftkv_platform.model.weights.writing import ShardWriter
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.planning.config import MODEL_FIELD
 from swiftkv_platform.sources import UNRESTRICTED, Access, S3Source
+from swiftkv_platform.sources.loader_rules import GENERATION
 from swiftkv_platform.specs import JobSpec, ModelSpec, ResourcesSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.downloads import download_model, list_prefix, open_source_bucket
@@ -211,6 +212,17 @@ def load_tokenizer(spec: JobSpec, path: str) -> PreTrainedTokenizerBase:
     vocab_size = read_config(path, revision=revision).vocab_size
     tokenizer: PreTrainedTokenizerBase = tokenizers.load_tokenizer(path, vocab_size, revision=revision)
     return tokenizer
+
+
+def write_companion_files(model: Any, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Write all files of a student but its weights. Raises `ModelError` if transformers refuses to write them."""
+    model.config.architectures = [type(model).__name__]
+    source = str(model.config.name_or_path)
+    with convert_errors(source, "transformers cannot write its configuration or tokenizer; correct its files"):
+        model.config.save_pretrained(directory)
+        # As the teacher has them: `save_pretrained` refuses values that transformers reads with a warning.
+        model.generation_config.to_json_file(directory / GENERATION, keys_to_pop=["compile_config"])
+        tokenizer.save_pretrained(directory)
 
 
 def get_compute_dtype(spec: JobSpec) -> torch.dtype:

@@ -169,6 +169,14 @@ _IMPLEMENTATION_KEYS = tuple(
     for name in ("attn_implementation", "experts_implementation")
     for form in ("{}", "_{}", "_{}_internal")
 )
+_CALL_KEYS = frozenset(
+    {
+        *("output_attentions", "output_hidden_states", "output_router_logits"),
+        *("return_dict", "use_return_dict", "torchscript"),
+    }
+)
+"""Keys that say what a call of the model returns. They describe a script, not the model, and transformers refuses to
+write some of them."""
 
 _CONFIG_RULES = FileRules(
     known={
@@ -264,7 +272,7 @@ def clean_config(values: Mapping[str, Any]) -> dict[str, Any]:
     cleaned = _CONFIG_RULES.clean(CONFIG, values)
     if get_teacher_type(values.get("model_type")) not in FAMILIES:  # only vLLM serves it
         return _clean_object(values)
-    cleaned = {key: value for key, value in cleaned.items() if key not in _IMPLEMENTATION_KEYS}
+    cleaned = {key: value for key, value in cleaned.items() if key not in (*_IMPLEMENTATION_KEYS, *_CALL_KEYS)}
     if isinstance(quantization := cleaned.get("quantization_config"), Mapping):
         cleaned["quantization_config"] = _clean_object(quantization)
     version = values.get("transformers_version")  # decides how old tokenizers are read

@@ -1,6 +1,7 @@
 """The phases before and after training, in this process: no Ray, a checkpoint written by hand."""
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from swiftkv_platform.configs import LlamaSwiftKVConfig
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, AttemptId
 from swiftkv_platform.distillation.model import select_trained_parameters
 from swiftkv_platform.errors import ArtifactCorruptError, DataError, InvalidInputError, ModelError, QualityGateError
@@ -19,7 +21,7 @@ from swiftkv_platform.evaluation.quality import evaluate
 from swiftkv_platform.jobs.attempt.stored import PreparedInputs
 from swiftkv_platform.jobs.attempt.tracking import LossCurve
 from swiftkv_platform.jobs.values import RunPlan
-from swiftkv_platform.jobs.worker.evaluate import evaluate_and_publish
+from swiftkv_platform.jobs.worker.evaluate import evaluate_and_publish, save_trained_student
 from swiftkv_platform.jobs.worker.prepare import prepare as prepare_in
 from swiftkv_platform.jobs.worker.setup import calibrate, load_student
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
@@ -184,6 +186,64 @@ def test_the_gate_keeps_a_bad_student_from_being_published(job: Job) -> None:
     report = json.loads(job.store.get_bytes("jobs/job/attempts/1/evaluation.json"))
     assert [(gate["field"], gate["passed"]) for gate in report["gates"]] == [("evaluation.max_kl", False)]
     assert b">failed<" in job.store.get_bytes("jobs/job/attempts/1/evaluation.html")
+
+
+def test_a_local_run_saves_the_student_that_a_gate_refuses(job: Job) -> None:
+    """It saves the files of the artifact, apart from report and card, also over those of an earlier attempt."""
+    spec = job.spec(**COPIED)
+    checkpoint = checkpoint_of(job, spec, noise=0.1)
+    evaluate_job(job, spec, checkpoint, prepare(job, spec)[1])
+    saved = job.directory / "model"
+    saved.mkdir()
+    (saved / "old").touch()
+    save_trained_student(request(spec=spec), job.store.uri, checkpoint, saved)
+    artifact = {path.name: path for path in (job.directory / "artifact").iterdir()}
+    assert artifact.keys() - {path.name for path in saved.iterdir()} == {
+        *("evaluation.json", "evaluation.html", "README.md", "manifest.json")
+    }
+    assert all(path.read_bytes() == artifact[path.name].read_bytes() for path in saved.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("file", "values"),
+    [
+        ("config.json", {"output_attentions": True}),
+        ("config.json", {"output_hidden_states": True}),
+        ("config.json", {"return_dict": False, "torchscript": True}),
+        ("config.json", {"use_return_dict": False}),
+        ("config.json", {"temperature": 0.7, "max_length": 20, "num_beams": 4}),
+        ("generation_config.json", {"temperature": 0.7, "do_sample": False, "top_p": 0.9, "top_k": 5}),
+        ("generation_config.json", {"early_stopping": True, "length_penalty": 2.0}),
+        ("generation_config.json", {"pad_token_id": -1}),
+        ("generation_config.json", {"output_scores": True}),
+    ],
+)
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_teachers_files_are_written_again(job: Job, file: str, values: dict[str, Any], adapter: bool) -> None:
+    """Defaults of generation stay as they are. What only says what a call of the model returns is left out."""
+    own = job.directory / "own"
+    shutil.copytree(job.teacher, own)
+    before = json.loads((own / file).read_text()) if (own / file).is_file() else {}
+    (own / file).write_text(json.dumps(before | values))
+    job.teacher = own
+    spec = job.spec(**COPIED, publish={"adapter": adapter})
+    prepare(job, spec)
+    save_trained_student(request(spec=spec), job.store.uri, checkpoint_of(job, spec), job.directory / "model")
+    found = json.loads((job.directory / "model" / file).read_text())
+    kept = {name: found[name] for name in values.keys() & found.keys() if found[name] == values[name]}
+    assert kept == ({} if file == "config.json" else values)
+
+
+def test_what_cannot_be_written_is_refused_before_training(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("The `some_field` attribute is 3, which is not supported")
+
+    for writer in (LlamaSwiftKVConfig, PreTrainedTokenizerFast):
+        with monkeypatch.context() as patch:
+            patch.setattr(writer, "save_pretrained", refuse)
+            with pytest.raises(ModelError, match=r"cannot write .* `some_field` attribute is 3") as raised:
+                prepare(job, job.spec(**COPIED))
+        assert (raised.value.field, raised.value.value) == ("model.name_or_path", str(job.teacher))
 
 
 @pytest.mark.parametrize("trainable", ["kv", pytest.param("qkv", marks=WIDE), "tail"])

@@ -11,7 +11,9 @@ from collections import Counter
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.pop("WANDB_API_KEY", None)  # without it, runs are recorded offline
+os.environ.pop("WANDB_MODE", None)
+os.environ.pop("WANDB_DISABLED", None)
 
 from collections.abc import Iterator
 from contextlib import closing

@@ -5,12 +5,13 @@ from __future__ import annotations
 import builtins
 import functools
 import json
+import os
 import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, get_args, overload
 
 import httpx
 from pydantic import ValidationError
@@ -28,6 +29,7 @@ from swiftkv_platform.client.transport import OutageTimer, Transport, iter_event
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.documents import apply_changes
+from swiftkv_platform.specs.job import WandbMode, restrict_wandb_mode
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 _SERVING_STATUSES = ("running", "swapping", "refused")
@@ -429,12 +431,13 @@ class Jobs(Collection):
         """Submit a job.
 
         A generated idempotency key prevents duplicate jobs by retries. Pass your own key to also prevent duplicates
-        after restarts of your program.
+        after restarts of your program. `WANDB_MODE` and `WANDB_DISABLED` of this program restrict the job's tracking.
 
         Raises:
             InvalidRequestError: invalid spec; `errors` has field, value and accepted values.
         """
-        return self.send("POST", "/jobs", json=_to_document(spec), headers=make_idempotency_header(idempotency_key))
+        document = _restrict_tracking(_to_document(spec))
+        return self.send("POST", "/jobs", json=document, headers=make_idempotency_header(idempotency_key))
 
     def clone(self, job_id: str, changes: Mapping[str, Any] | None = None, idempotency_key: str | None = None) -> Job:
         """Submit a new job with the changed spec of another job.
@@ -613,6 +616,17 @@ class Jobs(Collection):
                 # Skip unknown messages, e.g. of a newer server.
                 with suppress(ValidationError):
                     yield JobEvent.model_validate_json(message.data)
+
+
+def _restrict_tracking(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a job spec whose W&B mode respects this program's environment."""
+    tracking = document.get("tracking") or {}
+    wandb = tracking.get("wandb") or {} if isinstance(tracking, dict) else None
+    given: Any = wandb.get("mode", "auto") if isinstance(wandb, dict) else None
+    if wandb is None or given not in get_args(WandbMode):
+        return document  # the control plane refuses it
+    mode = restrict_wandb_mode(given, os.environ)
+    return document if mode == given else {**document, "tracking": {**tracking, "wandb": {**wandb, "mode": mode}}}
 
 
 def _to_document(spec: JobSpec | dict[str, Any]) -> dict[str, Any]:

@@ -97,12 +97,29 @@ class CheckpointSpec(Spec):
     Only saved states can be rolled back to or become the model. Null: save at every new lowest KL."""
 
 
+WandbMode = Literal["auto", "online", "offline", "disabled"]
+
+
 class WandbSpec(Spec):
     project: Word = "swiftkv"
     entity: Word | None = None
-    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """`auto`: online if an API key is set, otherwise offline."""
+    mode: WandbMode = "auto"
+    """`auto`: online if an API key is set, otherwise offline. `WANDB_MODE` and `WANDB_DISABLED` may restrict it."""
     tags: Annotated[tuple[Word, ...], Field(max_length=64)] = ()
+
+
+_WANDB_UPLOAD_MODES = ("", "online", "run", "shared")
+_TRUE_WORDS = ("1", "on", "yes", "true")
+
+
+def restrict_wandb_mode(mode: WandbMode, environment: Mapping[str, str]) -> WandbMode:
+    """Return the more restrictive of `mode` and W&B's environment variables, e.g. ("online", {"WANDB_MODE": "dryrun"})
+    -> "offline". Unknown values of `WANDB_MODE` allow no upload."""
+    wanted = environment.get("WANDB_MODE", "").strip().lower()
+    is_disabled = environment.get("WANDB_DISABLED", "").strip().lower() in _TRUE_WORDS
+    if "disabled" in (mode, wanted) or is_disabled:
+        return "disabled"
+    return mode if wanted in _WANDB_UPLOAD_MODES else "offline"
 
 
 class TrackingSpec(Spec):

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.specs import WandbSpec
+from swiftkv_platform.specs.job import restrict_wandb_mode
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,13 @@ class WandbTracker:
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
         """Start or resume the run: all attempts of a job have the same `run_id`."""
-        if self._spec.mode == "disabled":
+        mode = restrict_wandb_mode(self._spec.mode, os.environ)
+        if mode == "disabled":
             return
         with self._disable_on_failure("start"):
             _set_wandb_directories(self._directory)
             fault: str | None = None
-            if _resolve_mode(self._spec) == "online":
+            if mode == "online" or (mode == "auto" and os.environ.get(_API_KEY_VARIABLE)):
                 try:
                     self._init_run("online", run_id, config)
                 except Exception as error:  # W&B raises its own errors, and errors of sockets and protobuf
@@ -176,13 +178,6 @@ class WandbTracker:
         except Exception as error:
             self._run = self.info = None
             get_logger().warning("tracking_disabled", action=action, error=_describe_error(error))
-
-
-def _resolve_mode(spec: WandbSpec) -> Literal["online", "offline"]:
-    """Resolve `auto`: online if an API key is set."""
-    if spec.mode == "auto":
-        return "online" if os.environ.get(_API_KEY_VARIABLE) else "offline"
-    return "online" if spec.mode == "online" else "offline"
 
 
 def _end_service() -> None:

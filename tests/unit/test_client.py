@@ -74,6 +74,36 @@ def test_a_submission_repeated_after_a_broken_connection_carries_the_same_key(sc
 # Errors
 
 
+@pytest.mark.parametrize(
+    ("tracking", "environment", "sent"),
+    [
+        (None, {"WANDB_MODE": "disabled"}, {"wandb": {"mode": "disabled"}}),
+        (
+            {"wandb": {"mode": "online", "project": "p"}},
+            {"WANDB_MODE": "dryrun"},
+            {"wandb": {"mode": "offline", "project": "p"}},
+        ),
+        ({"wandb": None}, {"WANDB_DISABLED": "true"}, {"wandb": {"mode": "disabled"}}),
+        ({"wandb": {"mode": "disabled"}}, {"WANDB_MODE": "online"}, {"wandb": {"mode": "disabled"}}),
+        ({"wandb": {"mode": "sometimes"}}, {"WANDB_MODE": "offline"}, {"wandb": {"mode": "sometimes"}}),
+        (["wandb"], {"WANDB_MODE": "offline"}, ["wandb"]),
+    ],
+)
+def test_a_submitted_job_tracks_no_more_than_the_environment_allows(
+    tracking: Any,
+    environment: dict[str, str],
+    sent: Any,
+    script: Script,
+    client: Client,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    script.on("POST", "/jobs", json_answer(job_row(), 201))
+    client.jobs.create({"name": "tiny", "tracking": tracking})
+    assert script.requests[0].body == {"name": "tiny", "tracking": sent}
+
+
 def test_a_refused_field_is_named_with_its_value(script: Script, client: Client) -> None:
     entry = {"field": "swiftkv.num_key_value_layers", "value": 99, "message": "12 layers accept 1..11"}
     script.on("POST", "/jobs", problem_answer(422, "The spec is refused.", errors=[entry]))

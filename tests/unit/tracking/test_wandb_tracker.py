@@ -6,13 +6,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import structlog
 from PIL import Image
 
 from swiftkv_platform.specs import WandbSpec
+from swiftkv_platform.specs.job import WandbMode, restrict_wandb_mode
 from swiftkv_platform.tracking.recorded import _read_records
 from swiftkv_platform.tracking.tracker import TrackingInfo, WandbTracker
 from tests.support.rays import free_port
@@ -53,7 +54,7 @@ def read_back(directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any], li
 @pytest.fixture(autouse=True)
 def _own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DISABLED"):
         monkeypatch.delenv(name, raising=False)
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, "")  # so that monkeypatch restores what the tracker sets
@@ -122,6 +123,49 @@ def test_a_disabled_tracker_records_nothing(tmp_path: Path) -> None:
     disabled.finish()
     assert disabled.info is None
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "started"),
+    [
+        ({"WANDB_MODE": "disabled"}, []),
+        ({"WANDB_MODE": " Disabled "}, []),
+        ({"WANDB_DISABLED": "true"}, []),
+        ({"WANDB_DISABLED": "1", "WANDB_MODE": "online"}, []),
+        ({"WANDB_MODE": "offline"}, ["offline"]),
+        ({"WANDB_MODE": "dryrun"}, ["offline"]),
+        ({"WANDB_MODE": "none"}, ["offline"]),
+        ({"WANDB_MODE": "run", "WANDB_DISABLED": "false"}, ["online"]),
+        ({"WANDB_MODE": ""}, ["online"]),
+        ({}, ["online"]),
+    ],
+)
+@pytest.mark.parametrize("mode", ["auto", "online"])
+@pytest.mark.parametrize("has_netrc", [False, True])
+def test_the_environment_restricts_uploads(
+    environment: dict[str, str],
+    started: list[str],
+    mode: Literal["auto", "online"],
+    has_netrc: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also an explicit `online`, and whether the key is in the environment or in ~/.netrc."""
+    modes: list[str] = []
+    monkeypatch.setattr(WandbTracker, "_init_run", lambda _tracker, run_mode, *_: modes.append(run_mode))
+    key = "0123456789abcdef" * 3
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".netrc").write_text(f"machine api.wandb.ai login user password {key}" if has_netrc else "")
+    for name, value in {"WANDB_API_KEY": key, **environment}.items():
+        monkeypatch.setenv(name, value)
+    WandbTracker(WandbSpec(mode=mode), tmp_path, name="x").start("job-1", {})
+    assert modes[:1] == started
+
+
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_the_environment_permits_nothing_that_the_spec_forbids(mode: WandbMode) -> None:
+    for word in ("online", "run", "offline", ""):
+        assert restrict_wandb_mode(mode, {"WANDB_MODE": word}) == mode
 
 
 def test_metrics_and_reports_of_two_attempts_are_one_run(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,11 @@ _EXCLUDED_PATTERNS = [
     "*.bin.index.json",
 ]
 """Copies of the model in another format or precision. Only chat templates are read from subdirectories."""
+_READ_PATTERNS = (
+    *("*.safetensors", rules.ADAPTER_FILE, "swiftkv_adapter.json", *_PREPROCESSORS, *TOKENIZER_FILES),
+    *(name for name in _CLEAN_BY_FILE if name != _PICKLED_INDEX),
+)
+"""Files of a hub model that this package or a loader reads."""
 _PICKLE_PATTERNS = ["pytorch_model*.bin", "pytorch_model*.bin.index.json"]
 
 
@@ -215,13 +221,10 @@ def fetch_model_directory(
     if Path(name).is_dir():
         return Path(name) / subfolder
 
-    def fetch(files: list[str], others: list[str]) -> Path:
-        below = [[f"{subfolder}/{pattern}" if subfolder else pattern for pattern in each] for each in (files, others)]
-        return _download_snapshot(name, revision, field, *below) / subfolder
-
-    directory = fetch(_MODEL_PATTERNS, _EXCLUDED_PATTERNS)
+    fetch = partial(_download_snapshot, name, revision, field, subfolder=subfolder)
+    directory = fetch(_MODEL_PATTERNS, needed=_READ_PATTERNS, others=_EXCLUDED_PATTERNS)
     if not any(directory.glob("*.safetensors")) and pickles:
-        fetch(_PICKLE_PATTERNS, [])
+        fetch(_PICKLE_PATTERNS, needed=_PICKLE_PATTERNS)
     if not any(directory.glob("*.safetensors")) and not pickles:
         why = ", which has no safetensors weights; pickles (.bin) may run code: save it as safetensors"
         raise ModelError.for_field(field, name, why)
@@ -231,14 +234,45 @@ def fetch_model_directory(
 def fetch_tokenizer_directory(name: str, revision: str | None = None, *, field: str) -> Path:
     """Return the directory `name`, or the cached directory with the tokenizer of the hub model `name`. Raises
     `ModelError` for a missing or unreachable model."""
-    return Path(name) if Path(name).is_dir() else _download_snapshot(name, revision, field, list(TOKENIZER_FILES), [])
+    return (
+        Path(name)
+        if Path(name).is_dir()
+        else _download_snapshot(name, revision, field, TOKENIZER_FILES, needed=TOKENIZER_FILES)
+    )
 
 
-def _download_snapshot(name: str, revision: str | None, field: str, files: list[str], others: list[str]) -> Path:
+def _download_snapshot(
+    name: str,
+    revision: str | None,
+    field: str,
+    files: Iterable[str],
+    *,
+    needed: Iterable[str],
+    others: Iterable[str] = (),
+    subfolder: str = "",
+) -> Path:
+    """Return the cached directory with the files that match `files` and none of `others`, below `subfolder`.
+
+    If the hub cannot be reached, only those that match `needed` must be in the cache, without the vocabulary that a
+    `tokenizer.json` replaces.
+    """
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def download(accepted: Iterable[str]) -> Path:
+        wanted, ignored = ([str(Path(subfolder, pattern)) for pattern in each] for each in (accepted, others))
+        found = snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=ignored)
+        return Path(found) / subfolder
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=files, ignore_patterns=others))
+        try:
+            return download(files)
+        except LocalEntryNotFoundError as error:
+            snapshot = getattr(error, "snapshot_path", None)  # of `IncompleteSnapshotError`, huggingface_hub >= 2
+            if snapshot is None:
+                raise
+            has_tokenizer = Path(snapshot, subfolder, rules.TOKENIZER).is_file()
+            return download(each for each in needed if not (has_tokenizer and each in _VOCABULARY_PATTERNS))
     except (OSError, ValueError) as error:  # the hub's errors are OSErrors
         why = f"neither a directory nor a model of the hub that this machine can reach ({str(error).splitlines()[0]})"
         raise ModelError.for_field(field, name, f", {why}") from error

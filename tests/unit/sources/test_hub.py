@@ -12,9 +12,9 @@ from swiftkv_platform.model import convert, convert_checkpoint, export_adapter
 from swiftkv_platform.model.weights.adapters import open_merged_model
 from swiftkv_platform.model.weights.bases import resolve_model_directory
 from swiftkv_platform.sources import Access
-from swiftkv_platform.sources.model_directories import fetch_model_directory
+from swiftkv_platform.sources.model_directories import fetch_model_directory, fetch_tokenizer_directory
 from tests.support.distill_jobs import job_spec
-from tests.support.fakes.hub_server import Hub, run_hub
+from tests.support.fakes.hub_server import Hub, go_online, run_hub
 
 MODEL = "acme/model"
 NOT_NEEDED = {"pytorch_model.bin", "pytorch_model.bin.index.json", "training_args.bin", "consolidated.safetensors"}
@@ -84,3 +84,51 @@ def test_pickles_come_where_their_reader_has_nothing_else(hub: Hub, tiny_teacher
     directory = fetch_model_directory(MODEL, field="model", pickles=True)
     assert (directory / "pytorch_model.bin").is_file()
     assert hub.fetched & NOT_NEEDED == {"pytorch_model.bin", "pytorch_model.bin.index.json"}
+
+
+UNREAD = {"LICENSE", "NOTICE.txt", "README.md", "training_args.json", "trainer_state.json", "vocab.json", "merges.txt"}
+UNREAD |= {"tokenizer.model", "manifest.json", "requirements.txt"}
+
+
+@pytest.mark.parametrize("subfolder", ["", "student"])
+@pytest.mark.parametrize(
+    ("missing", "is_usable"),
+    [
+        *((name, True) for name in sorted(UNREAD)),
+        *((name, False) for name in ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")),
+        ("chat_template.jinja", False),
+    ],
+)
+def test_offline_a_cache_needs_only_what_is_read(
+    missing: str, is_usable: bool, subfolder: str, hub: Hub, tiny_teacher: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {*UNREAD, "generation_config.json", "chat_template.jinja"}
+    files = dict.fromkeys(names, b"{}") | {path.name: path.read_bytes() for path in tiny_teacher.iterdir()}
+    hub.repositories[MODEL] = {str(Path(subfolder, name)): data for name, data in files.items()}
+    directory = fetch_model_directory(MODEL, field="model", subfolder=subfolder)
+    (directory / missing).unlink(missing_ok=True)
+    go_online(monkeypatch, False)
+    if is_usable:
+        assert fetch_model_directory(MODEL, field="model", subfolder=subfolder) == directory
+    else:
+        with pytest.raises(ModelError, match=f"1 file\\(s\\) are missing .*{missing}"):
+            fetch_model_directory(MODEL, field="model", subfolder=subfolder)
+
+
+@pytest.mark.parametrize(
+    ("missing", "is_usable"), [("merges.txt", True), ("vocab.json", True), ("tokenizer.json", False)]
+)
+def test_offline_a_tokenizer_file_replaces_the_vocabulary(
+    missing: str, is_usable: bool, hub: Hub, tiny_teacher: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repositories[MODEL] = dict.fromkeys(UNREAD, b"{}") | {
+        path.name: path.read_bytes() for path in tiny_teacher.iterdir()
+    }
+    directory = fetch_tokenizer_directory(MODEL, field="model")
+    (directory / missing).unlink()
+    go_online(monkeypatch, False)
+    if is_usable:
+        assert fetch_tokenizer_directory(MODEL, field="model") == directory
+    else:
+        with pytest.raises(ModelError, match=r"tokenizer\.json"):
+            fetch_tokenizer_directory(MODEL, field="model")

@@ -44,6 +44,7 @@ from swiftkv_platform.contract.verdicts import describe_undecided_gates
 from swiftkv_platform.errors import ConflictError, InvalidInputError, ProtocolError, StorageError, SwiftKVError
 from swiftkv_platform.jobs.attempt.events import Reporter, follow_events
 from swiftkv_platform.jobs.driver import (
+    check_fits_machine,
     check_store_is_shared,
     evaluate_on_workers,
     generate_data,
@@ -395,7 +396,8 @@ def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
 
 @contextmanager
 def _start_local_ray(spec: JobSpec) -> Iterator[None]:
-    """Start a local Ray with enough CPUs for the workers, separate from other Rays of this machine."""
+    """Start a local Ray with enough CPUs for the workers, separate from other Rays of this machine. Raises
+    `InvalidInputError` if the machine lacks GPUs or memory for them."""
     root = tempfile.gettempdir()
     # Paths of unix sockets are limited to about 100 characters, and Ray's sockets are in nested directories.
     parent = root if len(root) <= _MAX_TEMP_ROOT_LENGTH else "/tmp"  # noqa: S108
@@ -408,6 +410,7 @@ def _start_local_ray(spec: JobSpec) -> Iterator[None]:
         ray.init("local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, _temp_dir=directory)
         _set_handlers({signal.SIGTERM: _handle_termination})  # replaces Ray's handler, which exits at once
         try:
+            check_fits_machine(spec.resources, ray.cluster_resources())
             yield
         finally:
             ray.shutdown()

@@ -8,7 +8,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -275,6 +275,27 @@ def check_store_is_shared(store: ObjectStore) -> None:
     why = f", a directory, and the cluster has {num_nodes} nodes; use an s3:// address, or "
     cure = f"{_SHARED_DIRECTORY_VARIABLE}=1 in the environment of Ray's head if every node mounts the directory"
     raise InvalidInputError.for_field("storage_uri", store.uri, why + cure)
+
+
+def check_fits_machine(resources: ResourcesSpec, machine: Mapping[str, float]) -> None:
+    """Raise `InvalidInputError` if this machine, to which no node is added, cannot run the workers. Ray would wait.
+
+    Args:
+        machine: the machine's resources by Ray's names.
+    """
+    kinds = [name.partition(":")[2] for name in machine if name.startswith("accelerator_type:")]
+    if resources.accelerator_type is not None and resources.accelerator_type not in kinds:
+        has = f"; this machine has {', '.join(kinds) or 'no GPU'}, leave it out"
+        raise InvalidInputError.for_field("resources.accelerator_type", resources.accelerator_type, has)
+    gib = 1 << 30
+    for field, name, unit, unit_size in (("gpus", "GPU", "GPUs", 1), ("memory", "memory", "GiB of free memory", gib)):
+        each = getattr(resources, f"{field}_per_worker") or 0
+        has = f"; this machine has {machine.get(name, 0.0) / unit_size:.3g} {unit}, use fewer"
+        if each > machine.get(name, 0.0):
+            raise InvalidInputError.for_field(f"resources.{field}_per_worker", each, has)
+        if each * resources.min_workers > machine.get(name, 0.0):
+            needs = f", which need {each * resources.min_workers / unit_size:.3g} {unit}{has}"
+            raise InvalidInputError.for_field("resources.num_workers", resources.min_workers, needs)
 
 
 def warn_if_too_large(reporter: Reporter, spec: JobSpec) -> None:

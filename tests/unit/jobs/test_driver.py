@@ -59,6 +59,51 @@ def test_a_group_waits_for_no_place_that_another_holds(
     assert driver.choose_group_size(JobSpec(name="test", resources={"num_workers": num_workers}).resources) == size
 
 
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("resources", "message"),
+    [
+        ({"gpus_per_worker": 1}, "resources.gpus_per_worker is 1.0; this machine has 0 GPUs"),
+        ({"gpus_per_worker": 4, "GPU": 2}, "resources.gpus_per_worker is 4.0; this machine has 2 GPUs"),
+        ({"gpus_per_worker": 1, "num_workers": 4, "GPU": 2}, "resources.num_workers is 4, which need 4 GPUs; this "),
+        ({"accelerator_type": "H100"}, "resources.accelerator_type is 'H100'; this machine has no GPU, leave"),
+        (
+            {"accelerator_type": "H100", "gpus_per_worker": 1, "GPU": 2, "accelerator_type:A100": 1},
+            "resources.accelerator_type is 'H100'; this machine has A100",
+        ),
+        ({"memory_per_worker": 9 * GIB}, f"resources.memory_per_worker is {9 * GIB}; this machine has 8 GiB"),
+        (
+            {"memory_per_worker": 3 * GIB, "num_workers": 3},
+            "resources.num_workers is 3, which need 9 GiB of free memory",
+        ),
+        ({"memory_per_worker": 8 * GIB, "num_workers": {"min": 1, "max": 9}}, None),
+        ({"accelerator_type": "A100", "gpus_per_worker": 2, "GPU": 2, "accelerator_type:A100": 1}, None),
+        ({"cpus_per_worker": 64}, None),
+    ],
+)
+def test_a_local_run_that_would_wait_for_ever_is_refused(
+    resources: dict[str, Any], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A local Ray has as many CPUs as the workers need. Upper-case names and types are the machine's."""
+    machine = {
+        "memory": 8.0 * GIB,
+        **{name: value for name, value in resources.items() if name[0] == "G" or ":" in name},
+    }
+    wanted = {"num_workers": 1, **{name: value for name, value in resources.items() if name not in machine}}
+    spec = JobSpec(name="here", resources=wanted)
+    shut: list[bool] = []
+    monkeypatch.setattr(ray, "init", lambda *_, **__: None)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: machine)
+    monkeypatch.setattr(ray, "shutdown", lambda: shut.append(True))
+    monkeypatch.setattr(distill, "_set_handlers", lambda _handlers: None)
+    with pytest.raises(InvalidInputError) if message else nullcontext() as raised, distill._start_local_ray(spec):
+        assert message is None
+    assert shut == [True]
+    assert message is None or message in raised.value.message
+
+
 @pytest.mark.parametrize("protocol", [None, *range(1, PROTOCOL + 1)])
 def test_its_own_and_older_control_planes_requests_are_read(tmp_path: Path, protocol: int | None) -> None:
     """Requests of the oldest control planes name no protocol."""

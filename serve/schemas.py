@@ -208,18 +208,40 @@ class ResponseFormat(BodyPart):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchemaFormat | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    """Schema of a `json_object`, as in llama.cpp's server; of a `json_schema` instead of that in `json_schema`."""
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema is required with type json_schema, and refused with other types")
+        if self.json_schema is not None and (self.type != "json_schema" or self.schema_ is not None):
+            raise ValueError("json_schema is only for type json_schema, and without schema")
+        if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
+            raise ValueError("json_schema is required with type json_schema")
+        if self.type == "text" and self.schema_ is not None:
+            raise ValueError("schema is refused with type text; use json_schema")
         return self
 
     def make_constraint(self) -> StructuredOutputs | None:
         """Return the engine's constraint; None for text. Raises `InvalidInputError`."""
         if self.json_schema is not None:
             return StructuredOutputs(json=self.json_schema.schema_, source="response_format.json_schema.schema")
+        if self.schema_ is not None:
+            schema = restrict_to_object(self.schema_) if self.type == "json_object" else self.schema_
+            return StructuredOutputs(json=schema, source="response_format.schema")
         return StructuredOutputs(json_object=True, source="response_format") if self.type == "json_object" else None
+
+
+def restrict_to_object(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema of the objects that `schema` accepts. Raises `InvalidInputError` if its type has none."""
+    given = schema.get("type", "object")
+    if given != "object" and not (isinstance(given, list) and "object" in given):
+        why = ", and type json_object needs an object; use type json_schema"
+        raise InvalidInputError.for_field("response_format.schema.type", value_if_short(given), why)
+    return {**schema, "type": "object"}
+
+
+FORMAT_FIELDS = ("response_format.", "text.format.", "output_config.format.", "output_format.")
+"""Paths below which unknown keys are refused, since they would change the completion."""
 
 
 class SamplingFields(FrozenModel, strict=True):

@@ -41,7 +41,6 @@ FIELD_MAP = ChatFieldMap(
         "messages": "input",
         "max_tokens": "max_output_tokens",
         r"tools\.(\d+)\.function": r"tools.\1",
-        r"response_format\.json_schema": "text.format",
         "response_format": "text.format",
     },
 )
@@ -136,14 +135,12 @@ class TextFormat(BodyPart):
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
-        if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError("schema is required with type json_schema, and refused with other types")
+        if self.type == "json_schema" and self.schema_ is None:
+            raise ValueError("schema is required with type json_schema")
         return self
 
     def to_chat(self) -> dict[str, Any]:
-        if self.schema_ is None:
-            return {"type": self.type}
-        return {"type": self.type, "json_schema": {"name": "answer", "schema": self.schema_}}
+        return {"type": self.type, "schema": self.schema_}
 
 
 class TextOptions(BodyPart):

@@ -25,6 +25,8 @@ from swiftkv_platform.serve.openai.fields import (
     get_served_names,
 )
 from swiftkv_platform.serve.schemas import (
+    FORMAT_FIELDS,
+    MAX_NAME_LENGTH,
     BodyPart,
     PromptField,
     SamplingFields,
@@ -246,7 +248,11 @@ class OpenAIFields(SamplingFields, extra="allow"):
         """Return the names of the fields that have no effect. `ignored`: fields that the deployment ignores. `unused`:
         further names. Raises `InvalidInputError` for an unknown or unsupported field."""
         self._check_new_message()
-        nested = [*find_unknown_keys(self), *unused, *(self._drop_unknown_constraints() if ANY in ignored else ())]
+        unknown = [*find_unknown_keys(self)]
+        if ANY not in ignored and (refused := next((key for key in unknown if key.startswith(FORMAT_FIELDS)), None)):
+            shown = refused[:MAX_NAME_LENGTH]
+            raise InvalidInputError(f"{shown} is not a field of /v1/{route}; leave it out", field=shown)
+        nested = [*unknown, *unused, *(self._drop_unknown_constraints() if ANY in ignored else ())]
         others = {
             name: getattr(self, name)
             for name in self.list_set_fields(type(self))

@@ -86,6 +86,76 @@ async def test_every_route_takes_every_constraint(http: httpx.AsyncClient, path:
     await text(response_format={"type": "text"}, stop_token_ids=list(range(256)))
 
 
+LEGS: dict[str, Any] = {"properties": {"legs": {"enum": [2, 4]}}, "required": ["legs"], "additionalProperties": False}
+BY_REFERENCE = {"$defs": {"pet": {"type": "object", **LEGS}}, "$ref": "#/$defs/pet"}
+
+
+def format_on(path: str, response_format: dict[str, Any]) -> dict[str, Any]:
+    """Return the body of a request with a response format."""
+    if path == "/v1/responses":
+        return {"model": "tiny", "input": "a", "text": {"format": response_format}, "max_output_tokens": 400}
+    asked: dict[str, Any] = {"messages": CHAT["messages"]} if path.startswith("/v1/chat") else {"prompt": "a"}
+    own = {} if path == "/generate" else {"model": "tiny"}
+    return {**own, **asked, "response_format": response_format, "max_tokens": 400}
+
+
+def read_text(path: str, answer: dict[str, Any]) -> str:
+    if path == "/v1/responses":
+        return str(answer["output"][-1]["content"][0]["text"])
+    [choice] = answer["choices"]
+    return str(choice["message"]["content"] if path.startswith("/v1/chat") else choice["text"])
+
+
+FORMAT_ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses")
+
+
+@pytest.mark.parametrize("path", FORMAT_ROUTES)
+@pytest.mark.parametrize("schema", [LEGS, {"type": ["object", "null"], **LEGS}, {"anyOf": [LEGS]}, BY_REFERENCE])
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+async def test_a_schema_beside_the_type_is_followed(
+    http: httpx.AsyncClient, kind: str, schema: dict[str, Any], path: str
+) -> None:
+    """As llama.cpp's server and others take it."""
+    given = {**schema, "type": "object"} if kind == "json_schema" else schema
+    response = await http.post(path, json=format_on(path, {"type": kind, "schema": given}))
+    assert json.loads(read_text(path, response.raise_for_status().json()))["legs"] in (2, 4)
+
+
+@pytest.mark.parametrize("path", FORMAT_ROUTES)
+@pytest.mark.parametrize(
+    "response_format",
+    [
+        {"type": "text", "schema": LEGS},
+        {"type": "json_object", "schema": {"type": "array"}},
+        {"type": "json_object", "schema": [LEGS]},
+        {"type": "json_object", "json_schema": {"name": "a", "schema": LEGS}},
+        {"type": "json_object", "grammar": "start: x"},
+        {"type": "json_object", "Schema": LEGS},
+        {"type": "text", "x": 1},
+        {"type": "json_schema", "schema": LEGS, "regex": "a"},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": LEGS, "x": 1}},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": LEGS}, "schema": LEGS},
+    ],
+)
+async def test_what_a_format_cannot_say_is_refused(
+    http: httpx.AsyncClient, path: str, response_format: dict[str, Any]
+) -> None:
+    response = await http.post(path, json=format_on(path, response_format))
+    assert response.status_code in (400, 422)
+    named = "text.format" if path == "/v1/responses" else "response_format"
+    assert named in response.text
+
+
+@pytest.mark.parametrize("field", ["output_config", "output_format"])
+async def test_anthropics_formats_have_no_other_keys(http: httpx.AsyncClient, field: str) -> None:
+    form = {"type": "json_schema", "schema": {"type": "object", **LEGS}}
+    for others, status in (({}, 200), ({"x": 1}, 400)):
+        value = {**form, **others}
+        asked = {"format": value} if field == "output_config" else value
+        body = {"model": "tiny", "max_tokens": 400, "messages": CHAT["messages"], field: asked}
+        assert (await http.post("/v1/messages", json=body)).status_code == status
+
+
 DESCRIBED: dict[str, Any] = {
     "$id": "https://example.org/pet",
     "x-order": 1,

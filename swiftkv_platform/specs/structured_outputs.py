@@ -38,24 +38,36 @@ _SCHEMA_LIST_KEYWORDS = frozenset(("allOf", "anyOf", "items", "oneOf", "prefixIt
 _SCHEMA_MAP_KEYWORDS = frozenset(
     ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
 )
-_ANYTHING: tuple[Any, ...] = ({}, True)
-_UNSUPPORTED_KEYWORDS: Mapping[str, tuple[Any, ...]] = {
-    "uniqueItems": (False,),
-    "not": (False,),
-    "dependencies": ({},),
-    "dependentRequired": ({},),
-    "dependentSchemas": ({},),
-    "propertyNames": _ANYTHING,
-    "unevaluatedItems": _ANYTHING,
-    "unevaluatedProperties": _ANYTHING,
-    "if": (),
-    "contains": (),
-    "$dynamicRef": (),
-    "$recursiveRef": (),
+_UNSUPPORTED_KEYWORDS = frozenset(
+    (
+        *("uniqueItems", "not", "dependencies", "dependentRequired", "dependentSchemas", "propertyNames"),
+        *("unevaluatedItems", "unevaluatedProperties", "if", "contains", "$dynamicRef", "$recursiveRef"),
+    )
+)
+"""Keywords that the compiler does not support."""
+_REMOVABLE_KEYWORDS = _UNSUPPORTED_KEYWORDS | {"format", "then", "else", "minContains", "maxContains"}
+"""Keywords that are removed where they constrain nothing: those above, and those that depend on them."""
+_CONSTRAINING_KEYWORDS = frozenset(("enum", "const", "oneOf", "$ref", "$dynamicRef", "$recursiveRef"))
+"""Keywords that are always taken to constrain; other keywords without a rule are annotations."""
+_KINDS_BY_TYPE = {
+    **{name: frozenset((name,)) for name in ("object", "array", "string", "integer", "boolean", "null")},
+    "number": frozenset(("integer", "fraction")),
 }
-"""Keywords that the compiler does not support, with the values that have no effect."""
-_DEPENDENT_KEYWORDS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
-"""Keywords that have no effect without another keyword."""
+_ALL_KINDS = frozenset().union(*_KINDS_BY_TYPE.values())
+"""Disjoint kinds of JSON values."""
+_KINDS_BY_KEYWORD = {
+    keyword: _KINDS_BY_TYPE[name]
+    for name, keywords in {
+        "string": "minLength maxLength pattern format",
+        "number": "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf",
+        "array": "items additionalItems prefixItems unevaluatedItems minItems maxItems uniqueItems contains "
+        "minContains maxContains",
+        "object": "properties patternProperties additionalProperties unevaluatedProperties propertyNames "
+        "minProperties maxProperties required dependencies dependentRequired dependentSchemas",
+    }.items()
+    for keyword in keywords.split()
+}
+"""Kinds of instances that a keyword applies to; others apply to all."""
 _MESSAGE_WORDS = {"pattern": "regex", "type": "Invalid type", "$ref": "Pointer"}
 """Words in compiler messages about a keyword, if not the quoted keyword."""
 
@@ -248,7 +260,12 @@ def _format_schema(schema: Any) -> str:
 
 def normalize_schema(schema: Schema) -> dict[str, Any]:
     """Return the schema without keywords that have no effect but that the compiler would refuse."""
-    kept = {key: value for key, value in schema.items() if not _has_no_effect(schema, key, value)}
+    kinds = _list_kinds(schema)
+    kept = {
+        key: value
+        for key, value in schema.items()
+        if key not in _REMOVABLE_KEYWORDS or not _constrains_nothing(schema, key, value, kinds)
+    }
     for key, value in kept.items():
         if key in _SCHEMA_KEYWORDS and isinstance(value, Mapping):
             kept[key] = normalize_schema(value)
@@ -301,11 +318,99 @@ def iterate_subschemas(schema: Schema, path: str = "") -> Iterator[tuple[str, Sc
                 yield from iterate_subschemas(one, f"{path}.{name}" if path else name)
 
 
-def _has_no_effect(schema: Schema, key: str, value: Any) -> bool:
-    if key == "format":
-        return isinstance(value, str) and value not in FORMATS
-    if key == "if":
-        return "then" not in schema and "else" not in schema
-    if key in _DEPENDENT_KEYWORDS:
-        return _DEPENDENT_KEYWORDS[key] not in schema
-    return any(type(value) is type(one) and value == one for one in _UNSUPPORTED_KEYWORDS.get(key, ()))
+def _list_kinds(schema: Schema) -> frozenset[str]:
+    """Return the kinds of instances that `type`, `enum` and `const` of a schema admit."""
+    kinds = _ALL_KINDS & _parse_types(schema.get("type"))
+    values = schema["enum"] if isinstance(schema.get("enum"), list | tuple) else None
+    values = [schema["const"]] if "const" in schema else values
+    return kinds if values is None else kinds & frozenset(map(_get_kind, values))
+
+
+def _parse_types(types: Any) -> frozenset[str]:
+    """Return the kinds of a `type`; all for an invalid one, which the compiler refuses."""
+    names = types if isinstance(types, list | tuple) else [types]
+    if not all(isinstance(name, str) and name in _KINDS_BY_TYPE for name in names):
+        return _ALL_KINDS
+    return frozenset().union(*(_KINDS_BY_TYPE[name] for name in names))
+
+
+def _get_kind(value: Any) -> str:
+    if isinstance(value, bool | None):
+        return "null" if value is None else "boolean"
+    if isinstance(value, int | float):
+        return "integer" if isinstance(value, int) or value.is_integer() else "fraction"
+    return "string" if isinstance(value, str) else "object" if isinstance(value, Mapping) else "array"
+
+
+def _accepts_all(schema: Any, kinds: frozenset[str] = _ALL_KINDS) -> bool:
+    """Whether a schema is known to accept all instances of these kinds."""
+    if not isinstance(schema, Mapping):
+        return schema is True
+    return all(_constrains_nothing(schema, key, value, kinds) for key, value in schema.items())
+
+
+def _accepts_none(schema: Any, kinds: frozenset[str]) -> bool:
+    """Whether a schema is known to accept no instance of these kinds."""
+    if not isinstance(schema, Mapping):
+        return schema is False
+    kinds &= _list_kinds(schema)
+    return not kinds or ("not" in schema and _accepts_all(schema["not"], kinds))
+
+
+def _constrains_nothing(schema: Schema, key: str, value: Any, kinds: frozenset[str]) -> bool:
+    """Whether a keyword of a schema is known to accept all instances of these kinds. Unknown keywords do."""
+    if not _KINDS_BY_KEYWORD.get(key, _ALL_KINDS) & kinds:
+        return True
+    match key:
+        # 1. values
+        case "type":
+            return kinds <= _parse_types(value)
+        case "format":
+            return isinstance(value, str) and value not in FORMATS
+        case "minLength" | "minItems" | "minProperties":
+            return bool(value == 0)
+        case "required":
+            return value in ([], ())
+        case "uniqueItems":
+            return value is False or schema.get("maxItems") in (0, 1)
+        # 2. subschemas that must all accept
+        case "additionalProperties" | "additionalItems":
+            return _accepts_all(value)
+        case "propertyNames":
+            return _accepts_all(value, _KINDS_BY_TYPE["string"])
+        case "unevaluatedProperties":
+            return "additionalProperties" in schema or _accepts_all(value)
+        case "unevaluatedItems":
+            return isinstance(schema.get("items"), Mapping | bool) or _accepts_all(value)
+        case "items" | "prefixItems":
+            return all(map(_accepts_all, value)) if isinstance(value, list | tuple) else _accepts_all(value)
+        case "properties" | "patternProperties":
+            return isinstance(value, Mapping) and all(map(_accepts_all, value.values()))
+        case "dependencies" | "dependentRequired" | "dependentSchemas":
+            return isinstance(value, Mapping) and all(_is_met(each, schema) for each in value.values())
+        # 3. combinations
+        case "allOf":
+            return isinstance(value, list | tuple) and all(_accepts_all(one, kinds) for one in value)
+        case "anyOf":
+            return isinstance(value, list | tuple) and any(_accepts_all(one, kinds) for one in value)
+        case "not":
+            return _accepts_none(value, kinds)
+        case "if":
+            then, otherwise = (_accepts_all(schema.get(name, True), kinds) for name in ("then", "else"))
+            return (then or _accepts_none(value, kinds)) and (otherwise or _accepts_all(value, kinds))
+        case "then" | "else":
+            return "if" not in schema or _constrains_nothing(schema, "if", schema["if"], kinds)
+        case "contains":
+            return bool(schema.get("minContains") == 0) and "maxContains" not in schema
+        case "minContains" | "maxContains":
+            return "contains" not in schema or _constrains_nothing(schema, "contains", schema["contains"], kinds)
+        case _:
+            return key not in _CONSTRAINING_KEYWORDS and key not in _KINDS_BY_KEYWORD
+
+
+def _is_met(dependency: Any, schema: Schema) -> bool:
+    """Whether all objects meet a dependency: a list of names, or a schema."""
+    if isinstance(dependency, list | tuple):
+        required = schema.get("required")
+        return all(isinstance(required, list | tuple) and name in required for name in dependency)
+    return _accepts_all(dependency, _KINDS_BY_TYPE["object"])

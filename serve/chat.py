@@ -68,6 +68,7 @@ def render_chat(
     tools: Tools | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    add_special_tokens: bool = False,
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[int]:
     """Return the token ids of a conversation up to the beginning of the assistant's next message, or to the end of an
@@ -96,7 +97,7 @@ def render_chat(
         raise InvalidInputError(
             f"messages do not fit the model's chat template: {error.__cause__ or error}", field="messages", value=None
         ) from error
-    token_ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    token_ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
     return token_ids
 
 

@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext
 from hmac import compare_digest
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from fastapi import FastAPI, Header, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BeforeValidator, FailFast
+from pydantic import BeforeValidator, FailFast, Field, model_validator
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -39,9 +39,11 @@ from swiftkv_platform.serve.access import (
 from swiftkv_platform.serve.anthropic import make_anthropic_router
 from swiftkv_platform.serve.chat import rename_prompt_errors, tokenize_chat
 from swiftkv_platform.serve.collector import OutputCollector, RequestContext, collect_unless_disconnected
+from swiftkv_platform.serve.openai.chat import CHAT, prepare_prompt, require_served_model
 from swiftkv_platform.serve.openai.fields import ROUTES
 from swiftkv_platform.serve.openai.outputs import DONE, make_event_stream
 from swiftkv_platform.serve.openai.routes import make_openai_router
+from swiftkv_platform.serve.openai.schemas import ChatMessage
 from swiftkv_platform.serve.replica_state import ModelVersion, ReplicaState
 from swiftkv_platform.serve.schemas import (
     GenerateRequest,
@@ -50,8 +52,11 @@ from swiftkv_platform.serve.schemas import (
     Usage,
     list_prompts,
     make_choice,
+    remove_nulls,
     validate_encodable,
 )
+from swiftkv_platform.serve.tools.calling import MAX_TOOLS, Tool
+from swiftkv_platform.specs.base import MAX_MESSAGES
 from swiftkv_platform.web.bodies import BodyReader, BodyRoute, is_json
 from swiftkv_platform.web.limiters import ConcurrencyLimits, Sender
 from swiftkv_platform.web.middleware import BodyLimit, InputGuard, RefusalBackoff, SecurityHeaders
@@ -71,12 +76,47 @@ if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
 
 
-class TokenizeRequest(FrozenModel, strict=True):
-    prompt: Annotated[str, BeforeValidator(validate_encodable)]
-    add_special_tokens: bool = True
+class TokenizerFields(FrozenModel, strict=True):
+    """Fields of both tokenizer routes, as in vLLM. `null` is the default."""
+
+    model: str | None = None
+    """A name of the served model."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, body: Any) -> Any:
+        return remove_nulls(body)
 
 
-class DetokenizeRequest(FrozenModel, strict=True):
+class TokenizeRequest(TokenizerFields):
+    """Body of `POST /tokenize`: a `prompt`, or the fields of a conversation as of `/v1/chat/completions`."""
+
+    prompt: Annotated[str, BeforeValidator(validate_encodable)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    add_special_tokens: bool | None = None
+    """Add the tokenizer's special tokens. Default: true for a prompt, false for messages."""
+    return_token_strs: bool = False
+    """Return the tokens as strings too."""
+
+    @model_validator(mode="after")
+    def _check_prompt_or_messages(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        others = sorted({*_CHAT_FIELDS[1:]} & self.model_fields_set)
+        if self.messages is None and others:
+            raise ValueError(f"{others[0]} needs messages")
+        return self
+
+
+_CHAT_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+"""Fields that `/tokenize` has in common with a chat request."""
+
+
+class DetokenizeRequest(TokenizerFields):
     tokens: Annotated[list[int], FailFast()]
 
 
@@ -141,23 +181,32 @@ def create_http_app(
             return await version.render_response(render, outputs, caller.sender)
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest, caller: AdmittedCaller) -> Response:
-        """Convert text to token ids."""
-        version, text = state.version, body.prompt
+    async def tokenize(body: TokenizeRequest, request: Request, caller: AdmittedCaller) -> Response:
+        """Convert text or a conversation to token ids, as vLLM's route."""
+        version, text = state.version, body.prompt or ""
+        _check_model(body, version)
+        prompt = None if body.messages is None else await _tokenize_messages(body, version, request)
         tokenizer = _require_tokenizer(version)
         version.engine.input_processor.check_text(text)
 
         def encode() -> Response:
-            encoded = tokenizer(text, add_special_tokens=body.add_special_tokens, return_attention_mask=False)
-            tokens: list[int] = encoded["input_ids"]
-            return JSONResponse({"count": len(tokens), "max_model_len": version.card.max_model_len, "tokens": tokens})
+            tokens: list[int] | None = prompt
+            if tokens is None:
+                add_special_tokens = body.add_special_tokens is not False
+                encoded = tokenizer(text, add_special_tokens=add_special_tokens, return_attention_mask=False)
+                tokens = list(encoded["input_ids"])
+            strings = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+            counts = {"count": len(tokens), "max_model_len": version.card.max_model_len}
+            return JSONResponse({**counts, "tokens": tokens, "token_strs": strings})
 
-        return await version.engine.tokenizer_threads.run_unadmitted(encode, len(text), caller.sender)
+        size = len(text) if prompt is None else len(prompt)
+        return await version.engine.tokenizer_threads.run_unadmitted(encode, size, caller.sender)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, caller: AdmittedCaller) -> Response:
         """Convert token ids to text."""
         version, tokens = state.version, body.tokens
+        _check_model(body, version)
         tokenizer, max_tokens = _require_tokenizer(version), version.engine.model.context_length
         if len(tokens) > max_tokens:
             raise InvalidInputError(
@@ -218,6 +267,21 @@ async def _read_prompts(body: GenerateRequest, version: ModelVersion, caller: Ca
         return list_prompts(body.prompt)
     messages = [message.model_dump(exclude_none=True) for message in body.messages or ()]
     return [await tokenize_chat(version.engine, messages, caller.sender)]
+
+
+async def _tokenize_messages(body: TokenizeRequest, version: ModelVersion, request: Request) -> list[int]:
+    fields = {name: getattr(body, name) for name in _CHAT_FIELDS}
+    chat = CHAT.make_chat_request(None, model=body.model or version.card.model, **fields)
+    with rename_prompt_errors():
+        _, tokens = await prepare_prompt(
+            version, chat, request, chat, CHAT, add_special_tokens=body.add_special_tokens is True
+        )
+    return tokens
+
+
+def _check_model(body: TokenizerFields, version: ModelVersion) -> None:
+    if body.model is not None:
+        require_served_model(body.model, version)
 
 
 def _require_tokenizer(version: ModelVersion) -> Any:

@@ -51,12 +51,12 @@ class ChatFieldMap:
     """Prefixes of field paths: regular expression for the chat request's -> replacement for the route's."""
     tool_limits: ToolLimits = OPENAI_LIMITS
 
-    def make_chat_request(self, body: OpenAIFields, **fields: Any) -> ChatRequest:
+    def make_chat_request(self, body: OpenAIFields | None, **fields: Any) -> ChatRequest:
         """Return a chat request with `fields`, and with the fields of `body` that have the same names in both. Raises
         `RequestValidationError`."""
-        served = get_served_names(self.route)
-        same = {name: getattr(body, name) for name in body.list_set_fields(ChatRequest) if name in served}
-        stream_options = StreamOptions(continuous_usage_stats=True) if body.stream else None
+        served, given = get_served_names(self.route), [] if body is None else body.list_set_fields(ChatRequest)
+        same = {name: getattr(body, name) for name in given if name in served}
+        stream_options = StreamOptions(continuous_usage_stats=True) if body is not None and body.stream else None
         try:
             return ChatRequest.model_validate({**same, "stream_options": stream_options, **fields})
         except ValidationError as error:
@@ -156,7 +156,13 @@ class ChatGeneration:
 
 
 async def prepare_prompt(
-    version: ModelVersion, body: ChatRequest, request: Request, route_body: OpenAIFields, field_map: ChatFieldMap
+    version: ModelVersion,
+    body: ChatRequest,
+    request: Request,
+    route_body: OpenAIFields,
+    field_map: ChatFieldMap,
+    *,
+    add_special_tokens: bool = False,
 ) -> tuple[ToolCallRules | None, list[int]]:
     """Return the rules of a body's tool calls (or None), and the token ids of its conversation. Stores the names of
     ignored fields in `request.state`. Raises `InvalidInputError`, `ModelNotFoundError`, `QueueFullError`."""
@@ -176,6 +182,7 @@ async def prepare_prompt(
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             template_kwargs=body.chat_template_kwargs,
+            add_special_tokens=add_special_tokens,
         )
     return tool_rules, prompt
 

@@ -356,6 +356,62 @@ async def test_tokens_there_and_back(http: httpx.AsyncClient) -> None:
     assert (outside.status_code, outside.json()["errors"][0]["field"]) == (422, "tokens")
 
 
+async def test_vllms_documented_tokenizer_requests(http: httpx.AsyncClient, version: ModelVersion) -> None:
+    async def tokenize(**body: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = (await http.post("/tokenize", json=body)).raise_for_status().json()
+        assert answer["count"] == len(answer["tokens"])
+        assert answer["max_model_len"] == version.card.max_model_len
+        return answer
+
+    plain = await tokenize(prompt="héllo", model=version.card.model, return_token_strs=None)
+    assert plain["token_strs"] is None
+    named = await tokenize(prompt="héllo", return_token_strs=True)
+    assert named["tokens"] == plain["tokens"]
+    assert named["token_strs"] == version.tokenizer.convert_ids_to_tokens(plain["tokens"])
+    back = {"model": version.card.model, "tokens": plain["tokens"]}
+    assert (await http.post("/detokenize", json=back)).json() == {"prompt": "héllo"}
+
+    prompted = await tokenize(messages=HELLO, return_token_strs=True)
+    asked = {"model": version.card.model, "messages": HELLO, "max_tokens": 1}
+    usage = (await http.post("/v1/chat/completions", json=asked)).json()["usage"]
+    assert prompted["count"] == len(prompted["token_strs"]) == usage["prompt_tokens"]
+    unprompted = await tokenize(messages=HELLO, add_generation_prompt=False, add_special_tokens=False)
+    assert unprompted["count"] < prompted["count"]
+    assert unprompted["tokens"] == prompted["tokens"][: unprompted["count"]]
+    added = {flag: (await tokenize(prompt="a", add_special_tokens=flag))["count"] for flag in (False, True)}
+    with_special = await tokenize(messages=HELLO, add_special_tokens=True)
+    assert with_special["count"] - prompted["count"] == added[True] - added[False]
+    parts = [{**HELLO[0], "content": [{"type": "text", "text": HELLO[0]["content"]}]}]
+    variables = {"tools": None, "continue_final_message": False, "chat_template_kwargs": {}}
+    assert (await tokenize(messages=parts, **variables))["tokens"] == prompted["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "named"),
+    [
+        ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model is 'other'"),
+        ("/detokenize", {"tokens": [1], "model": "other"}, 404, "model is 'other'"),
+        ("/tokenize", {}, 422, "either prompt or messages"),
+        (
+            "/tokenize",
+            {"prompt": "a", "messages": [{"role": "user", "content": "a"}]},
+            422,
+            "either prompt or messages",
+        ),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, 422, "add_generation_prompt needs messages"),
+        ("/tokenize", {"messages": []}, 422, "messages"),
+        ("/tokenize", {"messages": [{"role": "user"}]}, 422, "messages.0"),
+        ("/tokenize", {"prompt": ["a", "b"]}, 422, "prompt"),
+        ("/tokenize", {"prompt": "a", "mm_processor_kwargs": {}}, 422, "mm_processor_kwargs"),
+    ],
+)
+async def test_tokenizer_requests_that_are_refused(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any], status: int, named: str
+) -> None:
+    answer = await http.post(path, json=body)
+    assert (answer.status_code, named in answer.text) == (status, True), answer.text
+
+
 async def test_metrics_count_what_was_served(version: ModelVersion) -> None:
     app = application(version)
     await complete(openai_client(app), n=2)

@@ -24,6 +24,7 @@ _LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prompt_tokens": ("Prompt tokens of finished requests.", ()),
     "generation_tokens": ("Generated tokens of finished requests.", ()),
+    "prefix_cache_queries": ("Prompt tokens that were looked up in the prefix cache.", ()),
     "prefix_cache_hits": ("Prompt tokens whose KV was in the prefix cache.", ()),
     "tokens_exited": ("Generated tokens that did not go through all layers.", ()),
     "draft_tokens": ("Tokens drafted by the exit head or from the text, and verified.", ()),
@@ -108,6 +109,8 @@ class Metrics:
         }
         if output.index == 0:
             counts["prompt_tokens"] = len(output.prompt_token_ids)
+            # Log-probabilities of a prompt need its hidden states, which no cache has.
+            counts["prefix_cache_queries"] = 0 if output.prompt_logprobs else len(output.prompt_token_ids)
             counts["prefix_cache_hits"] = output.num_cached_tokens
             counts["prefill_layer_tokens_skipped"] = output.num_skipped_tokens
         for name, amount in counts.items():

@@ -420,6 +420,8 @@ async def test_metrics_count_what_was_served(version: ModelVersion) -> None:
     text = (await asgi_client(app).get("/metrics")).text
     for line in (
         "swiftkv:prompt_tokens_total 5.0",
+        "swiftkv:prefix_cache_queries_total 5.0",
+        "swiftkv:prefix_cache_hits_total 0.0",
         "swiftkv:generation_tokens_total 16.0",
         'swiftkv:request_success_total{finished_reason="length"} 2.0',
         'swiftkv:rejected_requests_total{reason="context_length_exceeded"} 1.0',

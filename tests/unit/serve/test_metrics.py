@@ -2,10 +2,11 @@
 
 import asyncio
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -66,6 +67,49 @@ def test_counts_carry_deployment_replica_and_model(metrics: Metrics, recorded: l
     page = metrics.render_page().decode()
     assert 'swiftkv:requests_total{model="mdl_1"} 1.0' in page
     assert 'swiftkv:rejected_requests_total{reason="queue_full"} 1.0' in page
+
+
+VLLM_NAMES = {
+    *("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "request_success"),
+    *("num_requests_running", "num_requests_waiting", "num_preemptions", "kv_cache_usage_perc"),
+    *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+}
+"""vLLM's names of quantities that both servers have (vllm/v1/metrics/loggers.py, 0.32)."""
+
+
+def test_quantities_that_vllm_has_too_have_its_names(metrics: Metrics) -> None:
+    """Further names are those that docs/serving.md lists."""
+    page = metrics.render_page().decode()
+    found = set(re.findall(r"^# TYPE swiftkv:(\w+?)(?:_total)? (?:counter|gauge|histogram)$", page, re.MULTILINE))
+    found = {name for name in found if not name.endswith("_created")}
+    assert found >= VLLM_NAMES
+    assert "swiftkv:prefix_cache_queries_total 0.0" in page
+    assert "swiftkv:prefix_cache_hits_total 0.0" in page
+    documented = Path("docs/serving.md").read_text()
+    assert [name for name in sorted(found - VLLM_NAMES) if f"`{name}" not in documented] == []
+
+
+@pytest.mark.parametrize(("prompt_logprobs", "queries"), [(None, 6), ([None, {1: -0.5}], 0)])
+def test_the_cache_is_not_asked_about_prompts_that_need_hidden_states(
+    metrics: Metrics, recorded: list[Record], prompt_logprobs: Any, queries: int
+) -> None:
+    times = SimpleNamespace(ttft=None, tpot=None, total=None)
+    counts = {"num_exited_tokens": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0, "num_skipped_tokens": 0}
+    for index in (0, 1):
+        output = SimpleNamespace(
+            index=index,
+            prompt_token_ids=[1] * 6,
+            token_ids=[2],
+            num_cached_tokens=4 if queries else 0,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason="stop",
+            metrics=times,
+            **counts,
+        )
+        metrics.record_output(cast("Any", output), "mdl_1")
+    page = metrics.render_page().decode()
+    assert f"swiftkv:prefix_cache_queries_total {queries}.0" in page
+    assert f"swiftkv:prefix_cache_hits_total {4 if queries else 0}.0" in page
 
 
 def test_a_replica_that_sees_many_models_stops_making_series(metrics: Metrics, recorded: list[Record]) -> None:

@@ -276,6 +276,7 @@ async def stream_chunks(
 
 def make_event_stream(events: AsyncIterator[dict[str, str]]) -> Response:
     stream: Response = EventSourceResponse(events, sep="\n")
+    del stream.headers["connection"]  # the HTTP server sends its own, which may be `close`
     return stream
 
 

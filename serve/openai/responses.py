@@ -54,7 +54,7 @@ class Item(TypedPart):
     required_keys = {
         "message": ("role", "content"),
         "function_call": ("call_id", "name", "arguments"),
-        "function_call_output": ("call_id", "output"),
+        "function_call_output": ("call_id",),
         "reasoning": (),
     }
     default_type = "message"
@@ -69,6 +69,7 @@ class Item(TypedPart):
     arguments: str | None = None
     """Arguments as JSON text."""
     output: Content = None
+    """Result of a call; null if the function returned nothing."""
 
     @classmethod
     def replace(cls, item: Mapping[str, Any], validate: Callable[[dict[str, Any]], Self]) -> Self:

@@ -108,6 +108,10 @@ class ToolCall(TypedPart):
         return validate({"id": call.get("id"), "type": "function", "function": function})
 
 
+_RESULT_ROLES = ("tool", "function")
+"""Roles of messages with a tool's result; `function` is the legacy one."""
+
+
 class ChatMessage(BodyPart):
     """A message. Accepts the keys of a response's message, so that it can be sent back unchanged. Keys that the
     template does not get have no effect."""
@@ -115,7 +119,7 @@ class ChatMessage(BodyPart):
     role: Annotated[str, Field(min_length=1)]
     """`system`, `developer`, `user`, `assistant`, `tool`, or another role of the template."""
     content: Content = None
-    """Text or parts of type text; may be null in an assistant's message with tool calls."""
+    """Text or parts of type text; may be null in an assistant's message with tool calls, and in a tool's message."""
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     """Tool calls of an assistant's message."""
@@ -150,7 +154,7 @@ class ChatMessage(BodyPart):
     @property
     def text_content(self) -> str | None:
         if self.content is None:
-            return self.refusal
+            return "" if self.role in _RESULT_ROLES else self.refusal  # a tool may return null
         texts = [part.text_content for part in self.content]
         return "".join(text[self._find_client_lines(text)[1] :] for text in texts)
 

@@ -223,14 +223,15 @@ MAX_QUERY_PARAMETERS = 256
 
 class InputGuard(Middleware):
     """Refuses paths, queries and headers that no route can use, with the application's response to an
-    `InvalidInputError`. `web.bodies` checks bodies."""
+    `InvalidInputError`, and compressed bodies with its response to 415. `web.bodies` checks bodies."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             _check_path(scope)
             _check_query(scope)
             _check_headers(scope)
-        except InvalidInputError as error:
+            _check_encoding(Headers(scope=scope))
+        except (InvalidInputError, HTTPException) as error:
             await (await _handle_error(scope, error))(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -246,6 +247,15 @@ def _check_headers(scope: Scope) -> None:
         if b"\0" in value:
             header = name.decode("latin-1")
             raise InvalidInputError(f"the header {header} has a NUL character; leave it out", field=header)
+
+
+def _check_encoding(headers: Headers) -> None:
+    """Raise `HTTPException` (415) for a compressed body, which may be far larger than its size says."""
+    encodings = [each.strip() for value in headers.getlist("content-encoding") for each in value.split(",")]
+    used = ", ".join(each for each in encodings if each.lower() not in ("", "identity"))
+    if used and ("transfer-encoding" in headers or get_content_length(headers)):
+        detail = f"content-encoding is {used[:MAX_KEY_LENGTH]!r}; send the body uncompressed, without content-encoding"
+        raise HTTPException(415, detail, headers={"Accept-Encoding": "identity"})
 
 
 def _check_query(scope: Scope) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from fastapi import FastAPI, routing
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from swiftkv_platform.limits import (
     CONNECTIONS,
@@ -164,7 +164,10 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= PIPELINED_REQUESTS.default:
             raise ValueError("too many requests before the first response")
+        before = self.cycle
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0" and self.cycle is not before:
+            self.cycle.send = _EndByClosing(self.cycle).send  # type: ignore[method-assign]
         self._overhead_bytes = 0
         self.idle_peers.pop(self, None)
         _cancel(self._idle_timer)
@@ -282,6 +285,23 @@ class Connection(HttpToolsProtocol):
             self.num_open[self.address] -= 1
             if not self.num_open[self.address]:
                 del self.num_open[self.address]
+
+
+class _EndByClosing:
+    """Sends a response to an HTTP/1.0 client. The end of the connection is the end of a body of unknown length, since
+    such clients do not know the chunks that uvicorn would send."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._send, self._has_length = cycle, cycle.send, True
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._has_length = b"content-length" in {name.lower() for name, _ in message.get("headers", ())}
+            if not self._has_length:
+                self._cycle.chunked_encoding = False
+        elif not self._has_length:
+            self._cycle.expected_content_length = len(message.get("body", b""))
+        await self._send(message)
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

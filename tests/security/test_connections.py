@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,15 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Send
 from starlette.types import Scope as ASGIScope
 
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.security.keys import Scope, create_key
+from swiftkv_platform.serve.openai.outputs import make_event_stream
 from swiftkv_platform.web.server import ConnectionLimits, make_server_options
 from tests.security.test_slow_clients import connect, wait_for_end
 from tests.support.servers import serving
@@ -89,6 +92,58 @@ def fill_with_requests(opened: ExitStack, url: str) -> list[socket.socket]:
         assert each.recv(12) == b"HTTP/1.1 200"
     wait_for_end(opened.enter_context(connect(url)))
     return busy
+
+
+@pytest.mark.parametrize(
+    ("response", "body"),
+    [
+        (lambda: StreamingResponse(iter(["a", "", "bc"])), b"abc"),
+        (lambda: StreamingResponse(iter([])), b""),
+        (lambda: StreamingResponse(iter(["x" * 70_000] * 3)), b"x" * 210_000),
+        (lambda: make_event_stream(_make_events()), b"data: 1\n\ndata: 2\n\n"),
+        (lambda: PlainTextResponse("abc"), b"abc"),
+        (lambda: Response(status_code=204), b""),
+    ],
+)
+@pytest.mark.parametrize(
+    ("method", "version", "connection"),
+    [
+        *((b"GET", b"1.0", b""), (b"HEAD", b"1.0", b""), (b"GET", b"1.0", b"Connection: keep-alive\r\n")),
+        (b"GET", b"1.1", b"Connection: close\r\n"),
+    ],
+)
+def test_a_client_of_http_1_0_gets_no_chunks(
+    served: ExitStack,
+    response: Callable[[], Response],
+    body: bytes,
+    method: bytes,
+    version: bytes,
+    connection: bytes,
+) -> None:
+    """Nor two `Connection` headers; the end of the connection is the end of the body."""
+
+    async def endpoint(_request: Request) -> Response:
+        return response()
+
+    app = Starlette(routes=[Route("/", endpoint)])
+    url = served.enter_context(serving(app, **make_server_options(ConnectionLimits())))
+    client = served.enter_context(connect(url))
+    client.sendall(method + b" / HTTP/" + version + b"\r\nHost: x\r\n" + connection + b"\r\n")
+    received = b""
+    while piece := client.recv(1 << 16):
+        received += piece
+    head, _, rest = received.partition(b"\r\n\r\n")
+    names = [line.partition(b":")[0].lower() for line in head.split(b"\r\n")[1:]]
+    assert len(names) == len(set(names))
+    assert b"connection: close" in head.lower()
+    if version == b"1.0":
+        assert b"transfer-encoding" not in names
+        assert rest == (b"" if method == b"HEAD" else body)
+
+
+async def _make_events() -> AsyncIterator[dict[str, str]]:
+    yield {"data": "1"}
+    yield {"data": "2"}
 
 
 def test_an_address_takes_half_of_the_connections(served: ExitStack) -> None:

@@ -1,6 +1,7 @@
 """`/generate` and related routes over ASGI, on the real engine of the fixtures `engine` and `idle`."""
 
 import asyncio
+import gzip
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -319,3 +320,27 @@ async def test_pages_of_origins_that_a_deployment_names_may_ask(
         assert answer.headers.get("access-control-allow-origin") in ((PAGE, "*") if known else (None,))
         assert "access-control-allow-credentials" not in answer.headers
     assert not known or asked.headers["access-control-allow-headers"] == "authorization"
+
+
+@pytest.mark.parametrize(
+    ("path", "encoding", "status"),
+    [
+        *((path, "gzip", 415) for path in ("/generate", "/tokenize", "/v1/completions", "/v1/chat/completions")),
+        *(
+            ("/generate", encoding, 415)
+            for encoding in ("br", "deflate", "zstd", "X-GZIP", "identity, gzip", "gzip, br")
+        ),
+        *(("/v1/responses", "gzip", 415), ("/v1/messages", "gzip", 415), ("/v1/messages/count_tokens", "br", 415)),
+        *(("/tokenize", encoding, 200) for encoding in ("identity", "", " Identity ")),
+    ],
+)
+async def test_a_compressed_body_is_refused_with_a_cure(
+    client: httpx.AsyncClient, path: str, encoding: str, status: int
+) -> None:
+    body = json.dumps({"prompt": "hello"}).encode()
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    answer = await client.post(path, content=gzip.compress(body) if status == 415 else body, headers=headers)
+    assert answer.status_code == status
+    if status == 415:
+        assert answer.headers["accept-encoding"] == "identity"
+        assert "send the body uncompressed" in answer.text

@@ -291,3 +291,25 @@ def test_each_block_ends_before_the_next_begins() -> None:
         (kind, index) for index in range(4) for kind in ("begin", "end")
     ]
     assert [block.text for block in splitter.blocks] == ["xy", "{}", "", "z"]
+
+
+@pytest.mark.parametrize("result", [{}, {"content": None}, {"content": ""}, {"content": []}], ids=str)
+def test_a_tool_may_return_nothing_on_every_route(result: dict[str, Any]) -> None:
+    asked = {"role": "user", "content": "a"}
+    output = {"output": result["content"]} if result else {}
+    called = {"role": "assistant", "tool_calls": [call_of("a")]}
+    used = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "a", "input": {}}]}
+    returned = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", **result}]}
+    answered = {"type": "function_call_output", "call_id": "a", **output}
+    for chat in (
+        ChatRequest.model_validate(
+            {"model": "m", "messages": [asked, called, {"role": "tool", "tool_call_id": "a", **result}]}
+        ),
+        ResponsesRequest.model_validate({"model": "m", "input": [asked, item_of("a"), answered]}).to_chat_request(),
+        MessagesRequest.model_validate(
+            {"model": "m", "max_tokens": 1, "messages": [asked, used, returned]}
+        ).to_chat_request(),
+    ):
+        assert laid_out(chat)[-1] == {"role": "tool", "tool_call_id": "a", "content": ""}
+    legacy = {"model": "m", "messages": [asked, {"role": "function", "name": "a", **result}]}
+    assert laid_out(ChatRequest.model_validate(legacy))[-1] == {"role": "function", "name": "a", "content": ""}

@@ -1,5 +1,6 @@
 """Every refusal is a problem document that names what is wrong; requests of foreign web pages are refused."""
 
+import gzip
 import json
 from typing import Any
 
@@ -176,6 +177,17 @@ def test_a_web_page_cannot_submit_but_the_servers_own_and_programs_can(server: S
         {"Content-Type": "application/json; charset=utf-8"},
     ):
         assert submit(headers).status_code == 201, headers
+
+
+@pytest.mark.parametrize("path", ["/jobs", "/jobs/validate", "/deployments", "/v1/files"])
+def test_a_compressed_body_is_refused_with_a_cure(server: Server, path: str) -> None:
+    for encoding in ("gzip", "br", "identity, deflate"):
+        kind = "multipart/form-data; boundary=x" if path == "/v1/files" else "application/json"
+        headers = {"Content-Type": kind, "Content-Encoding": encoding}
+        answer = server.client.post(path, content=gzip.compress(json.dumps(SPEC).encode()), headers=headers)
+        assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "identity")
+        assert "send the body uncompressed" in answer.text
+    assert server.get("/jobs")["data"] == []
 
 
 def test_a_body_of_errors_is_looked_through_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,6 +234,7 @@ def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent],
             spec.training.from_,
             ", which needs a control plane; use `swiftkv jobs submit`",
         )
+    output = output.absolute()  # workers have another working directory
     _set_ray_train_environment()
     with _exit_on_signals(), _reserve_directory(output):
         if (output / MANIFEST).is_file():  # the last run was killed while it deleted its files

@@ -32,25 +32,9 @@ biases -100 to 100, `repetition_penalty` 0.01 to 100. `top_k` 0 and -1 keep all 
 _PROGRAMS = """\
 ## Programs
 
-Requests of these programs, taken from their public sources, are sent in the tests of both engines
-(`tests/contract/serving/recorded.yaml`); clients that run as programs are [outside judges](judges.md). Fields without
-effect are listed in the header.
-
-| program | routes | besides the usual fields | refused |
-|---|---|---|---|
-| Open WebUI: chats, tools, titles, tags | models, chat/completions | parts with `cache_control`, `reasoning_effort` \
-or `reasoning`, `metadata`, an object as `user`, `files` in messages | new images; Ollama's names, if users set them \
-(`repeat_penalty`, `num_ctx`) |
-| Continue | models, completions, chat/completions | a prompt with the model's own fill-in-the-middle tokens, \
-14 stops, `prediction` | `suffix`; `/v1/fim/completions` does not exist |
-| Zed | completions, chat/completions, messages | `content: []` with calls, `prompt_cache_key`, `thinking`, \
-`eager_input_streaming` | |
-| Cline | chat/completions | `thinking` as an object, `cache_control` in the system's parts | |
-| Claude Code | models, messages, messages/count_tokens | `?beta=true`, turns of role `system`, `redacted_thinking`, \
-`context_management` that keeps everything, `output_config.effort`, tools of servers | \
-`context_management` that clears |
-| Codex | responses | `client_metadata`, `include`, items without `id` and `status`, tools of type `custom`, \
-`namespace` and `web_search` | |
+Requests of Open WebUI, Continue, Zed, Cline, Claude Code and Codex, taken from their public sources, are answered in the
+tests of both engines (`tests/contract/serving/recorded.yaml`). `/v1/fim/completions` does not exist. Clients that run as
+programs are [outside judges](judges.md).
 """
 _PARTS = """\
 ## Other parts

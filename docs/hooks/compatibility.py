@@ -32,9 +32,9 @@ biases -100 to 100, `repetition_penalty` 0.01 to 100. `top_k` 0 and -1 keep all 
 _PROGRAMS = """\
 ## Programs
 
-Requests of Open WebUI, Continue, Zed, Cline, Claude Code and Codex, taken from their public sources, are answered in the
-tests of both engines (`tests/contract/serving/recorded.yaml`). `/v1/fim/completions` does not exist. Clients that run as
-programs are [outside judges](judges.md).
+Requests of Open WebUI, Continue, Zed, Cline, Claude Code and Codex, taken from their public sources, are answered in
+the tests of both engines (`tests/contract/serving/recorded.yaml`). `/v1/fim/completions` does not exist. Clients that
+run as programs are [outside judges](judges.md).
 """
 _PARTS = """\
 ## Other parts

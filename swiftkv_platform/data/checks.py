@@ -285,6 +285,7 @@ class _SourceCheck:
             formats=FORMATS if self.source.complete is None else PROMPT_FORMATS,
             non_empty=non_empty,
             field=self.field,
+            value=self.source.name_or_path,
         )
 
     def _read_first_json_row(self, file: Path) -> Row | None:

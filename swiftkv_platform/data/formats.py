@@ -141,9 +141,11 @@ def find_row_reader(
     formats: Sequence[RowFormat],
     non_empty: NonEmptyColumns | None = None,
     field: str | None = None,
+    value: str | None = None,
 ) -> RowReader:
     """Return the reader for rows with `columns`: of the format `name`, or for `auto` the first match of `formats`, see
-    `match_format`. Raises `DataError` about `field` (default: the source's `format`) without a match."""
+    `match_format`. Raises `DataError` without a match, about `field` (default: the source's `format`) with `value`
+    (default: the columns)."""
     candidates = formats if name == "auto" else [f for f in formats if f.name == name]
     matched = match_format(columns, candidates, non_empty)
     if matched is not None:
@@ -152,7 +154,7 @@ def find_row_reader(
         read = required + optional
         return RowReader(candidate, required, read, list_unread_columns(c for c in columns if c not in read))
     message = f"{source_field}: {_describe_mismatch(origin, columns, candidates)}"
-    raise DataError(message, field=field or f"{source_field}.format", value=list(columns))
+    raise DataError(message, field=field or f"{source_field}.format", value=list(columns) if value is None else value)
 
 
 def list_unread_columns(columns: Iterable[str]) -> tuple[str, ...]:

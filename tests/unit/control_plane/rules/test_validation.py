@@ -223,7 +223,7 @@ def test_a_first_look_at_the_data_is_reported(tmp_path: Path) -> None:
     estimate = check(data={"sources": [{"name_or_path": str(tmp_path)}, {"name_or_path": "org/data"}]})
     size = sum(file.stat().st_size for file in tmp_path.iterdir())
     assert estimate.sources == (
-        SourceEstimate(str(tmp_path), 3, size, ("text", "messages")),
+        SourceEstimate(str(tmp_path), 3, size, ("text", "messages"), unread_columns=("text",)),
         SourceEstimate("org/data"),
     )
 

@@ -47,8 +47,8 @@ def read_config(
         hub: hub arguments of `from_pretrained`.
 
     Raises:
-        ModelError: there is no `config.json`, a PEFT adapter is beside it, or it has an unknown family, an unsupported
-            quantization or an impossible value.
+        ModelError: `config.json` is missing, or has an unknown family, an unsupported quantization or an impossible
+            value; or the directory has a PEFT adapter.
     """
     refuse_peft_adapter(_find_directory(source, hub), str(source), field=field)
     try:

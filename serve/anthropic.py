@@ -23,7 +23,7 @@ from swiftkv_platform.serve.openai.chat import (
     prepare_prompt,
 )
 from swiftkv_platform.serve.openai.outputs import make_event_stream
-from swiftkv_platform.serve.openai.schemas import ChatRequest, OpenAIFields, limit_schema, number_parts
+from swiftkv_platform.serve.openai.schemas import CallArguments, ChatRequest, OpenAIFields, limit_schema, number_parts
 from swiftkv_platform.serve.replica_state import ReplicaState
 from swiftkv_platform.serve.schemas import BodyPart, PositiveNumber, TextPart, TypedPart
 from swiftkv_platform.serve.tools.calling import ANTHROPIC_LIMITS, MAX_TOOLS, SKIPPED_TOOL, FunctionTool, ToolName
@@ -56,14 +56,14 @@ class ContentBlock(TextPart):
 
     required_keys = {
         **TextPart.required_keys,
-        "tool_use": ("id", "name", "input"),
+        "tool_use": ("id", "name"),
         "tool_result": ("tool_use_id",),
         "thinking": ("thinking",),
         "redacted_thinking": (),
     }
     id: Annotated[str, Field(min_length=1)] | None = None
     name: Annotated[str, Field(min_length=1)] | None = None
-    input: dict[str, Any] | None = None
+    input: CallArguments = ""
     """Arguments of a call."""
     tool_use_id: Annotated[str, Field(min_length=1)] | None = None
     content: TextBlocks = []
@@ -107,7 +107,7 @@ class Message(BodyPart):
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.name, "arguments": json.dumps(call.input)},
+                    "function": {"name": call.name, "arguments": call.input},
                 }
                 for call in by_type["tool_use"]
             ]

@@ -32,9 +32,12 @@ biases -100 to 100, `repetition_penalty` 0.01 to 100. `top_k` 0 and -1 keep all 
 _PROGRAMS = """\
 ## Programs
 
-Requests of Open WebUI, Continue, Zed, Cline, Claude Code and Codex, taken from their public sources, are answered in
-the tests of both engines (`tests/contract/serving/recorded.yaml`). `/v1/fim/completions` does not exist. Clients that
-run as programs are [outside judges](judges.md).
+Requests of Open WebUI, Continue, Zed, Cline, Claude Code, Codex and Vercel's AI SDK, taken from their public sources,
+are answered in the tests of both engines (`tests/contract/serving/recorded.yaml`). In sessions of five turns, each turn
+computes only what it adds. `/v1/fim/completions` does not exist. Clients that run as programs are
+[outside judges](judges.md).
+
+Use HTTP/1.1 with deployments: Ray Serve's proxy streams in chunks to HTTP/1.0 clients too. `swiftkv serve` does not.
 """
 _PARTS = """\
 ## Other parts
@@ -44,6 +47,9 @@ them out: in results of tools and what comes with them, and in messages that wer
 or `[image omitted]`, and the header names them (`messages.content.image`). In instructions and in a new message of the
 user they are refused with 400, unless they have only text (`document`, `search_result`). Calls of other tools become
 calls of functions.
+
+Items of type `item_reference` become a placeholder too, since nothing is stored. Vercel's AI SDK sends them instead of
+the assistant's messages unless it has `providerOptions: {openai: {store: false}}`.
 
 Tools of other types, such as `web_search` and `custom`, are skipped, and the header names them (`tools.web_search`). A
 `tool_choice` that names one is refused.

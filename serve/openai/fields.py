@@ -149,30 +149,26 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
         ("SwiftKV", ALL): {"early_exit num_lookup_tokens timeout_s": ""},
     },
     Treatment.WITHOUT_EFFECT: {
-        ("OpenAI", ALL): {"metadata service_tier": ""},
-        ("OpenAI", OPENAI): {
-            "user safety_identifier prompt_cache_options prompt_cache_retention": "",
+        # On every route, since clients send an option of one API to another, as Vercel's AI SDK does with any option
+        ("OpenAI", ALL): {
+            "metadata service_tier user safety_identifier prompt_cache_options prompt_cache_retention verbosity "
+            "client_metadata": "",
             "store": "nothing is stored",
             "prompt_cache_key": "prefix caching needs no key",
+            "prediction": "`num_lookup_tokens` drafts from the prompt",
+            "reasoning reasoning_effort": "not passed to the model",
+            "max_tool_calls": "it limits server-side tools, which are skipped",
+            "truncation": "a prompt longer than the context is refused; `truncate_prompt_tokens` keeps its end",
         },
         ("OpenAI", _ROUTES_WITH_N): {"stream_options.include_obfuscation": "like all unknown nested keys"},
-        ("OpenAI", CHAT): {
-            "prediction": "`num_lookup_tokens` drafts from the prompt",
-            "reasoning_effort": "not passed to the model",
-            "verbosity": "",
-        },
-        ("OpenAI", RESPONSES): {
-            "stream_options": "the last event has the usage",
-            "client_metadata image access_programs": "",
-            "max_tool_calls": "it limits server-side tools, which are skipped",
-        },
-        ("OpenAI", CHAT + RESPONSES): {"reasoning": "not passed to the model"},
-        ("Anthropic", CHAT + MESSAGES): {"thinking": "not passed to the model"},
-        ("Anthropic", MESSAGES): {
+        ("OpenAI", RESPONSES + MESSAGES): {"stream_options": "the last event has the usage"},
+        ("OpenAI", RESPONSES): {"image access_programs": ""},
+        ("Anthropic", ALL): {
             "diagnostics inference_geo speed user_profile_id workspace_id": "",
             "cache_control": "prefix caching needs no markers",
+            "thinking": "not passed to the model",
         },
-        ("vLLM", _ROUTES_WITH_N): {
+        ("vLLM", ALL): {
             "spaces_between_special_tokens": "no spaces are added between them",
             "request_id": "",
         },
@@ -194,7 +190,6 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
             "background": ("nothing is stored; wait for the answer, or `stream` it", False),
             "include": (_NO_LOGPROBS, _requests_no_logprobs),
             "top_logprobs": (_NO_LOGPROBS, 0),
-            "truncation": ("`truncate_prompt_tokens` keeps the end of the prompt", "disabled"),
             "context_management": ("conversations are not shortened", []),
         },
         ("Anthropic", MESSAGES): {

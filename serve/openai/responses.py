@@ -22,7 +22,15 @@ from swiftkv_platform.serve.openai.chat import (
     OutputBlock,
 )
 from swiftkv_platform.serve.openai.outputs import make_event_stream
-from swiftkv_platform.serve.openai.schemas import ChatRequest, Content, OpenAIFields, Part, limit_schema, number_parts
+from swiftkv_platform.serve.openai.schemas import (
+    CallArguments,
+    ChatRequest,
+    Content,
+    OpenAIFields,
+    Part,
+    limit_schema,
+    number_parts,
+)
 from swiftkv_platform.serve.replica_state import ReplicaState
 from swiftkv_platform.serve.schemas import BodyPart, TextPart, TypedPart, WholeNumber, describe_part
 from swiftkv_platform.serve.tools.calling import (
@@ -53,7 +61,7 @@ class Item(TypedPart):
 
     required_keys = {
         "message": ("role", "content"),
-        "function_call": ("call_id", "name", "arguments"),
+        "function_call": ("call_id", "name"),
         "function_call_output": ("call_id",),
         "reasoning": (),
     }
@@ -66,8 +74,7 @@ class Item(TypedPart):
     """Id of a call, also of an item with its output."""
     name: Annotated[str, Field(min_length=1)] | None = None
     """Name of the called function."""
-    arguments: str | None = None
-    """Arguments as JSON text."""
+    arguments: CallArguments = ""
     output: Content = None
     """Result of a call; null if the function returned nothing."""
 

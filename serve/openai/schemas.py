@@ -77,14 +77,16 @@ Content = Annotated[list[Part] | None, BeforeValidator(_to_parts, json_schema_in
 
 
 def _to_json_text(arguments: Any) -> Any:
-    """Return arguments as JSON text, since some clients send the object."""
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+
+
+CallArguments = Annotated[str, BeforeValidator(_to_json_text, json_schema_input_type=dict[str, Any] | str)]
+"""Arguments of an earlier call on any route, as an object or JSON text; "" for a call without arguments."""
 
 
 class FunctionCall(BodyPart):
     name: Annotated[str, Field(min_length=1)]
-    arguments: Annotated[str, BeforeValidator(_to_json_text)] = ""
-    """Arguments as JSON text."""
+    arguments: CallArguments = ""
 
     def for_template(self) -> dict[str, Any]:
         return {"name": self.name, "arguments": parse_call_arguments(self.arguments)}

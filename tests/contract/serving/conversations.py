@@ -302,7 +302,12 @@ async def test_anthropics_limits_of_tools_are_anthropics(http: httpx.AsyncClient
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type", "'item_reference'; the model reads text"),
         ({"input": [{"type": "input_image"}]}, "input.0.type", "'input_image'"),
         ({"input": [said([{"type": "input_image"}], "user")]}, "input.0.content.0.type", "'input_image'; the model"),
-        ({"input": [{"type": "function_call", "call_id": "a", "name": "a"}]}, "input.0", "arguments is missing"),
+        ({"input": [{"type": "function_call", "call_id": "a"}]}, "input.0", "name is missing"),
+        (
+            {"input": [{"type": "function_call", "call_id": "a", "name": "a", "arguments": []}]},
+            "input.0.arguments",
+            "valid string",
+        ),
         ({"tools": [{"name": "f"}]}, "tools.0", "accepted here: function"),
         ({"tools": HOSTED, "tool_choice": {"type": "web_search"}}, "tool_choice", "an object of type 'function' or"),
         ({"tools": HOSTED, "tool_choice": {"type": "custom", "name": "patch"}}, "tool_choice", "an object of type"),

@@ -293,6 +293,23 @@ def test_each_block_ends_before_the_next_begins() -> None:
     assert [block.text for block in splitter.blocks] == ["xy", "{}", "", "z"]
 
 
+@pytest.mark.parametrize("given", [{}, None, "", "{}", '{"by": 1}', {"by": 1}, ...], ids=str)
+def test_arguments_of_a_call_are_an_object_or_text_or_nothing_on_every_route(given: Any) -> None:
+    def give(key: str) -> dict[str, Any]:
+        return {} if given is ... else {key: given}
+
+    call = {"id": "a", "type": "function", "function": {"name": "f", **give("arguments")}}
+    item = {"type": "function_call", "call_id": "a", "name": "f", **give("arguments")}
+    block = {"type": "tool_use", "id": "a", "name": "f", **give("input")}
+    for chat in (
+        ChatRequest(model="m", messages=[said(None, tool_calls=[call])]),
+        ResponsesRequest(model="m", input=[item]).to_chat_request(),
+        MessagesRequest(model="m", max_tokens=1, messages=[said([block])]).to_chat_request(),
+    ):
+        [called] = laid_out(chat)[0]["tool_calls"]
+        assert called["function"] == {"name": "f", "arguments": {"by": 1} if "by" in str(given) else {}}
+
+
 @pytest.mark.parametrize("result", [{}, {"content": None}, {"content": ""}, {"content": []}], ids=str)
 def test_a_tool_may_return_nothing_on_every_route(result: dict[str, Any]) -> None:
     asked = {"role": "user", "content": "a"}

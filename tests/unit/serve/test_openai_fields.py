@@ -35,6 +35,8 @@ ANTHROPIC = """cache_control container context_management diagnostics inference_
 AnthropicParams = TypedDict("AnthropicParams", dict.fromkeys(ANTHROPIC.split(), Any))  # type: ignore[misc]
 """Fields of Anthropic's own client, whose package is not installed here."""
 PAGE = Path("docs/compatibility.md")
+SENT_ANYWHERE = ["cache_control", "prompt_cache_key", "reasoning_effort", "request_id", "thinking", "truncation"]
+"""Fields without effect that clients of one API send to routes of others."""
 SHOWN = (Treatment.SERVED, Treatment.WITHOUT_EFFECT)
 PARTS = [field.name for field in FIELDS if "." in field.name]
 Body = tuple[Route, type[OpenAIFields], Sequence[type]]
@@ -112,6 +114,7 @@ def test_what_would_change_the_answer_is_refused_with_its_reason(route: Route, n
         ("chat/completions", "add_special_tokens", False, 1),
         ("completions", "add_special_tokens", True, 1),
         ("completions", "length_penalty", 1.0, 1),
+        *((route, name, "auto", 1) for route, *_ in BODIES for name in SENT_ANYWHERE),
         ("messages", "context_management", {}, 1),
         ("messages", "context_management", {"edits": []}, 1),
         (

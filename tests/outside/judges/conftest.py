@@ -60,7 +60,7 @@ def run(command: Sequence[str], *, cwd: Path, environment: Mapping[str, str] | N
 
 
 def node_program(package: str) -> list[str]:
-    """Return the command of a package's program, or only Node for `openai`, which has none."""
+    """Return the command of a package's program, or only Node for `openai` and `ai`, which have none."""
     node = shutil.which("node") or missing("node is not installed; the judges of its world need version 20 or newer")
     directory = NODE / "node_modules" / package
     if not directory.is_dir():

@@ -3,16 +3,26 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
 
 # Tests, jobs and replicas start hundreds of processes; without cached bytecode each would compile all modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install lock demo real-model demo-llm test test-without-ray test-with-ray quick lint audit vendor docs pictures bench drill gpu soak coverage vllm-env judges-env judges plugin outside peers-env peers clean
-install: $(STAMP)
+.PHONY: install install-dev lock demo real-model demo-llm test test-without-ray test-with-ray quick lint audit vendor docs pictures bench drill gpu soak coverage vllm-env judges-env judges plugin outside peers-env peers clean
+INSTALL := $(BIN)/python -m pip install --constraint constraints.txt --editable
+install: $(STAMP)  # what training, serving and the demo need
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@echo "Installing 2.2 GB into $(VENV). This takes a few minutes."
+	$(INSTALL) '.[train,serve]'
+	touch $@
+
+install-dev: $(DEV_STAMP)  # with the tools for tests, linting and the site
+
+$(DEV_STAMP): $(STAMP)
+	@echo "Installing another 1.3 GB of developer tools into $(VENV)."
+	$(INSTALL) '.[dev]'
 	touch $@
 
 lock:  # rewrite constraints.txt with the newest versions that pyproject.toml allows
@@ -33,7 +43,7 @@ demo-llm: real-model  # a real LLM end to end; an interrupted run resumes. 20 mi
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder  # in order of files: those with few, long tests do not come last
 WITHOUT_RAY := $(PYTEST) -m "not integration"
 
-test: install  # tests with Ray wait a third of their time; those without Ray fill it, at a lower priority
+test: install-dev  # tests with Ray wait a third of their time; those without Ray fill it, at a lower priority
 	@echo "Tests without Ray run in the background; their output follows."; \
 	log=$$(mktemp); \
 	nice $(WITHOUT_RAY) > "$$log" 2>&1 & behind=$$!; \
@@ -42,32 +52,32 @@ test: install  # tests with Ray wait a third of their time; those without Ray fi
 	wait $$behind; without=$$?; cat "$$log"; \
 	echo "Exit status with Ray (above): $$with; without: $$without"; test $$with -eq 0 -a $$without -eq 0
 
-test-without-ray: install
+test-without-ray: install-dev
 	$(WITHOUT_RAY)
 
-test-with-ray: install  # one test at a time
+test-with-ray: install-dev  # one test at a time
 	$(BIN)/python -m pytest tests/integration
 
-quick: install  # tests that need no service and no seconds; without the fuzz tests, whose library takes seconds to import
+quick: install-dev  # tests that need no service and no seconds; without the fuzz tests, whose library takes seconds to import
 	$(PYTEST) -m "not integration and not slow" -p no:schemathesis --ignore-glob '*/test_fuzz.py' tests/unit tests/contract
 
-lint: install
+lint: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive swiftkv_platform jobs serve
 
-audit: install  # known vulnerabilities in what constraints.txt pins; reports if PyPI cannot be asked
+audit: install-dev  # known vulnerabilities in what constraints.txt pins; reports if PyPI cannot be asked
 	$(BIN)/python .ci/audit.py
 
 vendor:  # the dashboard's bundled libraries, from their npm packages (needs Node)
 	cd infra/dashboard && npm ci --no-audit --no-fund && npm run build
 
-docs: install  # the site, in site/
+docs: install-dev  # the site, in site/
 	$(BIN)/python -m mkdocs build --strict
 
-pictures: install  # the dashboard's pictures in docs/, from a real run of minutes
+pictures: install-dev  # the dashboard's pictures in docs/, from a real run of minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.browser.pictures
 
 bench: install
@@ -75,7 +85,7 @@ bench: install
 	$(BIN)/python -m benchmarks.serving --short
 	$(BIN)/python -m benchmarks.training_step
 
-gpu: install  # tests and benchmarks for one NVIDIA GPU, for LIMIT_S seconds if set; VLLM_PYTHON=PATH: an interpreter with a GPU build of vLLM and the plugin
+gpu: install-dev  # tests and benchmarks for one NVIDIA GPU, for LIMIT_S seconds if set; VLLM_PYTHON=PATH: an interpreter with a GPU build of vLLM and the plugin
 	@$(BIN)/python -m benchmarks.gpu.everything $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) $(if $(LIMIT_S),--limit-s $(LIMIT_S))
 
 SCHEDULES ?= 300
@@ -83,7 +93,7 @@ SOAK_ROUNDS ?= 2
 # Takes hours: wide matrices, random schedules, kills and restarts, homes of earlier versions, vLLM under load.
 soak: export SWIFTKV_SOAK = 1
 soak: export SWIFTKV_SCHEDULES = $(SCHEDULES)
-soak: real-model vllm-env
+soak: install-dev real-model vllm-env
 	status=0; \
 	$(PYTEST) -m "soak and not integration" --timeout 3600 || status=1; \
 	$(BIN)/python -m pytest tests/integration -m soak --timeout 3600 || status=1; \
@@ -93,10 +103,10 @@ soak: real-model vllm-env
 
 DRILL = $(shell sed -n '/^## Failures/,/^## The object/p' docs/operations.md | grep -oE '(integration|contract|unit)/[a-z_/]+\.py' | sort -u)
 
-drill: install  # the tests that cause the outages in docs/operations.md
+drill: install-dev  # the tests that cause the outages in docs/operations.md
 	SWIFTKV_SOAK=1 $(BIN)/python -m pytest --timeout 3600 $(addprefix tests/,$(DRILL))
 
-coverage: install  # of control_plane, storage, contract and security, S3 included; fails below 90%
+coverage: install-dev  # of control_plane, storage, contract and security, S3 included; fails below 90%
 	$(PYTEST) --cov swiftkv_platform.control_plane --cov swiftkv_platform.storage \
 	  --cov swiftkv_platform.contract --cov swiftkv_platform.security --cov-report term --cov-fail-under 90 \
 	  tests/unit tests/contract tests/security
@@ -140,16 +150,16 @@ IN_VLLM = SWIFTKV_TEST_PYTHON=$(abspath $(BIN))/python $(VLLM_VENV)/bin/python -
 OUTSIDE = $(IN_VLLM) tests/outside/serve tests/outside/vllm
 JUDGE = SWIFTKV_TEST_PYTHON=$(abspath $(BIN))/python SWIFTKV_TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python \
   $(JUDGES_VENV)/bin/python -m pytest -c $(JUDGES)/pytest.ini --rootdir . --confcutdir $(JUDGES) $(JUDGES)
-outside: install vllm-env judges-env  # on a CPU: the plugin in a real vLLM, vLLM behind serve/, benchmarks that start vLLM, judges
+outside: install-dev vllm-env judges-env  # on a CPU: the plugin in a real vLLM, vLLM behind serve/, benchmarks that start vLLM, judges
 	SWIFTKV_TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/unit/benchmarks/test_vllm.py
 	$(OUTSIDE) -m "not integration"
 	$(JUDGE) --page docs/judges.md
 
-plugin: install vllm-env  # the part of `make outside` that .ci/run has time for: every family's greedy text in vLLM's two runners, eager
+plugin: install-dev vllm-env  # the part of `make outside` that .ci/run has time for: every family's greedy text in vLLM's two runners, eager
 	$(IN_VLLM) tests/outside/vllm/test_registration.py tests/outside/vllm/test_greedy.py tests/outside/vllm/test_graphs.py
 	SWIFTKV_TEST_VLLM_RUNNER=v2 $(IN_VLLM) tests/outside/vllm/test_greedy.py tests/outside/vllm/test_refusals.py
 
-judges: install vllm-env judges-env  # only the judges of `make outside`
+judges: install-dev vllm-env judges-env  # only the judges of `make outside`
 	$(JUDGE) --page docs/judges.md
 
 PEERS_VENV ?= .venv-peers

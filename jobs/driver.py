@@ -442,7 +442,7 @@ def _ensure_calibrated_start(
         ensure_calibrated_start,
         get_access,
         get_task_device,
-        resolve_teacher,
+        resolve_shared_teacher,
         set_up_process,
     )
     from swiftkv_platform.model.workers import Workers
@@ -450,7 +450,6 @@ def _ensure_calibrated_start(
     spec, workers = request.spec, Workers()
     if workers.broadcast_from_first(stored.needs_calibration):
         set_up_process(spec)
-        path = resolve_teacher(spec.model, workspace.path, access=get_access(request), fetch=workspace.is_downloader)
-        workers.gather(None)  # the others wait
+        path = resolve_shared_teacher(spec.model, workspace, access=get_access(request))
         progress = make_progress_callback(open_store(store_uri), request, "calibrate", "layers")
         ensure_calibrated_start(spec, stored, path, rows, device=get_task_device(spec), progress=progress)

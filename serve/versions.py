@@ -32,7 +32,7 @@ from swiftkv_platform.specs.engine import Backend, EngineConfig
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifact_cache import ArtifactCache
 from swiftkv_platform.storage.artifacts import manifest_digest
-from swiftkv_platform.storage.downloads import download_model
+from swiftkv_platform.storage.downloads import make_model_download
 from swiftkv_platform.student_shape import StudentShape
 from swiftkv_platform.web.server import tune_interpreter
 
@@ -105,9 +105,7 @@ def _merge_adapter(directory: Path, served: ServedConfig) -> Iterator[Path]:
 
     access = Access(served.base_access.roots, served.base_access.hub_organizations)
     with tempfile.TemporaryDirectory(prefix="swiftkv-base-") as workspace:
-
-        def download(uri: str) -> Path:
-            return download_model(uri, Path(workspace), access=access, field=_BASE_MODEL_FIELD)
+        download = make_model_download(Path(workspace), access=access, field=_BASE_MODEL_FIELD)
 
         def find_base(base: BaseModelReference) -> str:
             return resolve_model_directory(

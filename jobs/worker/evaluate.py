@@ -33,7 +33,7 @@ from swiftkv_platform.jobs.worker.setup import (
     get_task_device,
     load_tokenizer,
     open_lazy,
-    resolve_teacher,
+    resolve_shared_teacher,
     set_up_process,
     shared_workspace,
     write_companion_files,
@@ -183,7 +183,7 @@ class _TrainedStudent:
         cls, spec: JobSpec, access: Access, workspace: Workspace, store: ObjectStore, checkpoint: str
     ) -> _TrainedStudent:
         workers = Workers()
-        path = resolve_teacher(spec.model, workspace.path, access=access, fetch=workspace.is_downloader)
+        path = resolve_shared_teacher(spec.model, workspace, access=access)
         files = StoredDirectory(store, checkpoint)
         if workspace.is_downloader:
             files.fetch(INDEX_FILE, workspace.path)

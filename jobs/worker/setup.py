@@ -49,7 +49,7 @@ from swiftkv_platform.sources import UNRESTRICTED, Access, S3Source
 from swiftkv_platform.sources.loader_rules import GENERATION
 from swiftkv_platform.specs import JobSpec, ModelSpec, ResourcesSpec
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.downloads import download_model, list_prefix, open_source_bucket
+from swiftkv_platform.storage.downloads import list_prefix, make_model_download, open_source_bucket
 
 _M_MMAP_THRESHOLD = -3  # from glibc's malloc.h
 _MIN_MAPPED_BYTES = 8 << 20
@@ -148,25 +148,28 @@ def get_access(request: AttemptRequest) -> Access:
 
 def resolve_teacher(model: ModelSpec, workspace: Path, *, access: Access = UNRESTRICTED, fetch: bool = True) -> str:
     """Return a teacher that transformers can load: a directory, or an unchanged hub id if sources are unrestricted. A
-    GGUF file is converted to a directory in this machine's cache.
+    GGUF file is converted, and a PEFT adapter merged with its base, to a directory in this machine's cache.
 
     Args:
         workspace: destination of an `s3://` teacher.
         access: read permissions; they apply to all files of a directory.
-        fetch: download an `s3://` teacher; False: only return its path, because another process downloads it.
+        fetch: download an `s3://` teacher; False: another process has downloaded it to `workspace`.
 
     Raises:
         ModelError: an unknown built-in teacher, an empty address, or a model that requires code or forbidden files.
         InvalidInputError: a forbidden name, or a hub id that is also a path in the working directory.
     """
-
-    def download(uri: str) -> Path:
-        target = workspace / "teacher"
-        return download_model(uri, target, access=access, field=MODEL_FIELD) if fetch else target
-
+    download = make_model_download(workspace, access=access, field=MODEL_FIELD, fetch=fetch)
     return resolve_model_directory(
         model.name_or_path, model.revision, access=access, download=download, field=MODEL_FIELD
     )
+
+
+def resolve_shared_teacher(model: ModelSpec, workspace: Workspace, *, access: Access) -> str:
+    """Return what `resolve_teacher` returns, for all workers of a machine, of which one downloads. Collective."""
+    path = resolve_teacher(model, workspace.path, access=access) if workspace.is_downloader else None
+    Workers().gather(None)  # the others wait
+    return path or resolve_teacher(model, workspace.path, access=access, fetch=False)
 
 
 class StoreFiles:

@@ -159,13 +159,12 @@ def _fetch_inputs(worker: WorkerConfig, stored: StoredInputs, local_rank: int) -
     if local_rank == 0:
         workspace.mkdir(mode=0o700)
     try:
-        path = resolve_teacher(
-            worker.request.spec.model, workspace, access=get_access(worker.request), fetch=local_rank == 0
-        )
+        model, access = worker.request.spec.model, get_access(worker.request)
+        path = resolve_teacher(model, workspace, access=access) if local_rank == 0 else None
         if local_rank == 0:
             stored.fetch_rows(workspace / "rows")
         dist.barrier()
-        yield path, workspace / "rows"
+        yield path or resolve_teacher(model, workspace, access=access, fetch=False), workspace / "rows"
         dist.barrier()
     finally:
         if local_rank == 0:

@@ -16,6 +16,7 @@ from swiftkv_platform.cli.jobs import jobs_app
 from swiftkv_platform.cli.models import models_app
 from swiftkv_platform.cli.output import ErrorReportingGroup
 from swiftkv_platform.cli.serve import serve
+from swiftkv_platform.logs import configure_logging
 
 
 def _print_version(is_requested: bool) -> None:
@@ -38,7 +39,7 @@ def main(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    pass
+    configure_logging()
 
 
 _COMMANDS_BY_PANEL: dict[str, tuple[Callable[..., None] | tuple[str, typer.Typer], ...]] = {

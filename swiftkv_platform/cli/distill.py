@@ -31,7 +31,6 @@ from swiftkv_platform.contract.cures import advise_on_failure
 from swiftkv_platform.contract.verdicts import describe_undecided_gates, summarize_quality
 from swiftkv_platform.errors import ConflictError, InvalidInputError, SwiftKVError, TrainingError
 from swiftkv_platform.local.terminal import JobDisplay
-from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.planning.config import ConfigFields
 from swiftkv_platform.reports.pages import render_evaluation_page
 from swiftkv_platform.sources.names import make_absolute
@@ -131,7 +130,6 @@ def _run_job(spec: JobSpec, output: Path) -> Path:
     with require_extra("swiftkv distill", alternative=", or use `swiftkv jobs submit` to run the job on a cluster"):
         from swiftkv_platform.jobs.distill import run_local
         from swiftkv_platform.jobs.failures import explain_failure
-    configure_logging()
     try:
         with JobDisplay(get_error_console()) as display:
             return run_local(spec, output, on_event=display.show_event)

@@ -237,10 +237,10 @@ def analyze(
         with require_extra("--plot", "plot"):  # fail before the measurement
             import matplotlib  # noqa: F401
     config = read_model_config(model)
-    path = resolve_model_path(model)
     with require_extra("swiftkv analyze"):
         from swiftkv_platform.evaluation.analysis import AnalysisOptions
         from swiftkv_platform.evaluation.analysis import analyze as run
+    path = resolve_model_path(model)
     options = AnalysisOptions(
         max_tokens=max_tokens,
         max_length=max_length,

@@ -13,7 +13,6 @@ from swiftkv_platform.cli.output import get_error_console, print_result, require
 from swiftkv_platform.cli.sources import resolve_model_path
 from swiftkv_platform.contract.attempts import MANIFEST
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.settings import is_loopback
 from swiftkv_platform.specs.engine import EngineConfig
 
@@ -64,7 +63,8 @@ def serve(
         raise InvalidInputError.for_field(
             "model", model, ", which is not a local directory; use a directory, a .gguf file or a hub id"
         )
-    model_name = name or (directory.resolve().name if is_local and not model.startswith("builtin:") else model)
+    given = Path(model).expanduser()  # `directory` may be a cached conversion
+    model_name = name or (given.resolve().name if given.exists() else model)
     served = ServedConfig(
         model=model_name,
         artifact_uri=str(directory.resolve()) if is_local else f"{HUB_PREFIX}{model}",
@@ -74,8 +74,6 @@ def serve(
     )
     keys = api_keys_file or load_settings().api_keys_file
     args = ReplicaArgs(id=_DEPLOYMENT_NAME, api_keys_file=keys and str(keys), allowed_hosts=tuple(allowed_host or ()))
-    configure_logging()
-
     spinner = get_error_console().status(f"Loading {model_name}")
 
     def print_ready(url: str) -> None:

@@ -16,43 +16,54 @@ from swiftkv_platform.limits import MANIFEST_BYTES
 from swiftkv_platform.planning import read_config
 from swiftkv_platform.sources import UNRESTRICTED, BuiltinSource, HubSource, PathSource, parse_source
 from swiftkv_platform.sources.gguf import GGUF_SUFFIX
-from swiftkv_platform.sources.teacher_config import find_builtin_teacher, read_teacher_config
-from swiftkv_platform.sources.untrusted_files import UnusableFileError, read_small_file
+from swiftkv_platform.sources.loader_rules import ADAPTER_FILE
+from swiftkv_platform.sources.peft import LoraConfig, explain_base_errors, parse_base, parse_lora_config
+from swiftkv_platform.sources.teacher_config import find_adapter, read_teacher_config
+from swiftkv_platform.sources.untrusted_files import UnusableFileError, read_object, read_small_file
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import parse_manifest
-from swiftkv_platform.storage.downloads import download_model
+from swiftkv_platform.storage.downloads import make_model_download
 
 
 def read_model_config(name: str) -> dict[str, Any]:
     """Read a model's configuration, without weights, from a directory, GGUF file, `config.json`, `s3://` prefix,
-    built-in teacher or hub id. Raises `ModelError` if there is none, and `StorageError` if the store is unavailable.
+    built-in teacher or hub id; for a PEFT adapter, that of its base model. Raises `ModelError` if there is none, and
+    `StorageError` if the store is unavailable.
     """
     if Path(name).suffix == ".json":
         return read_config(name)
-    config = read_teacher_config(name, lambda store, key: open_store(store).get_bytes(key), field="model")
-    return read_config(_download_config(name)) if config is None else config
+    config = read_teacher_config(name, _read_object, field="model")
+    if config is not None:
+        return config
+    # a hub id, or an adapter whose base model is one
+    source = UNRESTRICTED.parse_model(name, "model")
+    is_hub_id = isinstance(source, HubSource)
+    adapter = _download_adapter(name) if is_hub_id else find_adapter(source, _read_object, field="model")
+    if adapter is None:
+        return read_config(_download_config(name))
+    with explain_base_errors("model", name):
+        base, base_name = parse_base(adapter, UNRESTRICTED), adapter.base_model_name_or_path
+        if isinstance(base, HubSource):
+            return read_config(_download_config(base_name, adapter.revision))
+        return read_model_config(base_name)
 
 
 def resolve_model_path(name: str) -> str:
-    """Return a path or hub id that transformers can load. A built-in teacher or GGUF file becomes a directory. Raises
-    `InvalidInputError` for other names.
+    """Return a path or hub id that transformers can load. A built-in teacher, GGUF file or PEFT adapter becomes a
+    directory. Raises `InvalidInputError` for other names.
     """
     match parse_source(name, field="model", suffixes=(GGUF_SUFFIX,)):
-        case BuiltinSource():
-            path = find_builtin_teacher(name, field="model")
+        case BuiltinSource() | HubSource():
+            pass
         case PathSource(path=path) if os.path.isdir(path) or path.suffix == GGUF_SUFFIX:  # noqa: PTH112 (which raises for some)
             pass
-        case HubSource():
-            return name
         case _:
             raise ModelError.for_field(
                 "model", name, ", which is not a local directory; use a directory, a .gguf file or a hub id"
             )
-    if path.suffix == GGUF_SUFFIX:
-        from swiftkv_platform.model.weights.bases import convert_gguf
+    from swiftkv_platform.model.weights.bases import resolve_model_directory
 
-        return str(convert_gguf(path, name, field="model"))
-    return str(path)
+    return resolve_model_directory(name, field="model")
 
 
 @contextmanager
@@ -65,10 +76,7 @@ def open_base_model(name: str | None, revision: str | None) -> Iterator[str | No
     from swiftkv_platform.model.weights.bases import resolve_model_directory
 
     with TemporaryDirectory(prefix="swiftkv-base-") as workspace:
-
-        def download(uri: str) -> Path:
-            return download_model(uri, Path(workspace) / "base", access=UNRESTRICTED, field="base")
-
+        download = make_model_download(Path(workspace), access=UNRESTRICTED, field="base")
         yield resolve_model_directory(name, revision, download=download, field="base")
 
 
@@ -96,7 +104,22 @@ def read_adapter_base(directory: str) -> str | None:
     return adapter.base.name_or_path if adapter and adapter.base.name_or_path.startswith("s3://") else None
 
 
-def _download_config(name: str) -> str:
+def _read_object(store: str, key: str) -> bytes:
+    return open_store(store).get_bytes(key)
+
+
+def _download_adapter(name: str) -> LoraConfig | None:
+    """Return the configuration of a PEFT adapter on the hub; None for other models, or if the hub is unavailable."""
+    try:
+        from huggingface_hub import hf_hub_download
+
+        values = read_object(Path(hf_hub_download(name, ADAPTER_FILE)))
+    except (OSError, ValueError, ModuleNotFoundError):  # reading config.json reports what is wrong
+        return None
+    return parse_lora_config(values, name, "model")
+
+
+def _download_config(name: str, revision: str | None = None) -> str:
     try:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError
@@ -108,7 +131,7 @@ def _download_config(name: str) -> str:
             value=name,
         ) from error
     try:
-        return hf_hub_download(name, "config.json")
+        return hf_hub_download(name, "config.json", revision=revision)
     except (OSError, HfHubHTTPError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ModelError(

@@ -25,7 +25,7 @@ from swiftkv_platform.families import FAMILIES, get_teacher_type
 from swiftkv_platform.planning import check_generation_values, has_quantized_weights, read_architecture
 from swiftkv_platform.planning.config import MODEL_FIELD
 from swiftkv_platform.sources.loader_rules import ADAPTER_FILE, CONFIG, clean_config, clean_generation
-from swiftkv_platform.sources.model_directories import refuse_peft_adapter
+from swiftkv_platform.sources.peft import refuse_peft_adapter
 from swiftkv_platform.sources.untrusted_files import read_object
 
 _MAX_ERROR_LENGTH = 300
@@ -50,7 +50,7 @@ def read_config(
         ModelError: `config.json` is missing, or has an unknown family, an unsupported quantization or an impossible
             value; or the directory has a PEFT adapter.
     """
-    refuse_peft_adapter(_find_directory(source, hub), str(source), field=field)
+    refuse_peft_adapter(find_directory(source, hub), str(source), field=field)
     try:
         values = read_object(_find_config_file(source, hub))
         assert values, "config.json is empty"
@@ -108,14 +108,14 @@ def _find_config_file(source: str | Path, hub: Mapping[str, Any]) -> Path:
     """Return the path of a `config.json` of a directory or hub id, or `source` if it is a file."""
     path = Path(source)
     if path.is_dir():
-        file = _find_directory(source, hub) / CONFIG
+        file = find_directory(source, hub) / CONFIG
         assert file.is_file(), f"there is no {CONFIG}"
         return file
     found = str(source) if path.is_file() else cached_file(str(source), CONFIG, **hub)
     return Path(str(found))
 
 
-def _find_directory(source: str | Path, hub: Mapping[str, Any]) -> Path:
+def find_directory(source: str | Path, hub: Mapping[str, Any]) -> Path:
     """Return the model's directory, or for a hub id the cached directory with its `adapter_config.json` if it has one.
     Without that file, no error is raised: reading `config.json` reports what is wrong."""
     path = Path(source)

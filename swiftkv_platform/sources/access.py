@@ -92,7 +92,7 @@ class Access:
         """Raise `InvalidInputError` for the first field with a name that is not valid or may not be read."""
         self.parse_model(spec.model.name_or_path)
         if spec.model.revision is not None:
-            _check_revision(spec.model.revision)
+            check_revision(spec.model.revision, "model.revision")
         for index, source in enumerate(spec.data.sources):
             self.parse_data(source.name_or_path, f"data.sources[{index}].name_or_path")
             if source.complete is not None and source.complete.endpoint is not None:
@@ -196,11 +196,11 @@ def list_file_ids(spec: JobSpec) -> list[str]:
     return list(dict.fromkeys(each.name_or_path for each in spec.data.sources if is_file_id(each.name_or_path)))
 
 
-def _check_revision(revision: str) -> None:
+def check_revision(revision: str, field: str) -> None:
     """Raise `InvalidInputError` for a revision that, as part of a path, could escape the hub's cache."""
     if len(revision) > _MAX_REVISION_LENGTH or _HUB_REVISION.fullmatch(revision) is None:
         raise InvalidInputError(
-            f"model.revision is {revision[:64]!a}; a branch, tag or commit of the hub is accepted",
-            field="model.revision",
+            f"{field} is {revision[:64]!a}; a branch, tag or commit of the hub is accepted",
+            field=field,
             value=ascii(revision[:64]),
         )

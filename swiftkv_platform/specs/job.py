@@ -54,8 +54,8 @@ class ModelSpec(Spec):
     """The teacher, and the compute dtype."""
 
     name_or_path: Annotated[Name, Field(min_length=1)] = BUILTIN_TEACHER
-    """Hub id, local directory, `.gguf` file, `s3://` prefix, `builtin:python-5m` (a tiny teacher in this package) or
-    `builtin:smollm2-135m` (a small LLM in a separate package)."""
+    """Hub id, local directory or `s3://` prefix of a model or a PEFT LoRA adapter, `.gguf` file, `builtin:python-5m` (a
+    tiny teacher in this package) or `builtin:smollm2-135m` (a small LLM in a separate package)."""
     revision: Word | None = None
     """Hub revision."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

@@ -6,6 +6,7 @@ links, and a file whose size has changed since it was listed is refused.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,17 @@ def download_model(uri: str, target: Path, *, access: Access, field: str) -> Pat
     if access.is_restricted:
         check_model_files(target, Boundary.from_directories(target), field)
     return target
+
+
+def make_model_download(workspace: Path, *, access: Access, field: str, fetch: bool = True) -> Callable[[str], Path]:
+    """Return a function that downloads the model below an `s3://` address as `download_model`, to a directory below
+    `workspace`. `fetch`: whether to download it; False: only return the path, because another process downloads it."""
+
+    def download(uri: str) -> Path:
+        target = workspace / f"model-{hashlib.sha256(uri.encode()).hexdigest()[:32]}"
+        return download_model(uri, target, access=access, field=field) if fetch else target
+
+    return download
 
 
 def download_prefix(uri: str, target: Path, missing: type[InvalidInputError], *, field: str) -> None:

@@ -12,15 +12,17 @@ from swiftkv_platform.control_plane.jobs.estimates import read_object
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.source_rows import RemoteFile, read_source_rows
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
-from swiftkv_platform.jobs.worker.setup import StoreFiles
+from swiftkv_platform.jobs.worker.setup import StoreFiles, resolve_teacher
 from swiftkv_platform.sources import Access, S3Source
-from swiftkv_platform.sources.teacher_config import read_teacher_config
-from swiftkv_platform.specs import DataSourceSpec, DataSpec
+from swiftkv_platform.sources.teacher_config import read_config_file, read_teacher_config
+from swiftkv_platform.specs import DataSourceSpec, DataSpec, ModelSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.downloads import download_prefix
+from tests.support.fakes.peft import save_adapter
 from tests.support.fakes.tokenizers import byte_tokenizer
 from tests.support.requirements import required_module
 from tests.support.s3_servers import RcloneServer, S3Server
+from tests.support.tiny_models import random_teacher, save_teacher
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) for name in ("rclone", "moto")])
@@ -75,6 +77,31 @@ def test_a_key_is_taken_character_by_character(prefix: str, tmp_path: Path) -> N
     assert len([path for path in (tmp_path / "model").rglob("*") if path.is_file()]) == len(ODD)
     store.put_bytes(f"{place.key}/config.json", b'{"model_type": "odd"}')
     assert read_teacher_config(place.name, read_object) == {"model_type": "odd"}
+
+
+def test_an_adapter_and_its_base_come_from_a_store(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swiftkv_platform.model.weights.peft.PEFT_CACHE", tmp_path / "cache")
+    store, place = open_store(f"s3://{S3Source(prefix).bucket}"), S3Source(prefix)
+    base = save_teacher(tmp_path / "base")
+    for name, local in (("remote", f"{prefix}/base"), ("local", str(base))):
+        save_adapter(random_teacher(), tmp_path / name, local)
+        for directory in (tmp_path / name, base):
+            for path in directory.iterdir():
+                store.upload_file(path, f"{place.key}/{directory.name}/{path.name}")
+    access = Access(roots=(prefix, str(base)))
+    merged = {}
+    for name in ("remote", "local"):
+        model, workspace = ModelSpec(name_or_path=f"{prefix}/{name}"), tmp_path / f"work-{name}"
+        assert read_teacher_config(model.name_or_path, read_object, access=access) == read_config_file(base)
+        workspace.mkdir()
+        merged[name] = Path(resolve_teacher(model, workspace, access=access))
+        assert merged[name].is_relative_to(workspace if name == "remote" else tmp_path / "cache")
+        again = resolve_teacher(model, workspace, access=access, fetch=False)
+        assert again == str(merged[name]), "another worker of the machine finds it"
+    local, remote = (merged[name] / "model.safetensors" for name in ("local", "remote"))
+    assert local.read_bytes() == remote.read_bytes() != (base / "model.safetensors").read_bytes()
 
 
 def test_a_bucket_that_is_not_there_is_a_fault_of_the_name(prefix: str, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.student_shape import STUDENT_KEYS, ShapeRequest
 from tests.support.checkpoints import rewrite, save
+from tests.support.fakes.peft import CONFIG
 from tests.support.parameters import few
 from tests.support.tiny_models import family_teacher, random_teacher, random_tokens
 
@@ -147,7 +148,7 @@ GOOD: dict[str, Write] = {
 
 def adapted(directory: Path) -> None:
     save_file({"base_model.model.lm_head.lora_A.weight": torch.ones(2, 2)}, directory / "adapter_model.safetensors")
-    (directory / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
+    (directory / "adapter_config.json").write_text(json.dumps({**CONFIG, "base_model_name_or_path": "org/base"}))
 
 
 def adapter_alone(directory: Path) -> None:
@@ -197,11 +198,12 @@ BAD: dict[str, tuple[Write, str]] = {
     "an infinite head": (brought(lambda t: t[HEAD][:1].fill_(float("inf")), tied=True), "lm_head.weight has values"),
     "an adapter beside full weights": (
         brought(files=adapted),
-        "its adapter_config.json belongs to a PEFT adapter.*merge",
+        "its adapter_config.json belongs to a PEFT adapter, and model.* is beside it; remove .*merged already, or else",
     ),
     "an adapter alone": (
         adapter_alone,
-        "its adapter_config.json belongs to a PEFT adapter, .*merge_and_unload of peft",
+        "its adapter_config.json belongs to a PEFT adapter, which is not merged here; .*merge_and_unload of peft"
+        "|its base_model_name_or_path is 'org/base', neither a directory nor a model of the hub",  # a job merges it
     ),
     "gptq": (brought(config={"quantization_config": {"quant_method": "gptq", "bits": 4}}), "quant_method 'gptq'.*FP8"),
     "an end that is a word": (

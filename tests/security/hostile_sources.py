@@ -289,6 +289,16 @@ def model_with_an_adapter(stage: Stage) -> Path:
     return directory
 
 
+def adapter_of_a_model_outside(stage: Stage) -> Path:
+    """An adapter whose base model the tenant may not read."""
+    from tests.support.fakes.peft import save_adapter
+    from tests.support.tiny_models import random_teacher
+
+    shutil.copytree(stage.teacher, stage.outside / "base")
+    save_adapter(random_teacher(), stage.root / "lora", stage.outside / "base")
+    return stage.root / "lora"
+
+
 def model_with_a_kernel(stage: Stage) -> Path:
     """A model whose attention implementation is a repository of code."""
     directory = _copied(stage, "kernel")
@@ -304,6 +314,7 @@ MODELS = (
     model_with_pickled_weights,
     model_with_custom_code,
     model_with_an_adapter,
+    adapter_of_a_model_outside,
     model_with_a_kernel,
 )
 """Functions that lay out what a tenant can give as a teacher."""

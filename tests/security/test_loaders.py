@@ -254,10 +254,10 @@ def test_a_dense_model_is_read_by_the_same_rules(student: Path, other: Path) -> 
         load_dense(student)
 
 
-def test_the_control_plane_refuses_an_adapter(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    with pytest.raises(ModelError, match=r"its adapter_config.json belongs to a PEFT adapter, which is not applied"):
-        read_teacher_config(str(tmp_path), lambda *_: b"")
+def test_the_control_plane_refuses_an_adapter_beside_weights(student: Path) -> None:
+    (student / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(ModelError, match=r"its adapter_config.json belongs to a PEFT adapter, and .* is beside it"):
+        read_teacher_config(str(student), lambda *_: b"")
 
 
 @pytest.mark.parametrize("name", ["weights", "files of configurations", "a draft", "a kernel"])

@@ -37,6 +37,7 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Boundary, S3Source
 from swiftkv_platform.sources.model_directories import check_model_files
 from swiftkv_platform.sources.names import is_relative
+from swiftkv_platform.sources.peft import refuse_peft_adapter
 from swiftkv_platform.sources.untrusted_files import CONFIG_BYTES, UnusableFileError, read_object, read_small_file
 from swiftkv_platform.specs.job import JobName
 from swiftkv_platform.storage.artifacts import delete_directory, manifest_digest, parse_manifest, write_manifest
@@ -191,6 +192,7 @@ def _check_student(copy: Path, stored: Mapping[str, ManifestFile], sizes: Mappin
     """Check a student's small files and file names. Returns its manifest, an empty one if it has none. Raises
     `InvalidInputError`."""
     check_model_files(copy, Boundary.from_directories(copy), _FIELD)
+    refuse_peft_adapter(copy, source, field=_FIELD)
     if _ADAPTER_FILE in sizes:
         raise _source_error(source, "which is an adapter; import the full model that `swiftkv export` writes")
     try:

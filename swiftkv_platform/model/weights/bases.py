@@ -2,7 +2,7 @@
 caller passes the function that downloads from an object store.
 
 GGUF files (llama.cpp's format, which needs the package `gguf`) become model directories, cached on each machine, with
-their quantized weights in bfloat16.
+their quantized weights in bfloat16. PEFT adapters are merged into their base models, see `peft`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from huggingface_hub.constants import HF_HOME
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model.configuration import find_directory
+from swiftkv_platform.model.weights.peft import merge_adapter
 from swiftkv_platform.model.weights.writing import atomic_directory
 from swiftkv_platform.private_directories import ensure_private_directory, is_private
 from swiftkv_platform.sources import (
@@ -34,7 +36,14 @@ from swiftkv_platform.sources import (
 )
 from swiftkv_platform.sources.gguf import GGUF_SUFFIX, read_gguf_config
 from swiftkv_platform.sources.model_directories import check_model_files, fetch_model_directory
-from swiftkv_platform.sources.names import refuse_shadowed_id
+from swiftkv_platform.sources.names import ModelSource, refuse_shadowed_id
+from swiftkv_platform.sources.peft import (
+    BASE_FIELD,
+    explain_base_errors,
+    parse_base,
+    read_lora_config,
+    refuse_other_weights,
+)
 from swiftkv_platform.sources.teacher_config import TEACHER_FIELD, find_builtin_teacher
 
 Download = Callable[[str], Path]
@@ -50,31 +59,50 @@ def resolve_model_directory(
     field: str = TEACHER_FIELD,
 ) -> str:
     """Return a name that transformers can load: a directory, or an unchanged hub id if access is unrestricted. A GGUF
-    file becomes a directory in this machine's cache.
+    file, or a PEFT adapter with its base model, becomes a directory in this machine's cache.
 
     Args:
         revision: hub revision.
-        access: rules on what may be read; they apply to a directory and to every file in it.
+        access: rules on what may be read; they apply to a directory, to every file in it, and to an adapter's base.
         download: function for `s3://` addresses; None: they are refused.
         field: name of the input in error messages.
 
     Raises:
-        ModelError: the built-in teacher is unknown, nothing is below the address, or the model needs remote code or
-            files that may not be read.
+        ModelError: the built-in teacher is unknown, nothing is below the address, the model needs remote code or files
+            that may not be read, or an adapter cannot be merged.
         InvalidInputError: the name is not allowed, or a path in the working directory shadows the hub id.
     """
-    match access.parse_model(name, field):
+    source = access.parse_model(name, field)
+    found = _find_model(source, revision, access, download, field)
+    # 1. is it a PEFT adapter?
+    boundary = access.boundary if isinstance(source, PathSource) else UNBOUNDED
+    directory = find_directory(found, {} if revision is None else {"revision": revision})
+    lora = read_lora_config(directory, name, field=field, boundary=boundary)
+    if lora is None:
+        return found
+    # 2. find it and its base, which cannot be an adapter too
+    adapter = fetch_model_directory(found, revision, field=field)
+    refuse_other_weights(adapter, name, field=field)
+    with explain_base_errors(field, name):
+        base_source = parse_base(lora, access)
+        base = _find_model(base_source, lora.revision, access, download, BASE_FIELD)
+        base_directory = fetch_model_directory(base, lora.revision, field=BASE_FIELD)
+    # 3. merge them, beside a downloaded base, which is deleted after use
+    cache = base_directory.parent / "merged" if isinstance(base_source, S3Source) else None
+    return str(merge_adapter(adapter, lora, base_directory, name=name, field=field, boundary=boundary, cache=cache))
+
+
+def _find_model(
+    source: ModelSource, revision: str | None, access: Access, download: Download | None, field: str
+) -> str:
+    match source:
         case BuiltinSource(name):
             path = find_builtin_teacher(name, field=field)
             return str(path if path.suffix != GGUF_SUFFIX else convert_gguf(path, name, field=field))
         case S3Source(name):
             if download is None:
-                raise ModelError(
-                    f"{field} is {name!r}, which this loader does not download; use a directory that holds its files, "
-                    "or `swiftkv export` the adapter",
-                    field=field,
-                    value=name,
-                )
+                why = ", which this loader does not download; use a directory that holds its files"
+                raise ModelError.for_field(field, name, why)
             return str(download(name))
         case PathSource(name, path):
             if path.suffix == GGUF_SUFFIX:

@@ -33,7 +33,7 @@ from swiftkv_platform.model.weights.checkpoint import Checkpoint, Part, expand_r
 from swiftkv_platform.model.weights.quantization import dequantize_checkpoint, is_quantized
 from swiftkv_platform.planning.config import MODEL_FIELD
 from swiftkv_platform.sources.loader_rules import ADAPTER_FILE
-from swiftkv_platform.sources.model_directories import refuse_peft_adapter
+from swiftkv_platform.sources.peft import refuse_peft_adapter
 
 _MAX_SHOWN_NAMES = 3
 """Maximum number of tensor names in a message."""
@@ -236,8 +236,8 @@ def _misfit_error(checkpoint: Checkpoint, model: Any, what: str, which: list[str
     )
 
 
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_TIED_NAMES = {_HEAD: _EMBEDDING, _EMBEDDING: _HEAD}
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+TIED_NAMES = {HEAD: EMBEDDING, EMBEDDING: HEAD}
 """Names of tied tensors, each with the name of the tensor that it shares values with."""
 _COMPARED_ROWS = 1024
 """Number of rows of head and embedding that are compared at a time."""
@@ -247,8 +247,8 @@ def resolve_tied_head(config: Any, checkpoint: Checkpoint) -> None:
     """Set `config.tie_word_embeddings` to False if the stored head differs from the stored embedding, as transformers
     does. Without a stored head the configuration decides.
     """
-    if getattr(config, "tie_word_embeddings", False) and not {_HEAD, _EMBEDDING} - checkpoint.shards.keys():
-        config.tie_word_embeddings = _are_equal(checkpoint, _HEAD, _EMBEDDING)
+    if getattr(config, "tie_word_embeddings", False) and not {HEAD, EMBEDDING} - checkpoint.shards.keys():
+        config.tie_word_embeddings = _are_equal(checkpoint, HEAD, EMBEDDING)
 
 
 def check_finite(name: str, tensor: torch.Tensor, source: str | Path) -> None:
@@ -334,7 +334,7 @@ class StoredWeights:
 
     def _read(self, name: str, part: Part | None) -> torch.Tensor:
         # A tied head is stored once, under either name.
-        stored = self._stored[name if name in self._stored else _TIED_NAMES.get(name, name)]
+        stored = self._stored[name if name in self._stored else TIED_NAMES.get(name, name)]
         if stored.converter is None:
             (source,) = stored.sources[""]
             return self._read_tensors([source], part)[0]

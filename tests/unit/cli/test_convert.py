@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
+from tests.support.fakes.peft import run_with_adapter, save_adapter
 
 pytestmark = pytest.mark.slow("converts models")
 
@@ -41,6 +42,28 @@ def test_convert_then_export(tiny_teacher: Path, tmp_path: Path) -> None:
     whole, part = (AutoModelForCausalLM.from_pretrained(path) for path in (student, served))
     assert torch.equal(whole(prompt).logits, part(prompt).logits)
     assert part.num_parameters() < whole.num_parameters()
+
+
+def test_a_peft_adapter_is_planned_and_converted(
+    tiny_teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swiftkv_platform.model.weights.peft.PEFT_CACHE", tmp_path / "cache")
+    teacher = AutoModelForCausalLM.from_pretrained(tiny_teacher)
+    tensors = save_adapter(teacher, tmp_path / "lora", tiny_teacher)
+    planned = [run("plan", model, "-l", "3", "--json") for model in (tmp_path / "lora", tiny_teacher)]
+    assert planned[0].exit_code == 0, planned[0].output
+    assert planned[0].stdout == planned[1].stdout
+    result = run("convert", tmp_path / "lora", tmp_path / "student", "-l", "3", "--json")
+    assert result.exit_code == 0, result.output
+    json.loads(result.stdout)  # the line about the merge is on stderr
+    (line,) = result.stderr.splitlines()
+    assert json.loads(line)["adapter"] == str(tmp_path / "lora")
+    assert json.loads(line)["base"] == str(tiny_teacher)
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "student").eval().swiftkv(False)
+    prompt = torch.arange(20)[None]
+    torch.testing.assert_close(
+        student(prompt).logits, run_with_adapter(teacher.eval(), tensors, prompt), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_prompts_bypass_layers(tiny_teacher: Path, tmp_path: Path) -> None:

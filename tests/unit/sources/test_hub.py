@@ -1,20 +1,24 @@
 """Models of the hub: only the files that their reader needs are fetched, and weights once."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
+from swiftkv_platform.cli.sources import read_model_config
 from swiftkv_platform.engine import LLMEngine
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.jobs.worker.prepare import _load_engine
 from swiftkv_platform.model import convert, convert_checkpoint, export_adapter
 from swiftkv_platform.model.weights.adapters import open_merged_model
 from swiftkv_platform.model.weights.bases import resolve_model_directory
-from swiftkv_platform.sources import Access
+from swiftkv_platform.sources import UNRESTRICTED, Access
 from swiftkv_platform.sources.model_directories import fetch_model_directory, fetch_tokenizer_directory
 from tests.support.distill_jobs import job_spec
 from tests.support.fakes.hub_server import Hub, go_online, run_hub
+from tests.support.fakes.peft import save_adapter
 
 MODEL = "acme/model"
 NOT_NEEDED = {"pytorch_model.bin", "pytorch_model.bin.index.json", "training_args.bin", "consolidated.safetensors"}
@@ -67,6 +71,24 @@ def test_an_adapter_comes_without_pickles(hub: Hub, tiny_teacher: Path, tmp_path
         assert adapter is not None
         assert (Path(directory) / "config.json").is_file()
     assert hub.fetched & NOT_NEEDED == set()
+
+
+@pytest.mark.parametrize("access", [UNRESTRICTED, Access(roots=())])
+def test_a_peft_adapter_and_its_base_come_from_the_hub(
+    access: Access, hub: Hub, tiny_teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swiftkv_platform.model.weights.peft.PEFT_CACHE", tmp_path / "cache")
+    upload(hub, tiny_teacher)
+    save_adapter(AutoModelForCausalLM.from_pretrained(tiny_teacher), tmp_path / "adapter", MODEL, revision="main")
+    hub.repositories["acme/lora"] = {
+        path.name: path.read_bytes() for path in (tmp_path / "adapter").iterdir()
+    } | dict.fromkeys(("training_args.bin", "adapter_model.bin"), b"")
+    assert read_model_config("acme/lora") == json.loads((tiny_teacher / "config.json").read_text())
+    merged = resolve_model_directory("acme/lora", access=access)
+    assert hub.fetched & {*NOT_NEEDED, "adapter_model.bin"} == set()
+    go_online(monkeypatch, False)
+    assert resolve_model_directory("acme/lora", access=access) == merged
+    assert convert(merged, num_key_value_layers=3).config.num_hidden_layers == 6
 
 
 @pytest.mark.parametrize("fetch", [serve, write, make_student, check])

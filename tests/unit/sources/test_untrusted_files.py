@@ -14,7 +14,7 @@ import pytest
 
 from swiftkv_platform.control_plane.jobs.estimates import validate
 from swiftkv_platform.data.checks import check_sources
-from swiftkv_platform.errors import SwiftKVError
+from swiftkv_platform.errors import ObjectNotFoundError, SwiftKVError
 from swiftkv_platform.sources import Boundary, SourceRules
 from swiftkv_platform.sources.cards import check_card, check_saved_dataset, read_license
 from swiftkv_platform.sources.gguf import read_gguf_config
@@ -126,8 +126,14 @@ def test_a_longer_object_of_a_store_is_refused() -> None:
     def longer(_store: str, _key: str) -> bytes:
         raise UnusableFileError(f"is longer than {CONFIG_BYTES} bytes")
 
-    with pytest.raises(SwiftKVError, match=r"its config\.json is longer than 1048576 bytes"):
-        read_teacher_config("s3://bucket/model", longer)
+    def lacks_adapter(store: str, key: str) -> bytes:
+        if key.endswith("adapter_config.json"):
+            raise ObjectNotFoundError(key)
+        return longer(store, key)
+
+    for read, file in ((longer, "adapter_config"), (lacks_adapter, "config")):
+        with pytest.raises(SwiftKVError, match=rf"its {file}\.json is longer than 1048576 bytes"):
+            read_teacher_config("s3://bucket/model", read)
 
 
 @pytest.mark.parametrize("length", [1 << 63, 1 << 32, 3 << 20])

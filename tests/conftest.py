@@ -11,7 +11,8 @@ from collections import Counter
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.pop("WANDB_API_KEY", None)  # without it, runs are recorded offline
+os.environ.pop("WANDB_API_KEY", None)  # without a key, runs are recorded offline
+os.environ["NETRC"] = os.devnull
 os.environ.pop("WANDB_MODE", None)
 os.environ.pop("WANDB_DISABLED", None)
 

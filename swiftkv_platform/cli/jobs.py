@@ -333,7 +333,7 @@ def wandb_sync(
 ) -> None:
     """Upload offline W&B runs of a job.
 
-    Uses WANDB_API_KEY, and WANDB_BASE_URL for a self-hosted server. Steps that W&B already has are skipped.
+    Uses WANDB_API_KEY or ~/.netrc, and WANDB_BASE_URL for a self-hosted server. Steps that W&B already has are skipped.
     """
     with connect(url) as client, tempfile.TemporaryDirectory(prefix="swiftkv-wandb-") as workspace:
         wandb = client.jobs.get(job_id).spec["tracking"]["wandb"]

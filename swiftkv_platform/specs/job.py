@@ -104,7 +104,8 @@ class WandbSpec(Spec):
     project: Word = "swiftkv"
     entity: Word | None = None
     mode: WandbMode = "auto"
-    """`auto`: online if an API key is set, otherwise offline. `WANDB_MODE` and `WANDB_DISABLED` may restrict it."""
+    """`auto`: online if `WANDB_API_KEY` or a netrc file has a key, otherwise offline. `WANDB_MODE` and `WANDB_DISABLED`
+    may restrict it."""
     tags: Annotated[tuple[Word, ...], Field(max_length=64)] = ()
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
 import struct
 import subprocess
@@ -20,6 +19,7 @@ import httpx
 
 from swiftkv_platform.client.errors import UnreachableError
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
+from swiftkv_platform.tracking.api_key import find_api_key, get_wandb_server
 
 _FILE_HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
 _BLOCK_BYTES = 32768
@@ -85,12 +85,13 @@ def drop_steps(run: RecordedRun, up_to: int) -> int:
 def fetch_last_step(project: str, entity: str | None, run_id: str) -> int:
     """Return the last step of a run at W&B; -1 without steps. Raises `InvalidInputError` for a missing or invalid API
     key, `UnreachableError` if W&B is unavailable or returns an error."""
-    key = os.environ.get("WANDB_API_KEY")
+    key, server = find_api_key(), get_wandb_server()
     if not key:
         raise InvalidInputError(
-            "WANDB_API_KEY is not set; set it to the key on W&B's page /authorize", field="WANDB_API_KEY"
+            f"WANDB_API_KEY is not set, and ~/.netrc has no key for {server}; set it to the key on W&B's page "
+            "/authorize, or run `wandb login`",
+            field="WANDB_API_KEY",
         )
-    server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").rstrip("/")
     variables = {"project": project, "entity": entity, "name": run_id}
     authorization = base64.b64encode(f"api:{key}".encode()).decode()
     try:
@@ -103,7 +104,9 @@ def fetch_last_step(project: str, entity: str | None, run_id: str) -> int:
     except httpx.HTTPError as error:
         raise UnreachableError(f"{server} is unavailable: {error or type(error).__name__}; try again later") from error
     if response.status_code in {401, 403}:
-        raise InvalidInputError(f"{server} rejects the key in WANDB_API_KEY; set a valid key", field="WANDB_API_KEY")
+        raise InvalidInputError(
+            f"{server} rejects the key in WANDB_API_KEY or ~/.netrc; set a valid key", field="WANDB_API_KEY"
+        )
     if response.status_code != 200:
         raise UnreachableError(f"{server} returned HTTP {response.status_code}; try again later")
     model = (response.json().get("data") or {}).get("model") or {}
@@ -119,7 +122,7 @@ def upload_run(run: RecordedRun) -> str | None:
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)  # no shell
     output = done.stdout + done.stderr
     if done.returncode != 0 or "Finished syncing" not in output:
-        key = os.environ.get("WANDB_API_KEY") or "\0"
+        key = find_api_key() or "\0"
         raise SwiftKVError(f"`wandb sync` of {run.path.name} failed: {output.strip()[-2000:].replace(key, '***')}")
     page = re.search(r"View run .* at (\S+)", output)
     return page[1] if page else None

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.specs import WandbSpec
 from swiftkv_platform.specs.job import restrict_wandb_mode
+from swiftkv_platform.tracking.api_key import find_api_key
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,6 @@ class Table:
     rows: tuple[tuple[str | float | None, ...], ...]
 
 
-_API_KEY_VARIABLE = "WANDB_API_KEY"
 _MAX_UPLOAD_RETRIES = 100_000
 """Retries of an upload by wandb's process, at most a minute apart. With wandb's default, data would be dropped silently
 after about 20 minutes."""
@@ -80,7 +80,7 @@ class WandbTracker:
         with self._disable_on_failure("start"):
             _set_wandb_directories(self._directory)
             fault: str | None = None
-            if mode == "online" or (mode == "auto" and os.environ.get(_API_KEY_VARIABLE)):
+            if mode == "online" or (mode == "auto" and find_api_key()):
                 try:
                     self._init_run("online", run_id, config)
                 except Exception as error:  # W&B raises its own errors, and errors of sockets and protobuf
@@ -196,7 +196,7 @@ def _set_wandb_directories(directory: Path) -> None:
 
 def _describe_error(error: Exception) -> str:
     """Return the error's text without the API key."""
-    text, key = f"{type(error).__name__}: {error}", os.environ.get(_API_KEY_VARIABLE)
+    text, key = f"{type(error).__name__}: {error}", find_api_key()
     return text.replace(key, "***") if key else text
 
 

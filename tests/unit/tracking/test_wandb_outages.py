@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -96,6 +97,18 @@ def test_a_server_that_comes_back_has_all_steps_and_the_next_attempt_goes_on(
     assert Attempt(tmp_path, 3, 9).end()[:2] == ("online", True)
     assert server.runs.keys() == {"job-1"}
     assert (server.runs["job-1"].steps, server.runs["job-1"].starts) == (list(range(9)), 2)
+
+
+def test_a_key_that_wandb_login_has_stored_is_enough(
+    server: WandbServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").mkdir()
+    entry = f"machine {urlsplit(server.url).netloc} login user password {os.environ['WANDB_API_KEY']}"
+    (tmp_path / "home" / ".netrc").write_text(entry)
+    for name in ("WANDB_API_KEY", "NETRC"):
+        monkeypatch.delenv(name)
+    assert Attempt(tmp_path, 0, 5).end()[:2] == ("online", True)
+    assert fetch_last_step("swiftkv", None, "job-1") == 4
 
 
 def test_what_a_server_missed_at_the_end_and_what_was_offline_become_one_run(

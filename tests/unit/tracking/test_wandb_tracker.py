@@ -14,6 +14,7 @@ from PIL import Image
 
 from swiftkv_platform.specs import WandbSpec
 from swiftkv_platform.specs.job import WandbMode, restrict_wandb_mode
+from swiftkv_platform.tracking.api_key import find_api_key
 from swiftkv_platform.tracking.recorded import _read_records
 from swiftkv_platform.tracking.tracker import TrackingInfo, WandbTracker
 from tests.support.rays import free_port
@@ -54,7 +55,7 @@ def read_back(directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any], li
 @pytest.fixture(autouse=True)
 def _own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DISABLED"):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DISABLED", "WANDB_BASE_URL", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, "")  # so that monkeypatch restores what the tracker sets
@@ -156,10 +157,40 @@ def test_the_environment_restricts_uploads(
     key = "0123456789abcdef" * 3
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / ".netrc").write_text(f"machine api.wandb.ai login user password {key}" if has_netrc else "")
-    for name, value in {"WANDB_API_KEY": key, **environment}.items():
+    for name, value in (environment if has_netrc else {"WANDB_API_KEY": key, **environment}).items():
         monkeypatch.setenv(name, value)
     WandbTracker(WandbSpec(mode=mode), tmp_path, name="x").start("job-1", {})
     assert modes[:1] == started
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "found"),
+    [
+        ("machine api.wandb.ai login user password KEY", {}, "KEY"),
+        ("machine api.wandb.ai login user password KEY", {"WANDB_API_KEY": "OTHER"}, "OTHER"),
+        ("machine api.wandb.ai login user password KEY", {"WANDB_BASE_URL": "https://own.example:8080/"}, None),
+        ("machine own.example:8080 password KEY", {"WANDB_BASE_URL": "https://own.example:8080/"}, "KEY"),
+        ("machine github.com login user password KEY", {}, None),
+        ("default login user password KEY", {}, None),
+        ("machine api.wandb.ai login user", {}, None),
+        ("no entry", {}, None),
+        ("", {}, None),
+    ],
+)
+def test_the_key_is_that_of_the_server(
+    text: str, environment: dict[str, str], found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert find_api_key() == environment.get("WANDB_API_KEY"), "there is no file"
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".netrc").write_text(text)
+    with structlog.testing.capture_logs() as logs:
+        assert find_api_key() == found
+    assert [line["event"] for line in logs] == (["netrc_unreadable"] if text == "no entry" else [])
+    assert "KEY" not in str(logs)
+    monkeypatch.setenv("NETRC", str(tmp_path / "nothing"))
+    assert find_api_key() == environment.get("WANDB_API_KEY")
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])

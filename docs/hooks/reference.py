@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files
 from schema_tables import fields, link_to
 from typer.cli import get_docs_for_click
 
-from swiftkv_platform.cli.app import app as command_line
+from swiftkv_platform.cli.app import load_commands
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.replica_state import ReplicaState
@@ -86,5 +86,5 @@ def settings() -> str:
 def cli() -> str:
     """Return the page with every command's `--help`."""
     os.environ["COLUMNS"] = "100"
-    command = typer.main.get_command(command_line)
+    command = load_commands()
     return get_docs_for_click(obj=command, ctx=typer.Context(command), name="swiftkv", title="Command line")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,15 +24,15 @@ from swiftkv_platform.cli.output import (
     print_table,
     print_table_result,
 )
-from swiftkv_platform.client import Resource
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
-from swiftkv_platform.local.stack import Stack
-from swiftkv_platform.local.terminal import format_size, pluralize
-from swiftkv_platform.security.keys import ApiKey, KeyRing, create_key, revoke_key, rotate_key
+from swiftkv_platform.local.formats import format_size, pluralize
 from swiftkv_platform.security.principals import Scope
-from swiftkv_platform.settings import get_default_keys_file
 
-keys_app = typer.Typer(no_args_is_help=True, help="Manage API keys in the file SWIFTKV_API_KEYS_FILE.")
+if TYPE_CHECKING:
+    from swiftkv_platform.client import Resource
+    from swiftkv_platform.security.keys import ApiKey
+
+keys_app = typer.Typer(no_args_is_help=True)
 
 KeysFile = Annotated[
     Path | None,
@@ -88,6 +88,8 @@ def create(
     json: Json = False,
 ) -> None:
     """Create an API key. The key is printed once; the file stores only its hash."""
+    from swiftkv_platform.security.keys import KeyRing, create_key
+
     path = _resolve_keys_file(file)
     token = create_key(
         path,
@@ -118,6 +120,8 @@ def rotate(
 
     The new key is printed once. `swiftkv keys list` shows when the old keys were last used.
     """
+    from swiftkv_platform.security.keys import rotate_key
+
     path, now = _resolve_keys_file(file), int(time.time())
     token, key = rotate_key(path, name, now=now, overlap_s=overlap, **_compute_validity(now, expires_in, begins_in))
     _print_new_key(key, token, path, "Rotated in", json=json)
@@ -126,6 +130,8 @@ def rotate(
 @keys_app.command("list")
 def list_keys(file: KeysFile = None, json: Json = False) -> None:
     """List API keys with scopes, validity and last use at the control plane."""
+    from swiftkv_platform.security.keys import KeyRing
+
     keys, last_used = KeyRing(_resolve_keys_file(file)).read(), _load_last_uses()
     if json:
         documents = [{"id": key.id, **key.model_dump(mode="json", exclude={"sha256"})} for key in keys]
@@ -152,6 +158,8 @@ def revoke(
     json: Json = False,
 ) -> None:
     """Revoke all keys of a caller, or one key by id. Takes effect at the next request."""
+    from swiftkv_platform.security.keys import revoke_key
+
     revoked = revoke_key(_resolve_keys_file(file), name)
     line = f"Revoked {name}." if len(revoked) == 1 else f"Revoked {len(revoked)} keys of {name}."
     print_result({"revoked": name, "ids": [key.id for key in revoked]}, line, json=json)
@@ -172,6 +180,9 @@ def _print_new_key(key: ApiKey, token: str, path: Path, done: str, *, json: bool
 
 def _describe_keys_file(path: Path) -> tuple[bool, str]:
     """Return (whether the local control plane requires the file's keys now, advice on what to do next)."""
+    from swiftkv_platform.local.stack import Stack
+    from swiftkv_platform.settings import get_default_keys_file
+
     chosen = load_settings()
     state = Stack(chosen).load_state()
     is_default = path.absolute() == (chosen.api_keys_file or get_default_keys_file(chosen.home)).absolute()
@@ -213,6 +224,8 @@ def _compute_validity(now: int, expires_in: int | None, begins_in: int | None) -
 
 
 def _resolve_keys_file(file: Path | None) -> Path:
+    from swiftkv_platform.settings import get_default_keys_file
+
     chosen = load_settings()
     return file or chosen.api_keys_file or get_default_keys_file(chosen.home)
 

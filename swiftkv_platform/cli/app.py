@@ -1,22 +1,152 @@
-"""The command tree of `swiftkv`."""
+"""The command tree of `swiftkv`. A command's module is imported when the command runs or its help is printed, so that
+`swiftkv --help` and shell completion are fast.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated
+from functools import cached_property
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
 
 import typer
+import typer.main
+from typer.core import TyperCommand, TyperGroup
 
 from swiftkv_platform import __version__
-from swiftkv_platform.cli import access, convert, deployments, distill, local, plan
-from swiftkv_platform.cli.distill import recipes_app
-from swiftkv_platform.cli.doctor import doctor
-from swiftkv_platform.cli.files import files_app
-from swiftkv_platform.cli.jobs import jobs_app
-from swiftkv_platform.cli.models import models_app
+from swiftkv_platform.cli.examples import EXAMPLES
 from swiftkv_platform.cli.output import ErrorReportingGroup
-from swiftkv_platform.cli.serve import serve
-from swiftkv_platform.logs import configure_logging
+
+
+class _Entry(NamedTuple):
+    target: str
+    """Module in this package and attribute: a function, or a `typer.Typer` for a group."""
+    summary: str
+    """First line of the command's help."""
+
+
+_LOCAL_MODEL, _LOCAL_PLATFORM = "Local model commands", "Local platform commands"
+_CLIENT, _OPERATOR = "Platform client commands", "Operator commands"
+
+_COMMANDS: dict[str, dict[str, _Entry]] = {
+    _LOCAL_MODEL: {
+        "distill": _Entry("distill:distill", "Distill a model on this machine, using a temporary local Ray."),
+        "evaluate": _Entry("distill:evaluate", "Evaluate a student against its teacher."),
+        "serve": _Entry(
+            "serve:serve", "Serve a model on this machine with an OpenAI-compatible API. Stop with Ctrl-C."
+        ),
+        "convert": _Entry("convert:convert", "Convert a teacher's checkpoint to an untrained student."),
+        "export": _Entry(
+            "convert:export",
+            "Export a student for serving, without the weights that only teacher mode uses, or as an adapter.",
+        ),
+        "analyze": _Entry(
+            "plan:analyze", "Measure the SimScore of each layer's input on text (paper, equation 1), and recommend l."
+        ),
+        "plan": _Entry(
+            "plan:plan", "Estimate prefill FLOPs (paper, table 1) and KV cache bytes of students and their teacher."
+        ),
+        "recipes": _Entry("recipes:recipes_app", "List and copy the packaged example job specs."),
+    },
+    _LOCAL_PLATFORM: {
+        "up": _Entry(
+            "local:up",
+            "Start Ray and the control plane on this machine. Running parts are kept; stopped parts are restarted.",
+        ),
+        "down": _Entry("local:down", "Stop all processes that `swiftkv up` started."),
+        "status": _Entry(
+            "local:status",
+            "Show the status of Ray, the control plane and Ray Serve. The exit code is 1 unless the first two are "
+            "ready.",
+        ),
+        "demo": _Entry(
+            "local:demo",
+            "Distill a small model, deploy it, generate text and write a report, on a temporary local platform.",
+        ),
+        "doctor": _Entry(
+            "doctor:doctor", "Diagnose this machine and its services. The exit code is 1 if a check fails."
+        ),
+    },
+    _CLIENT: {
+        "jobs": _Entry("jobs:jobs_app", "Manage distillation jobs."),
+        "files": _Entry("files:files_app", "Manage uploaded training data (`file-...`)."),
+        "models": _Entry("models:models_app", "Manage distilled models and their aliases."),
+        "deployments": _Entry("deployments:deployments_app", "Manage deployments. Create one with `swiftkv deploy`."),
+        "deploy": _Entry("deploy:deploy", "Deploy a distilled model."),
+        "generate": _Entry("deploy:generate", "Generate a completion with a deployed model, streamed to stdout."),
+    },
+    _OPERATOR: {
+        "keys": _Entry("access:keys_app", "Manage API keys in the file SWIFTKV_API_KEYS_FILE."),
+        "quota": _Entry("access:quota", "Show your tenant's quotas and current usage."),
+        "audit": _Entry("access:audit", "List the audit trail: changes and denied requests, with caller and address."),
+        "prune": _Entry(
+            "local:prune",
+            "Delete data past its retention (SWIFTKV_RETENTION_*). The control plane does this every hour.",
+        ),
+        "backup": _Entry(
+            "local:backup",
+            "Back up the database and object store to a new directory. The platform can keep running.",
+        ),
+        "restore": _Entry(
+            "local:restore",
+            "Restore a backup into an empty database and the object store. Stop all control planes first.",
+        ),
+        "sweep": _Entry("local:sweep", "Deprecated: use `swiftkv prune`."),
+    },
+}
+"""Commands by panel of `swiftkv --help`."""
+_HIDDEN = ("sweep",)
+
+
+class LazyCommand(TyperCommand):
+    """A command or group that is imported on first use. Until then, only its name and summary are known."""
+
+    def __init__(self, name: str, entry: _Entry, panel: str) -> None:
+        super().__init__(name, help=entry.summary, rich_help_panel=panel, hidden=name in _HIDDEN)
+        self._entry = entry
+
+    @cached_property
+    def loaded(self) -> Any:
+        """The command or group, with the examples of `swiftkv_platform.cli.examples` below its help."""
+        module, _, attribute = self._entry.target.partition(":")
+        target = getattr(import_module(f"swiftkv_platform.cli.{module}"), attribute)
+        if not isinstance(target, typer.Typer):
+            single = typer.Typer(add_completion=False)
+            single.command(self.name)(target)
+            target = single
+        command = typer.main.get_command(target)
+        command.name, command.hidden = self.name, self.hidden
+        if isinstance(command, TyperGroup):
+            command.help = self._entry.summary
+        _add_examples(command, str(self.name))
+        return command
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return self.loaded.make_context(info_name, args, parent=parent, **extra)
+
+
+def _add_examples(command: Any, path: str) -> None:
+    """Add the example of each command at or below `path`, e.g. `jobs`."""
+    if isinstance(command, TyperGroup):
+        for name, each in command.commands.items():
+            _add_examples(each, f"{path} {name}")
+    else:
+        command.epilog = f"Example: `{EXAMPLES[path]}`"
+
+
+class _CommandTree(ErrorReportingGroup):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for panel, entries in _COMMANDS.items():
+            for name, entry in entries.items():
+                self.add_command(LazyCommand(name, entry, panel))
+
+
+def load_commands() -> TyperGroup:
+    """Return the command tree with all commands imported, e.g. for the reference page."""
+    tree: TyperGroup = typer.main.get_command(app)  # type: ignore[assignment]
+    lazy = [command for command in tree.commands.values() if isinstance(command, LazyCommand)]
+    tree.commands = {command.loaded.name: command.loaded for command in lazy}
+    return tree
 
 
 def _print_version(is_requested: bool) -> None:
@@ -26,7 +156,7 @@ def _print_version(is_requested: bool) -> None:
 
 
 app = typer.Typer(
-    cls=ErrorReportingGroup,
+    cls=_CommandTree,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Distill and serve SwiftKV models: long prompts at half the prefill compute.",
@@ -39,42 +169,6 @@ def main(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
+    from swiftkv_platform.logs import configure_logging
+
     configure_logging()
-
-
-_COMMANDS_BY_PANEL: dict[str, tuple[Callable[..., None] | tuple[str, typer.Typer], ...]] = {
-    "Local model commands": (
-        distill.distill,
-        distill.evaluate,
-        serve,
-        convert.convert,
-        convert.export,
-        plan.analyze,
-        plan.plan,
-        ("recipes", recipes_app),
-    ),
-    "Local platform commands": (local.up, local.down, local.status, local.demo, doctor),
-    "Platform client commands": (
-        ("jobs", jobs_app),
-        ("files", files_app),
-        ("models", models_app),
-        ("deployments", deployments.deployments_app),
-        deployments.deploy,
-        deployments.generate,
-    ),
-    "Operator commands": (
-        ("keys", access.keys_app),
-        access.quota,
-        access.audit,
-        local.prune,
-        local.backup,
-        local.restore,
-    ),
-}
-for panel, commands in _COMMANDS_BY_PANEL.items():
-    for command in commands:
-        if isinstance(command, tuple):
-            app.add_typer(command[1], name=command[0], rich_help_panel=panel)
-        else:
-            app.command(rich_help_panel=panel)(command)
-app.command(hidden=True)(local.sweep)

@@ -15,30 +15,22 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import NoneType
-from typing import Annotated, Any, Literal, TypeVar, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union
 
 import typer
-import yaml
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
 from swiftkv_platform.cli.output import JSON_OPTION
-from swiftkv_platform.client import Client
-from swiftkv_platform.control_plane.http.invalid_fields import (
-    describe_unknown_key,
-    drop_redundant_errors,
-    get_json_path,
-)
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
-from swiftkv_platform.local.stack import Stack
-from swiftkv_platform.settings import Settings
-from swiftkv_platform.sources.names import make_paths_absolute
-from swiftkv_platform.specs import JobSpec, load_spec
-from swiftkv_platform.specs.base import Range
-from swiftkv_platform.specs.documents import DuplicateKeyError, load_yaml
-from swiftkv_platform.web.safe_json import format_path
 
-Model = TypeVar("Model", bound=BaseModel)
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
+    from pydantic.fields import FieldInfo
+
+    from swiftkv_platform.client import Client
+    from swiftkv_platform.settings import Settings
+    from swiftkv_platform.specs import JobSpec
+
+Model = TypeVar("Model", bound="BaseModel")
 
 _MAX_RETRIES = 2
 """Lower than the client's default, since a user waits."""
@@ -67,6 +59,10 @@ Limit = Annotated[int, typer.Option(min=1, help="Max entries to list, newest fir
 
 def load_settings() -> Settings:
     """Load the settings from the environment. Raises `InvalidInputError` for invalid variables."""
+    from pydantic import ValidationError
+
+    from swiftkv_platform.settings import Settings
+
     try:
         return Settings()
     except ValidationError as error:
@@ -77,7 +73,11 @@ def load_settings() -> Settings:
 
 def connect(url: str | None = None, serve_url: str | None = None, *, max_retries: int = _MAX_RETRIES) -> Client:
     """Return a client of the control plane at `url`. Default: the local stack's URL, else the settings'."""
+    from swiftkv_platform.client import Client
+
     if url is None:
+        from swiftkv_platform.local.stack import Stack
+
         chosen = load_settings()
         state = Stack(chosen).load_state()
         url = f"http://{chosen.host}:{chosen.port}" if state is None else state.url
@@ -87,6 +87,13 @@ def connect(url: str | None = None, serve_url: str | None = None, *, max_retries
 def read_spec(path: Path) -> JobSpec:
     """Read a job spec, with relative paths resolved from the working directory. Raises `InvalidInputError` that names
     each invalid field."""
+    import yaml
+    from pydantic import ValidationError
+
+    from swiftkv_platform.sources.names import make_paths_absolute
+    from swiftkv_platform.specs import JobSpec, load_spec
+    from swiftkv_platform.specs.documents import DuplicateKeyError
+
     try:
         return make_paths_absolute(load_spec(path))
     except ValidationError as error:
@@ -99,6 +106,8 @@ def read_spec(path: Path) -> JobSpec:
 
 def validate_options(model: type[Model], values: Mapping[str, Any]) -> Model:
     """Validate options as `model`. Raises `InvalidInputError` that names each invalid option."""
+    from pydantic import ValidationError
+
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -115,6 +124,13 @@ def _make_validation_error(summary: str, error: ValidationError, model: type[Bas
 
 
 def _describe_validation_error(error: ValidationError, model: type[BaseModel]) -> str:
+    from swiftkv_platform.control_plane.http.invalid_fields import (
+        describe_unknown_key,
+        drop_redundant_errors,
+        get_json_path,
+    )
+    from swiftkv_platform.web.safe_json import format_path
+
     # Skip defaults that could not be computed from an invalid value: that value is reported already.
     errors = [item for item in error.errors() if item["type"] != "default_factory_not_called"]
     found = [{**item, "loc": ("body", *item["loc"])} for item in errors]
@@ -137,6 +153,8 @@ Completions = list[tuple[str, str]]
 
 def _make_completer(list_items: Callable[[Client], Completions]) -> Callable[[typer.Context, str], Completions]:
     def complete(ctx: typer.Context, incomplete: str) -> Completions:
+        import swiftkv_platform.client  # noqa: F401  # not within the timeout
+
         result: SimpleQueue[Completions] = SimpleQueue()
         url = ctx.params.get("url")
         threading.Thread(target=lambda: result.put(_fetch_completions(url, list_items)), daemon=True).start()
@@ -219,6 +237,8 @@ def add_spec_options(
 
 
 def _make_option(field: FieldInfo) -> Any:
+    from swiftkv_platform.specs.base import Range
+
     scalar_type, list_type = _scalar_type(field.annotation), _list_type(field.annotation)
     if list_type is not None:
         return Annotated[list_type | None, typer.Option(help=f"{_make_help(field)} Repeatable.")]
@@ -255,6 +275,10 @@ def _make_help(field: FieldInfo) -> str:
 
 
 def _parse_mapping(text: str) -> dict[str, Any]:
+    import yaml
+
+    from swiftkv_platform.specs.documents import load_yaml
+
     try:
         value = load_yaml(text)
     except yaml.YAMLError as error:

@@ -12,10 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from swiftkv_platform.cli.context import Json, PrefillLayers
 from swiftkv_platform.cli.output import get_error_console, print_json, print_line, print_result, require_extra
-from swiftkv_platform.cli.sources import open_base_model, read_adapter_base, read_artifact_teacher, resolve_model_path
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.planning import equal_cache_group_size
-from swiftkv_platform.student_shape import format_layers, parse_layers
 
 if TYPE_CHECKING:
     from swiftkv_platform.model.conversion import ConversionResult
@@ -78,6 +75,9 @@ def convert(
     with require_extra("swiftkv convert"):
         from swiftkv_platform.distillation.calibration_text import read_calibration_text
         from swiftkv_platform.model import convert_checkpoint
+    from swiftkv_platform.cli.sources import resolve_model_path
+    from swiftkv_platform.student_shape import format_layers, parse_layers
+
     path = resolve_model_path(model)
     with _show_progress("Calibrating" if calibration else "Converting") as report:
         converted = convert_checkpoint(
@@ -153,6 +153,8 @@ def export(
     with require_extra("swiftkv export"):
         from swiftkv_platform.distillation.calibration_text import read_calibration_text
         from swiftkv_platform.model import export as run
+    from swiftkv_platform.cli.sources import open_base_model, read_adapter_base
+
     target = output.expanduser()
     if adapter and prefill_only:
         message = "use either --adapter or --prefill-only"
@@ -192,6 +194,7 @@ def export(
 
 
 def _export_adapter(model: str, target: Path, base: str | None, revision: str | None, *, json: bool) -> None:
+    from swiftkv_platform.cli.sources import open_base_model, read_artifact_teacher
     from swiftkv_platform.model import export_adapter
 
     name = base
@@ -227,6 +230,8 @@ def _show_progress(title: str) -> Iterator[ProgressCallback]:
 
 
 def _describe_student(converted: ConversionResult) -> dict[str, Any]:
+    from swiftkv_platform.student_shape import equal_cache_group_size
+
     config = converted.config
     layer_map, heads = config.layer_map, getattr(config, "num_key_value_heads", 1)
     cached = [config.get_cache_num_key_value_heads(i) for i in range(layer_map.num_kv_cache_layers)]

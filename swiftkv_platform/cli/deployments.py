@@ -1,39 +1,33 @@
-"""`swiftkv deployments`, `deploy` and `generate`: manage and query deployed models."""
+"""`swiftkv deployments`: manage deployed models."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from swiftkv_platform.cli.context import (
     DeploymentId,
     Json,
-    ModelName,
-    ServeUrl,
     Url,
-    add_spec_options,
-    complete_deployment,
     connect,
 )
 from swiftkv_platform.cli.output import (
     Columns,
     format_local_time,
-    get_error_console,
     print_json,
     print_result,
     print_schema,
     print_table,
     print_table_result,
 )
-from swiftkv_platform.client import Generation, Resource
-from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.local.terminal import format_duration, pluralize
-from swiftkv_platform.specs.deployment import DeploymentSpec
+from swiftkv_platform.local.formats import format_duration, pluralize
 
-deployments_app = typer.Typer(no_args_is_help=True, help="Manage deployments. Create one with `swiftkv deploy`.")
+if TYPE_CHECKING:
+    from swiftkv_platform.client import Resource
+
+deployments_app = typer.Typer(no_args_is_help=True)
 
 
 @deployments_app.command("list")
@@ -84,6 +78,8 @@ def delete(deployment_id: DeploymentId, url: Url = None, json: Json = False) -> 
 @deployments_app.command()
 def schema() -> None:
     """Print the JSON schema of a deployment (the body of `POST /deployments`)."""
+    from swiftkv_platform.specs.deployment import DeploymentSpec
+
     print_schema(DeploymentSpec)
 
 
@@ -144,85 +140,3 @@ def _make_metrics_row(replica: dict[str, Any]) -> tuple[str, ...]:
         f"{values.get('num_requests_running', 0.0):g}",
         f"{values.get('num_requests_waiting', 0.0):g}",
     )
-
-
-def _make_deployment_option(text: str) -> Any:
-    return typer.Option(metavar="DEPLOYMENT", help=text, autocompletion=complete_deployment)
-
-
-@add_spec_options(DeploymentSpec, exclude=("model",))
-def deploy(
-    model: ModelName,
-    replace: Annotated[str | None, _make_deployment_option("Swap the model of this deployment (dep_...).")] = None,
-    wait: Annotated[bool, typer.Option(help="Wait until the deployment is ready.")] = True,
-    timeout: Annotated[float, typer.Option(help="Max seconds to wait.")] = 300.0,
-    url: Url = None,
-    json: Json = False,
-    *,
-    spec_values: dict[str, Any],
-) -> None:
-    """Deploy a distilled model.
-
-    With --replace, swap it into an existing deployment and keep that deployment's other options.
-    """
-    if replace is not None and "route_prefix" in spec_values:
-        raise InvalidInputError(
-            f"--replace cannot change the route prefix; omit --route-prefix, or deploy {model} without --replace",
-            field="route_prefix",
-            value=spec_values["route_prefix"],
-        )
-    with connect(url) as client, get_error_console().status(f"Deploying {model}"):
-        if replace is None:
-            deployment = client.deployments.create(model, **spec_values)
-        else:
-            deployment = client.deployments.update(replace, model=model, **spec_values)
-        if wait:
-            deployment = client.deployments.wait_ready(deployment.id, timeout)
-    line = f"Deployment {deployment.id} of {deployment.model} is {deployment.status}"
-    print_result(deployment, f"{line} at {deployment.url}" if deployment.url else line, json=json)
-
-
-def generate(
-    prompt: Annotated[str, typer.Argument(help="Prompt to complete.")],
-    max_tokens: Annotated[int, typer.Option(min=1, help="Max tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling threshold.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Sampling seed.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop sequence. Repeatable.")] = None,
-    deployment: Annotated[
-        str | None, _make_deployment_option("Deployment to query (dep_...), through the control plane.")
-    ] = None,
-    serve_url: ServeUrl = None,
-    url: Url = None,
-    json: Json = False,
-) -> None:
-    """Generate a completion with a deployed model, streamed to stdout."""
-    parameters: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
-    parameters |= {name: value for name, value in {"seed": seed, "stop": stop}.items() if value is not None}
-    with connect(url, serve_url) as client:
-        if json and deployment is None:
-            print_json(client.generate(prompt, **parameters))
-            return
-        started, last = time.perf_counter(), Generation()
-        if deployment is None:
-            pieces = client.generate(prompt, stream=True, **parameters)
-        else:
-            pieces = client.deployments.generate(deployment, prompt, **parameters)
-        for last in pieces:
-            if json:
-                print_json(last)
-            else:
-                typer.echo(last.text, nl=False)
-        if json:
-            return
-        typer.echo()
-    _print_statistics(last, time.perf_counter() - started)
-
-
-def _print_statistics(last: Generation, seconds: float) -> None:
-    if last.usage is None:
-        return
-    parts = [f"{last.usage.prompt_tokens} + {last.usage.completion_tokens} tokens in {seconds:.2f} s"]
-    if last.timings is not None and last.timings.ttft_ms is not None:
-        parts.append(f"first token after {last.timings.ttft_ms:.0f} ms")
-    get_error_console().print(f"[dim]{', '.join(parts)}[/]", highlight=False)

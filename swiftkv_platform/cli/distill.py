@@ -1,4 +1,4 @@
-"""`swiftkv distill`, `evaluate` and `recipes`: run a job or an evaluation locally, without a control plane."""
+"""`swiftkv distill` and `evaluate`: run a job or an evaluation locally, without a control plane."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 
 from swiftkv_platform.cli.context import Json, OptionalSpecFile, PrefillLayers, validate_options
 from swiftkv_platform.cli.jobs import SpecChanges, load_spec, parse_spec_change
@@ -26,21 +25,11 @@ from swiftkv_platform.cli.output import (
     print_table,
     require_extra,
 )
-from swiftkv_platform.cli.sources import read_model_config
-from swiftkv_platform.contract.cures import advise_on_failure
-from swiftkv_platform.contract.verdicts import describe_undecided_gates, summarize_quality
 from swiftkv_platform.errors import ConflictError, InvalidInputError, SwiftKVError, TrainingError
-from swiftkv_platform.local.terminal import JobDisplay
-from swiftkv_platform.planning.config import ConfigFields
-from swiftkv_platform.reports.pages import render_evaluation_page
-from swiftkv_platform.sources.names import make_absolute
-from swiftkv_platform.sources.recipes import adapt_dtype_to_cpu, find_recipe, find_recipes
-from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.documents import apply_changes
-from swiftkv_platform.student_shape import parse_layers
 
 if TYPE_CHECKING:
     from swiftkv_platform.evaluation.report import Report
+    from swiftkv_platform.specs import JobSpec
 
 
 def distill(
@@ -92,6 +81,13 @@ def distill(
     Takes a job spec (--file), or --model and --data, from which a spec is made and saved as DIR.yaml. The same command
     resumes an interrupted run. The exit code is 2 if the model does not meet a quality gate.
     """
+    import yaml
+
+    from swiftkv_platform.contract.verdicts import describe_undecided_gates, summarize_quality
+    from swiftkv_platform.specs import JobSpec
+    from swiftkv_platform.specs.documents import apply_changes
+    from swiftkv_platform.student_shape import parse_layers
+
     output = output.expanduser().resolve()
     if (file is None) == (model is None) or (model is None) != (not data):
         raise InvalidInputError("use either --file, or --model together with --data", field="file")
@@ -130,6 +126,9 @@ def _run_job(spec: JobSpec, output: Path) -> Path:
     with require_extra("swiftkv distill", alternative=", or use `swiftkv jobs submit` to run the job on a cluster"):
         from swiftkv_platform.jobs.distill import run_local
         from swiftkv_platform.jobs.failures import explain_failure
+    from swiftkv_platform.contract.cures import advise_on_failure
+    from swiftkv_platform.local.terminal import JobDisplay
+
     try:
         with JobDisplay(get_error_console()) as display:
             return run_local(spec, output, on_event=display.show_event)
@@ -229,6 +228,8 @@ def evaluate(
     )
     document = report.model_dump(mode="json")
     if html is not None:
+        from swiftkv_platform.reports.pages import render_evaluation_page
+
         html.write_text(render_evaluation_page(document, lineage), encoding="utf-8")
     if json:
         print_json(document)
@@ -282,46 +283,6 @@ def _print_report(report: Report) -> None:
         print_line(f"{gate.field} {gate.limit:g}: {gate.value:.4g}{of}, {gate.outcome}{needed}")
 
 
-recipes_app = typer.Typer(no_args_is_help=True, help="List and copy the packaged example job specs.")
-
-
-@recipes_app.command("list")
-def list_recipes(json: Json = False) -> None:
-    """List the recipes; docs/recipes.md has their known results."""
-    found = {name: _read_teacher_name(path) for name, path in find_recipes().items()}
-    if json:
-        print_json({"recipes": found})
-    else:
-        print_table(("recipe", "teacher"), found.items(), empty="No recipes.")
-
-
-@recipes_app.command()
-def copy(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Recipe, as `swiftkv recipes list` shows it.")],
-    to: Annotated[
-        Path | None, typer.Argument(metavar="FILE", dir_okay=False, help="New file. Default: NAME.yaml.")
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Copy a recipe, including its comments, to a new file."""
-    target = to or Path(f"{name}.yaml")
-    text = find_recipe(name).read_text(encoding="utf-8")
-    try:
-        with target.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise ConflictError(f"{target} already exists; use another FILE", field="file", value=str(target)) from error
-    print_result(
-        {"recipe": name, "file": str(target)},
-        f"Copied {name} to {target}. Edit it, then run `swiftkv jobs submit -f {target}` or `swiftkv distill`.",
-        json=json,
-    )
-
-
-def _read_teacher_name(path: Path) -> str:
-    return str(yaml.safe_load(path.read_text(encoding="utf-8"))["model"]["name_or_path"])
-
-
 _MAX_CPU_ROW_LENGTH, _MAX_GPU_ROW_LENGTH = 512, 4096
 """Max tokens per row."""
 _DEFAULT_CPU_STEPS = 200
@@ -352,6 +313,11 @@ def build_job_spec(
         InvalidInputError: invalid name of a model or data set.
         ModelError: the model's configuration cannot be read.
     """
+    from swiftkv_platform.cli.sources import read_model_config
+    from swiftkv_platform.planning.config import ConfigFields
+    from swiftkv_platform.sources.names import make_absolute
+    from swiftkv_platform.sources.recipes import adapt_dtype_to_cpu
+
     context = ConfigFields(read_model_config(model)).get_optional_count("max_position_embeddings", "n_positions")
     max_length = _MAX_GPU_ROW_LENGTH if gpus else _MAX_CPU_ROW_LENGTH
     shape = {"num_key_value_layers": num_key_value_layers, "prefill_layers": prefill_layers}

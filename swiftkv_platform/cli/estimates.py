@@ -10,7 +10,7 @@ from swiftkv_platform.cli.context import load_settings
 from swiftkv_platform.cli.output import Columns, print_fields, print_items, print_line
 from swiftkv_platform.client import Resource
 from swiftkv_platform.control_plane.jobs.estimates import add_time, find_speed, validate
-from swiftkv_platform.local.terminal import format_count, format_duration, format_flops, format_size, pluralize
+from swiftkv_platform.local.formats import format_count, format_duration, format_flops, format_size, pluralize
 from swiftkv_platform.planning.gates import (
     MAX_FALSE_PASS_PROBABILITY,
     WORSE_STUDENT_LOSS,

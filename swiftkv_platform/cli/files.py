@@ -16,9 +16,9 @@ from swiftkv_platform.cli.output import (
     print_table_result,
 )
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.local.terminal import format_size
+from swiftkv_platform.local.formats import format_size
 
-files_app = typer.Typer(no_args_is_help=True, help="Manage uploaded training data (`file-...`).")
+files_app = typer.Typer(no_args_is_help=True)
 
 _DAY_S = 86400
 

@@ -9,12 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
-import psutil
 import typer
-import yaml
 from rich.console import Console
 
 from swiftkv_platform.cli.context import (
@@ -28,7 +26,6 @@ from swiftkv_platform.cli.context import (
     read_spec,
     validate_options,
 )
-from swiftkv_platform.cli.estimates import estimate_job, print_estimate
 from swiftkv_platform.cli.output import (
     Columns,
     format_local_time,
@@ -42,15 +39,15 @@ from swiftkv_platform.cli.output import (
     print_table,
     print_table_result,
 )
-from swiftkv_platform.client import Client, Job
-from swiftkv_platform.client.models import Resource
+from swiftkv_platform.cli.recipes import describe_recipe, print_recipes
 from swiftkv_platform.errors import InvalidInputError, NotFoundError, SwiftKVError
-from swiftkv_platform.local.terminal import format_count, format_duration, format_size, show_events
-from swiftkv_platform.sources.names import make_override_absolute
-from swiftkv_platform.sources.recipes import find_recipe
-from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.documents import apply_changes, load_yaml
-from swiftkv_platform.tracking.recorded import RecordedRun, drop_steps, fetch_last_step, upload_run
+from swiftkv_platform.local.formats import format_count, format_duration, format_size
+
+if TYPE_CHECKING:
+    from swiftkv_platform.client import Client, Job
+    from swiftkv_platform.client.models import Resource
+    from swiftkv_platform.specs import JobSpec
+    from swiftkv_platform.tracking.recorded import RecordedRun
 
 SpecChanges = Annotated[
     list[str] | None,
@@ -59,7 +56,7 @@ SpecChanges = Annotated[
 
 IdempotencyKey = Annotated[str | None, typer.Option(help="Key that prevents submitting the same job twice.")]
 
-jobs_app = typer.Typer(no_args_is_help=True, help="Manage distillation jobs.")
+jobs_app = typer.Typer(no_args_is_help=True)
 
 
 @jobs_app.command()
@@ -119,6 +116,8 @@ def validate(
     json: Json = False,
 ) -> None:
     """Validate a job spec, and estimate its student, memory, time and cost. Submits nothing."""
+    from swiftkv_platform.cli.estimates import estimate_job, print_estimate
+
     spec = read_spec(file)
     if config is not None or url is None:
         estimate = estimate_job(spec, config=config)
@@ -158,7 +157,10 @@ def recipes(url: Url = None, json: Json = False) -> None:
     """List the control plane's example job specs."""
     with connect(url) as client:
         found = client.jobs.recipes()
-    print_table_result(found, {"recipe": "id", "purpose": _extract_first_sentence}, empty="No recipes.", json=json)
+    if json:
+        print_json(found)
+    else:
+        print_recipes([describe_recipe(each.id, each.description, each.spec) for each in found])
 
 
 @jobs_app.command()
@@ -229,6 +231,8 @@ def delete(job_id: JobId, url: Url = None, json: Json = False) -> None:
 @jobs_app.command()
 def schema() -> None:
     """Print the JSON schema of a job spec, for completion and validation in editors."""
+    from swiftkv_platform.specs import JobSpec
+
     print_schema(JobSpec)
 
 
@@ -335,6 +339,8 @@ def wandb_sync(
 
     Uses WANDB_API_KEY or ~/.netrc, and WANDB_BASE_URL for a self-hosted server. Steps that W&B already has are skipped.
     """
+    from swiftkv_platform.tracking.recorded import RecordedRun
+
     with connect(url) as client, tempfile.TemporaryDirectory(prefix="swiftkv-wandb-") as workspace:
         wandb = client.jobs.get(job_id).spec["tracking"]["wandb"]
         files = client.jobs.list_tracking_files(job_id)
@@ -356,6 +362,8 @@ def wandb_sync(
 
 def _upload_runs(parts: Sequence[RecordedRun], project: str, entity: str | None) -> dict[str, str | None]:
     """Upload the parts. Returns the pages of their runs, by run id."""
+    from swiftkv_platform.tracking.recorded import drop_steps, fetch_last_step, upload_run
+
     pages: dict[str, str | None] = {}
     steps: dict[str, int] = {}
     for part in parts:
@@ -369,6 +377,10 @@ def _upload_runs(parts: Sequence[RecordedRun], project: str, entity: str | None)
 
 def load_spec(file: Path | None, recipe_: str | None, changes: Sequence[str] | None) -> JobSpec:
     """Load the spec of a file or a recipe, with changes. Raises `InvalidInputError` unless exactly one is given."""
+    from swiftkv_platform.sources.recipes import find_recipe
+    from swiftkv_platform.specs import JobSpec
+    from swiftkv_platform.specs.documents import apply_changes
+
     if (file is None) == (recipe_ is None):
         raise InvalidInputError("use either --file SPEC or --recipe NAME", field="file")
     spec = read_spec(file if recipe_ is None else find_recipe(recipe_))  # type: ignore[arg-type]
@@ -380,6 +392,11 @@ def load_spec(file: Path | None, recipe_: str | None, changes: Sequence[str] | N
 
 def parse_spec_change(text: str) -> tuple[str, Any]:
     """Parse `KEY=VALUE` to (path of the field, YAML value). Raises `InvalidInputError`."""
+    import yaml
+
+    from swiftkv_platform.sources.names import make_override_absolute
+    from swiftkv_platform.specs.documents import load_yaml
+
     path, equals, value = text.partition("=")
     if not (path and equals):
         message = f"--set is {text!r}; expected KEY=VALUE, e.g. training.max_steps=100"
@@ -389,10 +406,6 @@ def parse_spec_change(text: str) -> tuple[str, Any]:
     except yaml.YAMLError as error:
         message = f"--set {path} is {value!r}, which is not valid YAML: {error}"
         raise InvalidInputError(message, field=path, value=value) from error
-
-
-def _extract_first_sentence(example: Resource) -> str:
-    return re.split(r"[.:](?: |$)", example.description, maxsplit=1)[0]
 
 
 def print_submitted(job: Job, *, json: bool) -> None:
@@ -405,6 +418,8 @@ def _print_status(job: Job, *, json: bool) -> None:
 
 def watch_job(client: Client, job: Job, *, json: bool) -> None:
     """Follow a job until it ends, as text or as JSON events. Raises `typer.Exit(1)` unless it succeeded."""
+    from swiftkv_platform.local.terminal import show_events
+
     stream = client.jobs.events(job.id)
     try:
         if json:
@@ -430,6 +445,8 @@ def watch_job(client: Client, job: Job, *, json: bool) -> None:
 def _get_local_memory(url: str | None) -> int | None:
     """Return this machine's memory in bytes if the control plane (and so probably the workers) runs on it, else
     None."""
+    import psutil
+
     host = None if url is None else urlsplit(url).hostname
     return psutil.virtual_memory().total if host in (None, "localhost", "127.0.0.1", "::1") else None
 

@@ -18,13 +18,11 @@ from rich.markup import escape
 from swiftkv_platform.cli.context import Json, load_settings
 from swiftkv_platform.cli.output import get_console, get_error_console, print_items, print_json, print_result
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.local.stack import Stack, StackOptions
-from swiftkv_platform.local.terminal import format_size
-from swiftkv_platform.settings import Settings
-from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.local.formats import format_size
 
 if TYPE_CHECKING:
     from swiftkv_platform.control_plane.database.session import Database
+    from swiftkv_platform.settings import Settings
 
 
 def up(
@@ -36,6 +34,8 @@ def up(
     json: Json = False,
 ) -> None:
     """Start Ray and the control plane on this machine. Running parts are kept; stopped parts are restarted."""
+    from swiftkv_platform.local.stack import Stack, StackOptions
+
     stack = Stack(load_settings())
     options = StackOptions(port=port, num_cpus=num_cpus, object_store_memory=object_store_mib << 20)
     console = get_error_console()
@@ -57,6 +57,8 @@ def up(
 
 def down(json: Json = False) -> None:
     """Stop all processes that `swiftkv up` started."""
+    from swiftkv_platform.local.stack import Stack
+
     with get_error_console().status("Stopping"):
         count = Stack(load_settings()).down()
     print_result(
@@ -66,6 +68,8 @@ def down(json: Json = False) -> None:
 
 def status(json: Json = False) -> None:
     """Show the status of Ray, the control plane and Ray Serve. The exit code is 1 unless the first two are ready."""
+    from swiftkv_platform.local.stack import Stack
+
     parts = Stack(load_settings()).status()
     if json:
         print_json({"parts": [vars(part) for part in parts]})
@@ -142,6 +146,7 @@ def prune(
         RetentionStore,
         RetentionSweeper,
     )
+    from swiftkv_platform.storage.addresses import open_store
 
     chosen = load_settings()
     removed: dict[str, RemovedAmount] = {}
@@ -177,6 +182,7 @@ def backup(
 ) -> None:
     """Back up the database and object store to a new directory. The platform can keep running."""
     from swiftkv_platform.local.backup import back_up
+    from swiftkv_platform.storage.addresses import open_store
 
     chosen = load_settings()
     with _open_database(chosen) as database, get_error_console().status("Copying"):
@@ -200,6 +206,7 @@ def restore(
 ) -> None:
     """Restore a backup into an empty database and the object store. Stop all control planes first."""
     from swiftkv_platform.local.backup import restore as restore_backup
+    from swiftkv_platform.storage.addresses import open_store
 
     chosen = load_settings()
     with _open_database(chosen, new=True) as database, get_error_console().status("Restoring"):

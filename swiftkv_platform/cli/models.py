@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,11 +18,11 @@ from swiftkv_platform.cli.output import (
     print_result,
     print_table_result,
 )
-from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.local.terminal import format_size
-from swiftkv_platform.sources.names import make_absolute
-from swiftkv_platform.specs.documents import apply_changes
+from swiftkv_platform.local.formats import format_size
+
+if TYPE_CHECKING:
+    from swiftkv_platform.client import Client, Job
 
 _CHANGEABLE_SECTIONS = ("evaluation", "resources", "metadata")
 """Spec sections that `swiftkv models create` can change."""
@@ -31,7 +31,7 @@ AliasName = Annotated[str, typer.Option("--alias", help="Alias, e.g. production.
 Reason = Annotated[str, typer.Option("--reason", help="Reason, recorded with caller and time.")]
 
 
-models_app = typer.Typer(no_args_is_help=True, help="Manage distilled models and their aliases.")
+models_app = typer.Typer(no_args_is_help=True)
 
 
 @models_app.command("list")
@@ -69,6 +69,8 @@ def import_model(
 
     The control plane reads the source: a directory on its machine or a bucket, allowed by SWIFTKV_SOURCE_ROOTS.
     """
+    from swiftkv_platform.sources.names import make_absolute
+
     with connect(url) as client:
         model = client.models.import_(make_absolute(source, "location", "source"), name=name)
     line = f"Imported {model.name} as {model.id}. To deploy it: `swiftkv deploy {model.id}`."
@@ -204,6 +206,8 @@ def _print_or_watch(client: Client, job: Job, *, wait: bool, json: bool) -> None
 
 def _parse_section_changes(texts: Sequence[str]) -> dict[str, Any]:
     """Return changed spec sections from `--set` options. Raises `InvalidInputError` for other sections."""
+    from swiftkv_platform.specs.documents import apply_changes
+
     changes = dict(map(parse_spec_change, texts))
     for path in changes:
         if path.partition(".")[0] not in _CHANGEABLE_SECTIONS:

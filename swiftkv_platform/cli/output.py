@@ -7,20 +7,21 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import typer
-from pydantic import BaseModel
 from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
-from swiftkv_platform.client import APIError
 from swiftkv_platform.errors import InvalidInputError, QualityGateError, SwiftKVError
 from swiftkv_platform.installing import make_install_command
-from swiftkv_platform.local.terminal import format_size
+from swiftkv_platform.local.formats import format_size
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 _JSON_FLAG_KEY = "swiftkv.json"
 _NO_HOME_MESSAGE = "Could not determine home directory."
@@ -32,7 +33,7 @@ _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _COLUMN_GAP = 2
 """Spaces between the columns of a table."""
 
-Printable = BaseModel | Mapping[str, Any] | Iterable[BaseModel]
+Printable: TypeAlias = "BaseModel | Mapping[str, Any] | Iterable[BaseModel]"
 Columns = Mapping[str, str | Callable[[Any], object]]
 """Columns by heading: a field's name, or a function of the item."""
 
@@ -62,6 +63,8 @@ JSON_OPTION: Any = typer.Option("--json", help="Print JSON instead of text.", ca
 
 def print_json(value: Printable) -> None:
     """Print a JSON document on one line, so that line-based tools can read a stream of documents."""
+    from pydantic import BaseModel  # other commands start without it
+
     if isinstance(value, BaseModel):
         document: Any = value.model_dump(mode="json")
     elif isinstance(value, Mapping):
@@ -210,6 +213,8 @@ def _print_error(error: SwiftKVError, *, as_json: bool) -> None:
     if not as_json:
         get_error_console().print(f"[bold red]Error:[/] {escape(error.message)}", soft_wrap=True, highlight=False)
         return
+    from swiftkv_platform.client import APIError
+
     document: dict[str, Any] = {name: getattr(error, name) for name in ("code", "message", "field", "value")}
     if isinstance(error, APIError):
         document["status"] = error.status

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from swiftkv_platform.cli.context import Json, read_spec
-from swiftkv_platform.cli.estimates import estimate_job, print_estimate
 from swiftkv_platform.cli.output import (
     get_console,
     get_error_console,
@@ -18,15 +17,12 @@ from swiftkv_platform.cli.output import (
     print_table,
     require_extra,
 )
-from swiftkv_platform.cli.sources import read_model_config, resolve_model_path
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.local.terminal import format_size
-from swiftkv_platform.planning import Components, Plan
-from swiftkv_platform.planning import plan as make_plan
-from swiftkv_platform.student_shape import format_layers, parse_layers
+from swiftkv_platform.local.formats import format_size
 
 if TYPE_CHECKING:
     from swiftkv_platform.evaluation.analysis import Analysis, DepthReport, UntrainedReport
+    from swiftkv_platform.planning import Components, Plan
 
 
 _HEADERS = ("vocab", "K,V", "Q,O", "MLP", "attn", "total", "rel.", "executed", "KV layers", "KV bytes/token", "rel.")
@@ -85,10 +81,16 @@ def plan(
 
     For a job spec, estimate the student and the job's memory, time, cost and quality gates.
     """
+    from swiftkv_platform.cli.sources import read_model_config
+    from swiftkv_platform.planning import plan as make_plan
+    from swiftkv_platform.student_shape import parse_layers
+
     if dry_run:
         _print_dry_run(model, config, json=json)
         return
     if Path(model).suffix in (".yaml", ".yml"):
+        from swiftkv_platform.cli.estimates import estimate_job, print_estimate
+
         spec = read_spec(Path(model))
         estimate = estimate_job(spec, config=None if config is None else Path(config), num_tokens=tokens)
         if json:
@@ -121,6 +123,8 @@ def plan(
 
 def _format_student(plan: Plan) -> str:
     """Return e.g. `l = 6, g = 2`, with the layers that prompts run if these are not the first l."""
+    from swiftkv_platform.student_shape import format_layers
+
     bypasses = len(plan.prefill_layers) < plan.num_key_value_layers
     listed = f" ({format_layers(plan.prefill_layers)})" if bypasses else ""
     return f"l = {plan.num_key_value_layers}{listed}, g = {plan.key_value_group_size}"
@@ -169,6 +173,8 @@ _MEMORY_COLUMNS = ("GiB per worker", "peak", "parameters", "gradients", "optimiz
 
 
 def _print_dry_run(recipe: str, config: str | None, *, json: bool) -> None:
+    from swiftkv_platform.cli.sources import read_model_config
+
     spec = read_spec(Path(recipe))
     values = read_model_config(config or spec.model.name_or_path)
     with require_extra("--dry-run"):
@@ -236,6 +242,8 @@ def analyze(
     if plot is not None:
         with require_extra("--plot", "plot"):  # fail before the measurement
             import matplotlib  # noqa: F401
+    from swiftkv_platform.cli.sources import read_model_config, resolve_model_path
+
     config = read_model_config(model)
     with require_extra("swiftkv analyze"):
         from swiftkv_platform.evaluation.analysis import AnalysisOptions
@@ -277,6 +285,8 @@ def _format_quality(each: DepthReport | UntrainedReport) -> list[str]:
 
 def _print_lists(analysis: Analysis) -> None:
     """Print the KL of skipping each layer, and the measured lists of layers."""
+    from swiftkv_platform.student_shape import format_layers
+
     chosen = analysis.recommended_prefill_layers
     assert chosen is not None, "a list was measured"
     bypassed = [(i, f"{kl:.4f}") for i, kl in enumerate(analysis.bypass_kl)]

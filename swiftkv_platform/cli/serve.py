@@ -10,10 +10,7 @@ import typer
 
 from swiftkv_platform.cli.context import Json, add_spec_options, load_settings, validate_options
 from swiftkv_platform.cli.output import get_error_console, print_result, require_extra
-from swiftkv_platform.cli.sources import resolve_model_path
-from swiftkv_platform.contract.attempts import MANIFEST
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.settings import is_loopback
 from swiftkv_platform.specs.engine import EngineConfig
 
 _DEPLOYMENT_NAME = "local"
@@ -57,6 +54,9 @@ def serve(
     with require_extra("swiftkv serve"):
         from swiftkv_platform.serve.args import HUB_PREFIX, ReplicaArgs, ServedConfig
         from swiftkv_platform.serve.standalone import serve_model
+    from swiftkv_platform.cli.sources import resolve_model_path
+    from swiftkv_platform.contract.attempts import MANIFEST
+
     directory = Path(resolve_model_path(model))
     is_local = directory.is_dir()
     if not is_local and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
@@ -90,6 +90,8 @@ def serve(
 
 
 def _describe_access(host: str, keys: Path | None) -> str:
+    from swiftkv_platform.settings import is_loopback
+
     if keys is not None:
         return f"Requests need an API key from {keys} with the scope generate."
     if is_loopback(host):

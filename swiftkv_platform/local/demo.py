@@ -30,8 +30,9 @@ from rich.table import Table
 from swiftkv_platform.client import Client, Job, Resource
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.installing import make_install_command
+from swiftkv_platform.local.formats import format_flops, format_size
 from swiftkv_platform.local.stack import OPERATOR_FILES, Stack, StackOptions
-from swiftkv_platform.local.terminal import format_flops, format_size, show_events
+from swiftkv_platform.local.terminal import show_events
 from swiftkv_platform.planning.machines import describe_processor
 from swiftkv_platform.settings import Settings, get_default_keys_file
 from swiftkv_platform.sources.recipes import adapt_dtype_to_cpu, find_recipe

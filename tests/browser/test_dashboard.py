@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import text
 
 from swiftkv_platform.control_plane.ray.placement import Node
-from swiftkv_platform.local import terminal as units
+from swiftkv_platform.local import formats as units
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.browser.scenes import (

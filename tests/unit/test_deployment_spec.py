@@ -3,9 +3,8 @@
 from typing import Any
 
 import pytest
-import typer
 
-from swiftkv_platform.cli.app import app as command_line
+from swiftkv_platform.cli.app import load_commands
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.serve.args import ServeArgs, ServedConfig
 from swiftkv_platform.settings import Settings
@@ -59,7 +58,7 @@ def test_every_field_is_stored_and_handed_to_replicas() -> None:
 
 
 def test_every_field_is_on_the_command_line_with_its_description() -> None:
-    command = typer.main.get_command(command_line).commands["deploy"]  # type: ignore[attr-defined]
+    command = load_commands().commands["deploy"]
     parameters = {parameter.name: parameter for parameter in command.params}
     assert present("command line", parameters) == FIELDS
     for name in set(FIELDS) - {"model"}:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import replace
 from functools import cache, cached_property
-from itertools import chain, takewhile
+from itertools import chain
 from typing import Annotated
 
 import yaml
@@ -63,6 +63,7 @@ from swiftkv_platform.control_plane.ray.placement import EmptyNodes
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, NotFoundError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.sources.recipes import find_recipes as shipped_recipes
+from swiftkv_platform.sources.recipes import read_description, remove_editor_comment
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import Label
 from swiftkv_platform.storage.artifacts import manifest_digest, read_manifest
@@ -474,9 +475,6 @@ def _list_artifact_files(parts: Components, job: Job) -> Mapping[str, ManifestFi
     return {**manifest.files, MANIFEST: ManifestFile(size=itself.size, sha256=manifest_digest(manifest))}
 
 
-_EDITOR_COMMENT = "# yaml-language-server:"
-
-
 @cache
 def load_recipes() -> Sequence[RecipeResponse]:
     """Return all recipes by id; they are part of the installation, and read once."""
@@ -484,11 +482,8 @@ def load_recipes() -> Sequence[RecipeResponse]:
 
 
 def _parse_recipe(name: str, text: str) -> RecipeResponse:
-    text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(_EDITOR_COMMENT))
-    head = takewhile(lambda line: line.startswith("#"), text.splitlines())
-    description = " ".join(line.removeprefix("#").strip() for line in head)
     spec = JobSpec.model_validate(yaml.safe_load(text))
-    return RecipeResponse(id=name, description=description, text=text, spec=spec)
+    return RecipeResponse(id=name, description=read_description(text), text=remove_editor_comment(text), spec=spec)
 
 
 @router.get("/recipes")

@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli import context
-from swiftkv_platform.cli.app import app
+from swiftkv_platform.cli.app import app, load_commands
 from swiftkv_platform.specs.deployment import DeploymentSpec
 from tests.support.documented import blocks
 from tests.support.fakes.scripted_server import Script, list_answer, serve
@@ -73,7 +73,7 @@ def test_an_editor_sees_what_a_job_would_be_refused_for() -> None:
             jsonschema.validate({"name": "x", **change}, json.loads(JOB.read_text()))
 
 
-COMMAND: Any = typer.main.get_command(app)
+COMMAND: Any = load_commands()
 
 
 def completed(typed: str, monkeypatch: pytest.MonkeyPatch, url: str) -> list[str]:

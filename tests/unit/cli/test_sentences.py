@@ -15,7 +15,7 @@ from swiftkv_platform.cli.app import app
 from swiftkv_platform.cli.estimates import describe_estimate
 from swiftkv_platform.cli.output import format_local_time
 from swiftkv_platform.client import Resource
-from swiftkv_platform.local import terminal as units
+from swiftkv_platform.local import formats as units
 from swiftkv_platform.specs import JobSpec
 from tests.support.fakes.scripted_server import Answer, Request, Script, event_stream, json_answer, list_answer
 from tests.unit.cli.conftest import Run, job_row

@@ -58,6 +58,7 @@ from swiftkv_platform.serve.schemas import (
 from swiftkv_platform.serve.tools.calling import MAX_TOOLS, Tool
 from swiftkv_platform.specs.base import MAX_MESSAGES
 from swiftkv_platform.web.bodies import BodyReader, BodyRoute, is_json
+from swiftkv_platform.web.invalid_fields import describe_unknown_key, get_body_annotation
 from swiftkv_platform.web.limiters import ConcurrencyLimits, Sender
 from swiftkv_platform.web.middleware import BodyLimit, InputGuard, RefusalBackoff, SecurityHeaders
 from swiftkv_platform.web.problems import (
@@ -358,8 +359,8 @@ def add_problem_handlers(app: FastAPI, routes: Sequence[str]) -> None:
             detail = f"content-type is {content_type!r}; the body must be JSON, of type application/json"
             problems = [FieldProblem(field="content-type", value=content_type, message=detail)]
             return respond_with_problem(make_problem(request.url.path, 415, "unsupported_media_type", detail, problems))
-        errors = error.errors()
-        problems = [_make_field_problem(each) for each in errors[:MAX_ERRORS]]
+        errors, body = error.errors(), get_body_annotation(request.scope)
+        problems = [_make_field_problem(each, body) for each in errors[:MAX_ERRORS]]
         detail = join_messages(problems)
         detail += f"; and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
         return respond_with_problem(make_problem(request.url.path, 422, InvalidInputError.code, detail, problems))
@@ -386,10 +387,12 @@ def _describe_missing_route(request: Request, routes: Sequence[str]) -> str:
     )
 
 
-def _make_field_problem(error: Any) -> FieldProblem:
-    """Convert an error of pydantic; the field's path begins after `body`."""
+def _make_field_problem(error: Any, body: Any) -> FieldProblem:
+    """Convert an error of pydantic; the field's path begins after `body`. `body`: type of the endpoint's body."""
     if error["type"] == "json_invalid":
         return make_json_problem(error)
     path = ".".join(str(part) for part in error["loc"][1:])
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        message = describe_unknown_key(error, body)
     return FieldProblem(field=path or "body", value=value_if_short(error.get("input")), message=message)

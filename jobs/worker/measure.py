@@ -31,7 +31,7 @@ from swiftkv_platform.evaluation.parts import ResultStore, measure_once
 from swiftkv_platform.evaluation.prefill_cost import PrefillCost, measure_prefill
 from swiftkv_platform.evaluation.quality import DEFAULT_WORKERS, HeldOutTotals, evaluate
 from swiftkv_platform.evaluation.report import Report, TrainingOutcome
-from swiftkv_platform.jobs.worker.setup import StoreFiles, fetch_data, resolve_teacher
+from swiftkv_platform.jobs.worker.setup import StoreFiles, fetch_data, resolve_teacher, uses_validation_rows
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.tokenizers import load_tokenizer
@@ -247,12 +247,14 @@ def _prepare_rows(
         sources = tuple(DataSourceSpec(name_or_path=name) for name in data)
         max_length = min(_MAX_ROW_LENGTH, student.config.max_position_embeddings)
         spec, seed = DataSpec(sources=sources, max_length=max_length, validation_fraction=0.0), 0
+        with_steering = False
     elif job is not None:
         config = student.config
         settled = resolve_model_defaults(
             job, context_length=config.max_position_embeddings, hidden_size=config.hidden_size
         )
         spec, seed = settled.data, job.training.seed
+        with_steering = uses_validation_rows(settled)
         if any(source.complete is not None for source in spec.sources):
             raise DataError(
                 "the teacher generated the job's data, which is not kept: name text to measure on with --data",
@@ -269,6 +271,7 @@ def _prepare_rows(
         seed=seed,
         remote=StoreFiles(workspace / "objects"),
         mask_prompts=bool(student.config.layer_map.deep_leaders),
+        with_steering=with_steering,
     )
     # If a source has its own held-out text, only that is measured.
     return prepared.train if data and not len(prepared.held_out) else prepared.held_out

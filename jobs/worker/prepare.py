@@ -52,6 +52,7 @@ from swiftkv_platform.jobs.worker.setup import (
     open_lazy,
     resolve_teacher,
     set_up_process,
+    uses_validation_rows,
     write_companion_files,
 )
 from swiftkv_platform.model.configuration import read_config
@@ -128,7 +129,7 @@ def prepare(
                 access=access,
                 completions=None if answers is None else TeacherCompletions(describe_teacher(spec, path), answers),
                 mask_prompts=spec.swiftkv.request.has_deep_leaders,
-                with_steering=spec.training.validation is not None,
+                with_steering=uses_validation_rows(spec),
                 share_prefixes=supports_shared_prefixes(spec, student.config),
                 progress=progress,
             )

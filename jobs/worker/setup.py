@@ -172,6 +172,11 @@ def resolve_shared_teacher(model: ModelSpec, workspace: Workspace, *, access: Ac
     return path or resolve_teacher(model, workspace.path, access=access, fetch=False)
 
 
+def uses_validation_rows(spec: JobSpec) -> bool:
+    """Whether a share of the held-out texts steers the job's training, and is not reported."""
+    return spec.training.validation is not None
+
+
 class StoreFiles:
     """The `RemoteFiles` of data sources: objects of stores, downloaded to `workspace`."""
 

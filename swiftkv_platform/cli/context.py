@@ -11,7 +11,7 @@ import os
 import threading
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import NoneType
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union
 import typer
 
 from swiftkv_platform.cli.output import JSON_OPTION
-from swiftkv_platform.errors import InvalidInputError, SwiftKVError
+from swiftkv_platform.errors import InvalidInputError, NotFoundError, SwiftKVError, suggest_name
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
@@ -124,7 +124,7 @@ def _make_validation_error(summary: str, error: ValidationError, model: type[Bas
 
 
 def _describe_validation_error(error: ValidationError, model: type[BaseModel]) -> str:
-    from swiftkv_platform.control_plane.http.invalid_fields import (
+    from swiftkv_platform.web.invalid_fields import (
         describe_unknown_key,
         drop_redundant_errors,
         get_json_path,
@@ -188,19 +188,80 @@ complete_file = _make_completer(
     lambda client: [(each.id, each.filename) for each in client.files.list(limit=_MAX_COMPLETIONS)]
 )
 
-JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id (job_...).", autocompletion=complete_job)]
-ModelId = Annotated[str, typer.Argument(metavar="MODEL", help="Model id (mdl_...).", autocompletion=complete_model)]
+JobId = Annotated[
+    str, typer.Argument(metavar="JOB", help="Job id (job_...) or unique name.", autocompletion=complete_job)
+]
 ModelName = Annotated[
     str,
     typer.Argument(
         metavar="MODEL", help="Model id (mdl_...), job id, alias, or unique model name.", autocompletion=complete_model
     ),
 ]
-FileId = Annotated[str, typer.Argument(metavar="FILE", help="File id (file-...).", autocompletion=complete_file)]
+FileId = Annotated[
+    str, typer.Argument(metavar="FILE", help="File id (file-...) or unique file name.", autocompletion=complete_file)
+]
 DeploymentId = Annotated[
-    str, typer.Argument(metavar="DEPLOYMENT", help="Deployment id (dep_...).", autocompletion=complete_deployment)
+    str,
+    typer.Argument(
+        metavar="DEPLOYMENT",
+        help="Deployment id (dep_...), alias or model of a single deployment.",
+        autocompletion=complete_deployment,
+    ),
 ]
 
+
+def find_job_id(client: Client, job: str) -> str:
+    """Return the id of the job with an id or name. Raises `InvalidInputError` if several have the name."""
+    if job.startswith("job_"):
+        return job
+    return _choose_id("job", job, [(each.id, each.status, {each.name}) for each in client.jobs.list()])
+
+
+def find_file_id(client: Client, file: str) -> str:
+    """Return the id of the file with an id or name. Raises as `find_job_id`."""
+    if file.startswith("file-"):
+        return file
+    return _choose_id("file", file, [(each.id, f"{each.rows} rows", {each.filename}) for each in client.files.list()])
+
+
+def find_model_id(client: Client, model: str) -> str:
+    """Return the id of the model with an id, job id, alias or name."""
+    return model if model.startswith("mdl_") else str(client.models.get(model).id)
+
+
+def find_deployment_id(client: Client, deployment: str) -> str:
+    """Return the id of the deployment with an id, alias, model id or model name. Raises as `find_job_id`."""
+    if deployment.startswith("dep_"):
+        return deployment
+    found = client.deployments.list()
+    named = [(each.id, each.status, {each.alias, each.model}) for each in found]
+    if all(deployment not in names for *_, names in named) and found:
+        deployment_model = find_model_id(client, deployment)
+        named = [
+            (identifier, status, {deployment} if deployment_model in names else set())
+            for identifier, status, names in named
+        ]
+    return _choose_id("deployment", deployment, named)
+
+
+def _choose_id(kind: str, name: str, candidates: Sequence[tuple[str, str, set[str | None]]]) -> str:
+    """Return the id of the only candidate (id, description, names) with this name. Raises `NotFoundError` for none."""
+    found = [(identifier, description) for identifier, description, names in candidates if name in names]
+    if not found:
+        known = {each for *_, names in candidates for each in names if each}
+        raise NotFoundError.for_field(
+            kind,
+            name,
+            f": there is no {kind} of this id or name{suggest_name(name, known)}; list them with "
+            f"`swiftkv {kind}s list`",
+        )
+    if len(found) > 1:
+        listed = ", ".join(f"{identifier} ({description})" for identifier, description in found[:_MAX_LISTED_IDS])
+        raise InvalidInputError.for_field(kind, name, f", the name of {len(found)} {kind}s; use an id: {listed}")
+    return found[0][0]
+
+
+_MAX_LISTED_IDS = 5
 
 _SCALAR_TYPES = (str, int, float, bool)
 

@@ -51,9 +51,10 @@ def convert(
     decode_key_value: Annotated[
         Literal["shared", "own"],
         typer.Option(
-            help="KV of generated tokens in skipped layers: from layer l as in the paper (shared), or per layer (own)."
+            help="K and V of generated tokens in layers >= l: each layer's own (own), or from layer l as in the paper "
+            "(shared)."
         ),
-    ] = "shared",
+    ] = "own",
     deep_tail: Annotated[
         int, typer.Option(min=1, help="Tokens at a prompt's end that run all layers. Above 1: --decode-key-value own.")
     ] = 1,
@@ -153,8 +154,9 @@ def export(
     with require_extra("swiftkv export"):
         from swiftkv_platform.distillation.calibration_text import read_calibration_text
         from swiftkv_platform.model import export as run
-    from swiftkv_platform.cli.sources import open_base_model, read_adapter_base
+    from swiftkv_platform.cli.sources import open_base_model, read_adapter_base, resolve_model_path
 
+    model = resolve_model_path(model)
     target = output.expanduser()
     if adapter and prefill_only:
         message = "use either --adapter or --prefill-only"

@@ -15,6 +15,7 @@ from swiftkv_platform.cli.context import (
     add_spec_options,
     complete_deployment,
     connect,
+    find_deployment_id,
 )
 from swiftkv_platform.cli.output import get_error_console, print_json, print_result
 from swiftkv_platform.errors import InvalidInputError
@@ -31,7 +32,9 @@ def _make_deployment_option(text: str) -> Any:
 @add_spec_options(DeploymentSpec, exclude=("model",))
 def deploy(
     model: ModelName,
-    replace: Annotated[str | None, _make_deployment_option("Swap the model of this deployment (dep_...).")] = None,
+    replace: Annotated[
+        str | None, _make_deployment_option("Swap the model of this deployment: id, alias or model.")
+    ] = None,
     wait: Annotated[bool, typer.Option(help="Wait until the deployment is ready.")] = True,
     timeout: Annotated[float, typer.Option(help="Max seconds to wait.")] = 300.0,
     url: Url = None,
@@ -53,7 +56,7 @@ def deploy(
         if replace is None:
             deployment = client.deployments.create(model, **spec_values)
         else:
-            deployment = client.deployments.update(replace, model=model, **spec_values)
+            deployment = client.deployments.update(find_deployment_id(client, replace), model=model, **spec_values)
         if wait:
             deployment = client.deployments.wait_ready(deployment.id, timeout)
     line = f"Deployment {deployment.id} of {deployment.model} is {deployment.status}"
@@ -68,7 +71,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Sampling seed.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop sequence. Repeatable.")] = None,
     deployment: Annotated[
-        str | None, _make_deployment_option("Deployment to query (dep_...), through the control plane.")
+        str | None, _make_deployment_option("Deployment to query, through the control plane: id, alias or model.")
     ] = None,
     serve_url: ServeUrl = None,
     url: Url = None,
@@ -87,7 +90,7 @@ def generate(
         if deployment is None:
             pieces = client.generate(prompt, stream=True, **parameters)
         else:
-            pieces = client.deployments.generate(deployment, prompt, **parameters)
+            pieces = client.deployments.generate(find_deployment_id(client, deployment), prompt, **parameters)
         for last in pieces:
             if json:
                 print_json(last)

@@ -12,6 +12,7 @@ from swiftkv_platform.cli.context import (
     Json,
     Url,
     connect,
+    find_deployment_id,
 )
 from swiftkv_platform.cli.output import (
     Columns,
@@ -50,6 +51,7 @@ def list_deployments(url: Url = None, json: Json = False) -> None:
 def get(deployment_id: DeploymentId, url: Url = None, json: Json = False) -> None:
     """Show details of a deployment."""
     with connect(url) as client:
+        deployment_id = find_deployment_id(client, deployment_id)
         found = client.deployments.get(deployment_id)
     print_result(found, _format_deployment(found), json=json)
 
@@ -58,6 +60,7 @@ def get(deployment_id: DeploymentId, url: Url = None, json: Json = False) -> Non
 def metrics(deployment_id: DeploymentId, url: Url = None, json: Json = False) -> None:
     """Show the metrics of each replica, counted since its start."""
     with connect(url) as client:
+        deployment_id = find_deployment_id(client, deployment_id)
         found = client.deployments.metrics(deployment_id)
     if json:
         print_json(found)
@@ -71,6 +74,7 @@ def metrics(deployment_id: DeploymentId, url: Url = None, json: Json = False) ->
 def delete(deployment_id: DeploymentId, url: Url = None, json: Json = False) -> None:
     """Delete a deployment; replicas finish their running requests."""
     with connect(url) as client:
+        deployment_id = find_deployment_id(client, deployment_id)
         client.deployments.delete(deployment_id)
     print_result({"id": deployment_id, "status": "deleting"}, f"{deployment_id} is being deleted.", json=json)
 

@@ -126,9 +126,11 @@ def _run_job(spec: JobSpec, output: Path) -> Path:
     with require_extra("swiftkv distill", alternative=", or use `swiftkv jobs submit` to run the job on a cluster"):
         from swiftkv_platform.jobs.distill import run_local
         from swiftkv_platform.jobs.failures import explain_failure
+    from swiftkv_platform.cli.sources import check_paths_exist
     from swiftkv_platform.contract.cures import advise_on_failure
     from swiftkv_platform.local.terminal import JobDisplay
 
+    check_paths_exist(spec)
     try:
         with JobDisplay(get_error_console()) as display:
             return run_local(spec, output, on_event=display.show_event)
@@ -142,7 +144,7 @@ def _run_job(spec: JobSpec, output: Path) -> Path:
         failure = explain_failure(error)
         if failure.code == SwiftKVError.code:
             raise  # an unexpected error shows its traceback
-        cure = advise_on_failure(failure.code, failure.field, spec)
+        cure = advise_on_failure(failure.code, failure.field, spec, value=failure.value)
         raise TrainingError(f"{failure.code}: {failure.message}. {cure}", field=failure.field) from error
     except BaseException:  # Ctrl-C, or a signal
         _print_what_is_kept(output)

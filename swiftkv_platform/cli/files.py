@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from swiftkv_platform.cli.context import FileId, Json, Limit, Url, connect
+from swiftkv_platform.cli.context import FileId, Json, Limit, Url, connect, find_file_id
 from swiftkv_platform.cli.output import (
     format_local_time,
     get_error_console,
@@ -54,6 +54,7 @@ def list_files(limit: Limit = 20, url: Url = None, json: Json = False) -> None:
 def show(file_id: FileId, url: Url = None, json: Json = False) -> None:
     """Show details of an uploaded file."""
     with connect(url) as client:
+        file_id = find_file_id(client, file_id)
         file = client.files.get(file_id)
     fields = {
         "file": file.id,
@@ -79,6 +80,7 @@ def download(
         message = f"{output} already exists; use another OUTPUT"
         raise InvalidInputError(message, field="output", value=str(output))
     with connect(url) as client:
+        file_id = find_file_id(client, file_id)
         file = client.files.get(file_id)
         client.files.download(file_id, output, sha256=file.sha256)
     print_result({"output": str(output), "sha256": file.sha256}, f"Downloaded {file.rows} rows to {output}.", json=json)
@@ -88,5 +90,6 @@ def download(
 def delete(file_id: FileId, url: Url = None, json: Json = False) -> None:
     """Delete an uploaded file. Fails while an unfinished job uses it."""
     with connect(url) as client:
+        file_id = find_file_id(client, file_id)
         client.files.delete(file_id)
     print_deleted(file_id, json=json)

@@ -23,6 +23,7 @@ from swiftkv_platform.cli.context import (
     SpecFile,
     Url,
     connect,
+    find_job_id,
     read_spec,
     validate_options,
 )
@@ -90,6 +91,7 @@ def clone(
     """Submit a new job with the spec of another job, changed by --set."""
     changes = dict(map(parse_spec_change, set_ or ()))
     with connect(url) as client:
+        job_id = find_job_id(client, job_id)
         job = client.jobs.clone(job_id, changes, idempotency_key)
     print_submitted(job, json=json)
 
@@ -167,6 +169,7 @@ def recipes(url: Url = None, json: Json = False) -> None:
 def get(job_id: JobId, url: Url = None, json: Json = False) -> None:
     """Show details of a job."""
     with connect(url) as client:
+        job_id = find_job_id(client, job_id)
         _print_job(client.jobs.get(job_id), json=json)
 
 
@@ -174,6 +177,7 @@ def get(job_id: JobId, url: Url = None, json: Json = False) -> None:
 def watch(job_id: JobId, url: Url = None, json: Json = False) -> None:
     """Follow a job until it ends. The exit code is 1 unless it succeeded. Ctrl-C does not stop the job."""
     with connect(url) as client:
+        job_id = find_job_id(client, job_id)
         watch_job(client, client.jobs.get(job_id), json=json)
 
 
@@ -187,6 +191,7 @@ def logs(
 ) -> None:
     """Print a job's logs. With --json, print one object per line."""
     with connect(url) as client:
+        job_id = find_job_id(client, job_id)
         for line in client.jobs.logs(job_id, follow_, tail_lines=tail):
             if json:
                 print_json({"line": line})
@@ -198,6 +203,7 @@ def logs(
 def cancel(job_id: JobId, url: Url = None, json: Json = False) -> None:
     """Cancel a job and free its workers."""
     with connect(url) as client:
+        job_id = find_job_id(client, job_id)
         _print_status(client.jobs.cancel(job_id), json=json)
 
 
@@ -205,6 +211,7 @@ def cancel(job_id: JobId, url: Url = None, json: Json = False) -> None:
 def pause(job_id: JobId, url: Url = None, json: Json = False) -> None:
     """Pause a job: save a checkpoint and free its workers."""
     with connect(url) as client:
+        job_id = find_job_id(client, job_id)
         _print_status(client.jobs.pause(job_id), json=json)
 
 
@@ -217,6 +224,7 @@ def resume(
 ) -> None:
     """Resume a paused job from its last checkpoint."""
     with connect(url) as client:
+        job_id = find_job_id(client, job_id)
         _print_status(client.jobs.resume(job_id, cost_cap=cost_cap), json=json)
 
 
@@ -224,6 +232,7 @@ def resume(
 def delete(job_id: JobId, url: Url = None, json: Json = False) -> None:
     """Delete a finished job with its model, checkpoints and logs. Fails while one of these is in use."""
     with connect(url) as client:
+        job_id = find_job_id(client, job_id)
         client.jobs.delete(job_id)
     print_deleted(job_id, json=json)
 
@@ -250,6 +259,7 @@ def events(
 ) -> None:
     """List the events of a job. Use `swiftkv jobs watch` to follow them."""
     with connect(url) as client:
+        job_id = find_job_id(client, job_id)
         found = list(client.jobs.events(job_id, follow=False, after=after))
     columns = {"time": "created_at", "type": "type", "level": "level", "message": "message"}
     print_table_result(found, columns, empty="No events.", json=json)
@@ -259,6 +269,7 @@ def events(
 def metrics(job_id: JobId, url: Url = None, json: Json = False) -> None:
     """List the main training metrics by step. With --json, print all metrics."""
     with connect(url) as client:
+        job_id = find_job_id(client, job_id)
         points = client.jobs.metrics(job_id)
     columns = {name: partial(_format_number, name=name, form="g") for name in _METRIC_COLUMNS}
     print_table_result(points, columns, empty="No training steps.", json=json)
@@ -268,6 +279,7 @@ def metrics(job_id: JobId, url: Url = None, json: Json = False) -> None:
 def checkpoints(job_id: JobId, url: Url = None, json: Json = False) -> None:
     """List a job's checkpoints, with held-out KL and the models made from them."""
     with connect(url) as client:
+        job_id = find_job_id(client, job_id)
         found = client.jobs.checkpoints(job_id)
     columns: Columns = {
         "checkpoint": lambda item: f"{job_id}:{item.step}",
@@ -291,6 +303,7 @@ def _format_number(item: Resource, name: str, form: str) -> str | None:
 def artifacts(job_id: JobId, url: Url = None, json: Json = False) -> None:
     """List the files of a job's model. Use `swiftkv jobs download` to download them."""
     with connect(url) as client:
+        job_id = find_job_id(client, job_id)
         found = client.jobs.artifacts(job_id)
     columns = {"file": "path", "size": "size", "sha256": "sha256"}
     print_table_result(found, columns, empty="No files: only succeeded jobs have a model.", json=json)
@@ -312,6 +325,7 @@ def download(
         message = f"{output} already exists; use a new or empty directory"
         raise InvalidInputError(message, field="output", value=str(output))
     with connect(url) as client:
+        job_id = find_job_id(client, job_id)
         present = {item.path: item for item in client.jobs.artifacts(job_id)}
         unknown = next((path for path in file or () if path not in present), None)
         if not present or unknown is not None:
@@ -342,6 +356,7 @@ def wandb_sync(
     from swiftkv_platform.tracking.recorded import RecordedRun
 
     with connect(url) as client, tempfile.TemporaryDirectory(prefix="swiftkv-wandb-") as workspace:
+        job_id = find_job_id(client, job_id)
         wandb = client.jobs.get(job_id).spec["tracking"]["wandb"]
         files = client.jobs.list_tracking_files(job_id)
         directories = {PurePosixPath(file.path).parent for file in files if file.path.endswith(".wandb")}

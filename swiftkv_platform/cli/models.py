@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swiftkv_platform.cli.context import Json, Limit, ModelId, ModelName, Url, complete_model, connect
+from swiftkv_platform.cli.context import (
+    Json,
+    Limit,
+    ModelName,
+    Url,
+    complete_model,
+    connect,
+    find_job_id,
+    find_model_id,
+)
 from swiftkv_platform.cli.jobs import SpecChanges, parse_spec_change, print_submitted, watch_job
 from swiftkv_platform.cli.output import (
     Columns,
@@ -39,9 +48,20 @@ def list_models(limit: Limit = 20, url: Url = None, json: Json = False) -> None:
     """List models, newest first."""
     with connect(url) as client:
         models = client.models.list(limit=limit)
-    columns: Columns = {"model": "id", "name": "name", "job": lambda model: model.job_id or "imported"}
+    columns: Columns = {
+        "model": "id",
+        "name": "name",
+        "KL": lambda model: _format_kl(model.metrics),
+        "job": lambda model: model.job_id or "imported",
+    }
     empty = "No models. Submit a job with `swiftkv jobs submit`."
     print_table_result(models, {**columns, "created": "created_at"}, empty=empty, json=json)
+
+
+def _format_kl(metrics: Mapping[str, Any] | None) -> str | None:
+    """Return the model's held-out KL in nats; None if it was not evaluated."""
+    kl = ((metrics or {}).get("distilled") or {}).get("kl")
+    return None if kl is None else f"{kl:.4g}"
 
 
 @models_app.command("get")
@@ -91,6 +111,9 @@ def create(
 ) -> None:
     """Submit a job that evaluates a checkpoint and makes it a model, without training."""
     with connect(url) as client:
+        job_id, colon, step = from_checkpoint.rpartition(":")
+        if colon:
+            from_checkpoint = f"{find_job_id(client, job_id)}:{step}"
         job = client.models.create(from_checkpoint=from_checkpoint, name=name, **_parse_section_changes(set_ or ()))
         _print_or_watch(client, job, wait=wait, json=json)
 
@@ -170,9 +193,10 @@ def rollback(reason: Reason, alias: AliasName = "production", url: Url = None, j
 
 
 @models_app.command()
-def delete(model_id: ModelId, url: Url = None, json: Json = False) -> None:
+def delete(model_id: ModelName, url: Url = None, json: Json = False) -> None:
     """Delete a model but keep its job. Fails while it is deployed, promoted or used by a job."""
     with connect(url) as client:
+        model_id = find_model_id(client, model_id)
         client.models.delete(model_id)
     print_deleted(model_id, json=json)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,6 @@ import typer
 
 from swiftkv_platform.cli.context import Json, add_spec_options, load_settings, validate_options
 from swiftkv_platform.cli.output import get_error_console, print_result, require_extra
-from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs.engine import EngineConfig
 
 _DEPLOYMENT_NAME = "local"
@@ -59,10 +57,6 @@ def serve(
 
     directory = Path(resolve_model_path(model))
     is_local = directory.is_dir()
-    if not is_local and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        raise InvalidInputError.for_field(
-            "model", model, ", which is not a local directory; use a directory, a .gguf file or a hub id"
-        )
     given = Path(model).expanduser()  # `directory` may be a cached conversion
     model_name = name or (given.resolve().name if given.exists() else model)
     served = ServedConfig(

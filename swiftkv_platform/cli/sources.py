@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from swiftkv_platform.contract.attempts import MANIFEST
-from swiftkv_platform.errors import InvalidInputError, ModelError
+from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
 from swiftkv_platform.installing import make_install_command
 from swiftkv_platform.limits import MANIFEST_BYTES
 from swiftkv_platform.planning import read_config
@@ -20,6 +20,7 @@ from swiftkv_platform.sources.loader_rules import ADAPTER_FILE
 from swiftkv_platform.sources.peft import LoraConfig, explain_base_errors, parse_base, parse_lora_config
 from swiftkv_platform.sources.teacher_config import find_adapter, read_teacher_config
 from swiftkv_platform.sources.untrusted_files import UnusableFileError, read_object, read_small_file
+from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import parse_manifest
 from swiftkv_platform.storage.downloads import make_model_download
@@ -30,7 +31,7 @@ def read_model_config(name: str) -> dict[str, Any]:
     built-in teacher or hub id; for a PEFT adapter, that of its base model. Raises `ModelError` if there is none, and
     `StorageError` if the store is unavailable.
     """
-    if Path(name).suffix == ".json":
+    if Path(name).suffix == ".json" and Path(name).exists():
         return read_config(name)
     config = read_teacher_config(name, _read_object, field="model")
     if config is not None:
@@ -59,11 +60,33 @@ def resolve_model_path(name: str) -> str:
             pass
         case _:
             raise ModelError.for_field(
-                "model", name, ", which is not a local directory; use a directory, a .gguf file or a hub id"
+                "model", name, ": no such directory here; use a directory, a .gguf file or a hub id"
             )
     from swiftkv_platform.model.weights.bases import resolve_model_directory
 
     return resolve_model_directory(name, field="model")
+
+
+def check_paths_exist(spec: JobSpec) -> None:
+    """Raise `InvalidInputError` for the first path of a model or data source that does not exist on this machine,
+    before Ray starts."""
+    check_model_exists(spec.model.name_or_path, "model.name_or_path")
+    for index, source in enumerate(spec.data.sources):
+        field = f"data.sources[{index}].name_or_path"
+        match UNRESTRICTED.parse_data(source.name_or_path, field):
+            case PathSource(name=name, path=path) if not path.exists():
+                raise DataError.for_field(field, name, ": no such file or directory here")
+            case _:
+                pass
+
+
+def check_model_exists(name: str, field: str) -> None:
+    """Raise `ModelError` if `name` is a path that does not exist."""
+    match UNRESTRICTED.parse_model(name, field):
+        case PathSource(path=path) if not path.exists():
+            raise ModelError.for_field(field, name, ": no such file or directory here")
+        case _:
+            pass
 
 
 @contextmanager

@@ -4,6 +4,7 @@ in `errors.py`."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -141,15 +142,6 @@ CURES: Mapping[str, Cure] = {
     ),
     QualityGateError.code: Cure(
         "`swiftkv jobs events JOB` shows held-out KL during training.",
-        {
-            "training.max_steps": _suggest_double,
-            "training.num_epochs": lambda value, spec: f"use {2 * value}" if spec.training.max_steps is None else None,
-            "swiftkv.prefill_reduction": lambda value, spec: (
-                f"use {(value or 0.5) / 2:.3g}" if spec.swiftkv.request.requested_depth is None else None
-            ),
-            "swiftkv.num_key_value_layers": lambda value, _spec: None if value is None else f"use {value + 1} or more",
-            "swiftkv.key_value_group_size": _suggest_divisor,
-        },
         named_field_advice="relax the limit to accept this student",
     ),
 }
@@ -164,23 +156,83 @@ def find_cure(code: str) -> Cure:
     return next(CURES[each] for each in (code, *family) if each in CURES)
 
 
-def advise_on_failure(code: str, field: str | None, spec: JobSpec) -> str:
+def advise_on_failure(
+    code: str, field: str | None, spec: JobSpec, *, value: Any = None, job_id: str | None = None
+) -> str:
     """Return advice on a failed job: fields to change, with their values and suggestions, then other steps.
 
     Args:
         field: dotted path of the field that the error names.
+        value: value that the error names; for a quality gate, the measured one.
+        job_id: id of the job, for commands in the advice; None: a run of `swiftkv distill`, which has no id.
     """
     cure = find_cure(code)
-    changes = dict(cure.changes or {})
+    changes, named_field_advice = dict(cure.changes or {}), cure.named_field_advice
+    if code == QualityGateError.code:
+        limit = None if field is None else _read_field(spec, field)[0]
+        changes = dict(_make_quality_changes(_compute_gap(field, value, limit)))
+        if _is_number(value) and field is not None:
+            named_field_advice = f"{value:.3g} would accept this student"
     if field is not None and field not in changes:
-        changes = {field: lambda _value, _spec: cure.named_field_advice, **changes}
+        changes = {field: lambda _value, _spec: named_field_advice, **changes}
     suggestions = []
     for path, suggest in changes.items():
-        value, is_known = _read_field(spec, path)
-        suggestion = suggest(value, spec) if is_known else None
+        current, is_known = _read_field(spec, path)
+        suggestion = suggest(current, spec) if is_known else None
         if suggestion is not None:
-            suggestions.append(f"{path} is {json.dumps(value, ensure_ascii=False)}: {suggestion}")
-    return f"{'; or '.join(suggestions)}. {cure.advice}" if suggestions else cure.advice
+            suggestions.append(f"{path} is {json.dumps(current, ensure_ascii=False)}: {suggestion}")
+    advice = _name_job(cure.advice, job_id)
+    return f"{'; or '.join(suggestions)}. {advice}" if suggestions else advice
+
+
+_LOCAL_WORDS = (
+    (", with training.from set to its last checkpoint (JOB:STEP) if there is one", ""),
+    (" with training.from set to its last checkpoint (JOB:STEP)", ""),
+    ("Clone the job", "Run the command again"),
+    ("clone the job", "run the command again"),
+    ("submit the job again", "run the command again"),
+)
+"""Replacements in advice on a run of `swiftkv distill`, which continues from its last checkpoint by itself."""
+
+
+def _name_job(advice: str, job_id: str | None) -> str:
+    """Return the advice with the job's id in commands, or for a run without an id."""
+    if job_id is not None:
+        return re.sub(r"\bJOB\b", job_id, advice)
+    for words, local in _LOCAL_WORDS:
+        advice = advice.replace(words, local)
+    return re.sub(r"`swiftkv jobs \w+ JOB` (shows|has)", r"The output above \1", advice)
+
+
+_MAX_FACTOR = 100
+"""Max factor of suggested training, since quality does not grow in proportion to it."""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _compute_gap(field: str | None, value: Any, limit: Any) -> float:
+    """Return how many times the measured loss of quality exceeds its limit; 1 if unknown."""
+    if not _is_number(value) or not _is_number(limit):
+        return 1.0
+    if field is not None and field.rpartition(".")[2].startswith("min_"):
+        value, limit = 1 - value, 1 - limit
+    return max(value / limit, 1.0) if limit > 0 else 1.0
+
+
+def _make_quality_changes(gap: float) -> Mapping[str, Suggestion]:
+    """Return changes that close a gap, as `_compute_gap` returns it: more for a large one."""
+    factor, layers = min(max(math.ceil(round(gap, 6)), 2), _MAX_FACTOR), max(math.ceil(round(math.log2(gap), 6)), 1)
+    return {
+        "training.max_steps": lambda value, _spec: f"use {factor * value}" if value else None,
+        "training.num_epochs": lambda value, spec: f"use {factor * value}" if spec.training.max_steps is None else None,
+        "swiftkv.prefill_reduction": lambda value, spec: (
+            f"use {(value or 0.5) / 2:.3g}" if spec.swiftkv.request.requested_depth is None else None
+        ),
+        "swiftkv.num_key_value_layers": lambda value, _spec: None if value is None else f"use {value + layers} or more",
+        "swiftkv.key_value_group_size": _suggest_divisor,
+    }
 
 
 def _map_error_codes() -> Mapping[str, type[SwiftKVError]]:

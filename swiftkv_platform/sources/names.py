@@ -107,7 +107,8 @@ Source = ModelSource | FileSource
 
 
 def parse_source(name: str, *, field: str, suffixes: Collection[str] = (), relative_paths: bool = True) -> Source:
-    """Parse a name. Raises `InvalidInputError` for one that no file system, store or hub could have.
+    """Parse a name. Raises `InvalidInputError` for one that no file system, store or hub could have, and for a name
+    without a slash of which nothing exists here.
 
     Args:
         suffixes: a name with one of these is a path, even if no such file exists.
@@ -125,6 +126,10 @@ def parse_source(name: str, *, field: str, suffixes: Collection[str] = (), relat
     # In a directory that this process may not enter, this is False, where `Path.exists` raises.
     if is_path or (relative_paths and os.path.exists(name)):  # noqa: PTH110
         return PathSource(name, _expand_user(name, field))
+    if relative_paths and "/" not in name:  # a mistyped path, which the hub would be asked for, with retries
+        raise InvalidInputError.for_field(
+            field, name, ": no such file or directory here; a hub id has an organization, e.g. Qwen/Qwen3-0.6B"
+        )
     return HubSource(name)
 
 

@@ -3,6 +3,7 @@ weights."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -120,6 +121,8 @@ def read_config_file(
         refuse_peft_adapter(file.parent, name, field=field)
         return _check_config(read_json(file), name, field)
     except OSError as error:
+        if not os.path.exists(path):  # noqa: PTH110 (`Path.exists` raises in a directory that this process may not enter)
+            raise make_teacher_error(name, "no such file or directory here", field) from error
         why = f"its config.json cannot be read ({error.strerror})"
         raise make_teacher_error(name, f"{why}; a Hugging Face model directory is accepted", field) from error
     except UnusableFileError as error:

@@ -13,13 +13,14 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from swiftkv_platform.control_plane.http.invalid_fields import (
-    describe_unknown_key,
-    drop_redundant_errors,
-    get_json_path,
-)
 from swiftkv_platform.errors import InvalidInputError, StorageError, SwiftKVError
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.web.invalid_fields import (
+    describe_unknown_key,
+    drop_redundant_errors,
+    get_body_annotation,
+    get_json_path,
+)
 from swiftkv_platform.web.middleware import RESPONSE_HEADERS
 from swiftkv_platform.web.problems import (
     FieldProblem,
@@ -68,7 +69,7 @@ def _handle_platform_error(request: Request, error: Exception) -> JSONResponse:
 
 def _handle_invalid_request(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    body = _get_body_annotation(request)
+    body = get_body_annotation(request.scope)
     complaints = error.errors()[:_MAX_VALIDATION_ERRORS]
     found = drop_redundant_errors([(get_json_path(item, body), item) for item in complaints])
     errors = [_make_field_problem(place, item, body) for place, item in found[:_MAX_FIELDS]]
@@ -122,9 +123,3 @@ def _make_field_problem(place: JsonPath, item: Mapping[str, Any], body: Any) -> 
     context = item.get("ctx", {})
     field, value = context.get("field", field), context.get("value", item.get("input"))
     return FieldProblem(field=field, value=value_if_short(value), message=message)
-
-
-def _get_body_annotation(request: Request) -> Any:
-    """Return the type of the endpoint's body; None without a body."""
-    parameters = request.scope["route"].dependant.body_params
-    return parameters[0].field_info.annotation if parameters else None

@@ -44,7 +44,7 @@ from swiftkv_platform.control_plane.jobs.job import (
 )
 from swiftkv_platform.control_plane.models.model import Model, find_exceeded_document_limit
 from swiftkv_platform.control_plane.ray.jobs import Submission, SubmissionStatus
-from swiftkv_platform.errors import ArtifactCorruptError, ProtocolError, StorageError
+from swiftkv_platform.errors import ArtifactCorruptError, ProtocolError, QualityGateError, StorageError
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.attempt_store import AttemptStore, StoredEvent
@@ -100,9 +100,14 @@ def _apply_event(update: AttemptUpdate, event: AttemptEvent) -> None:
             _apply_progress(update, _make_storable(event.data))
         case ErrorEvent():
             error: ErrorData = _make_storable(event.data)
-            failure = Failure(
-                Reason(error["code"], _make_storable(event.message), error.get("field")), error["retryable"]
+            value = error.get("value") if error["code"] == QualityGateError.code else None
+            reason = Reason(
+                error["code"],
+                _make_storable(event.message),
+                error.get("field"),
+                value if isinstance(value, int | float) else None,
             )
+            failure = Failure(reason, error["retryable"])
             update.job = update.job.with_attempt(failure=failure)
         case TrackingEvent():
             update.job = replace(update.job, tracking=_make_storable(event.data))

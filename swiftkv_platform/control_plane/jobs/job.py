@@ -86,6 +86,8 @@ class Reason:
     message: str
     field: str | None = None
     """Dotted path of the spec's field that caused the problem."""
+    value: float | None = None
+    """Measured value of a failed quality gate."""
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class JobResponse(ResponseModel):
         """Make the response. `waits`: why a queued job has not started."""
         error = None
         if (cause := job.error) is not None:
-            cure = advise_on_failure(cause.code, cause.field, job.spec)
+            cure = advise_on_failure(cause.code, cause.field, job.spec, value=cause.value, job_id=job.id)
             error = {**vars(cause), "param": cause.field, "cure": cure}
         return cls.model_validate(
             {

@@ -107,8 +107,10 @@ def _find_model(
         case PathSource(name, path):
             if path.suffix == GGUF_SUFFIX:
                 return str(convert_gguf(path, name, field=field, boundary=access.boundary))
+            if not path.exists() and not access.is_restricted:
+                raise ModelError.for_field(field, name, ": no such file or directory here")
             if not access.is_restricted:
-                return str(path) if path.exists() else name
+                return str(path)
             directory = access.boundary.check_path(path, field, error=ModelError)
             if not directory.is_dir():
                 raise ModelError(f"{field} is {name!r}: no such directory", field=field, value=name)

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
-from tests.support.fakes.scripted_server import Script, event_stream, json_answer, list_answer, problem_answer
+from tests.support.fakes.scripted_server import Answer, Script, event_stream, json_answer, list_answer, problem_answer
 from tests.support.model_configs import llama_config
 from tests.support.rays import free_port
 from tests.unit.cli.conftest import Run, job_row
@@ -232,3 +232,48 @@ def test_a_full_disk_is_an_error_and_no_traceback() -> None:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert ended.returncode == 1
     assert ended.stderr == "Error: cannot write the output: No space left on device\n"
+
+
+def test_names_are_accepted_where_ids_are(run: Run, script: Script) -> None:
+    script.on("GET", "/jobs", list_answer([job_row(id="job_2", name="other"), job_row()]))
+    script.on("GET", "/jobs/job_1", json_answer(job_row()))
+    script.on("GET", "/jobs/job_1/logs", Answer(200, b"one\n"))
+    script.on("POST", "/jobs/job_1/cancel", json_answer(job_row("canceled")))
+    script.on("GET", "/models/tiny", json_answer({"id": "mdl_1", "name": "tiny"}))
+    script.on("DELETE", "/models/mdl_1", Answer(204, b""))
+    script.on(
+        "GET", "/deployments", list_answer([{"id": "dep_1", "model": "mdl_1", "alias": None, "status": "running"}])
+    )
+    script.on("DELETE", "/deployments/dep_1", Answer(204, b""))
+    script.on("GET", "/v1/files", list_answer([{"id": "file-1", "filename": "rows.jsonl", "rows": 2}]))
+    script.on("DELETE", "/v1/files/file-1", Answer(204, b""))
+    for command in (
+        ("jobs", "get", "tiny"),
+        ("jobs", "logs", "tiny"),
+        ("jobs", "cancel", "tiny"),
+        ("models", "delete", "tiny"),
+        ("deployments", "delete", "tiny"),
+        ("deployments", "delete", "mdl_1"),
+        ("files", "delete", "rows.jsonl"),
+    ):
+        result = run(*command)
+        assert result.exit_code == 0, (command, result.output)
+
+
+def test_a_name_of_no_job_or_several_is_refused(run: Run, script: Script) -> None:
+    script.on("GET", "/jobs", list_answer([job_row(id="job_2"), job_row()]))
+    several, none = run("jobs", "cancel", "tiny"), run("jobs", "cancel", "tinny")
+    assert "the name of 2 jobs; use an id: job_2 (queued), job_1 (queued)" in several.stderr.replace("\n", " ")
+    assert "there is no job of this id or name (did you mean tiny?)" in none.stderr.replace("\n", " ")
+    assert (several.exit_code, none.exit_code) == (1, 1)
+
+
+def test_the_list_of_models_has_their_kl(run: Run, script: Script) -> None:
+    rows = [
+        {"id": "mdl_1", "name": "tiny", "job_id": "job_1", "created_at": 1, "metrics": {"distilled": {"kl": 0.0625}}}
+    ]
+    rows.append({"id": "mdl_2", "name": "raw", "job_id": None, "created_at": 1, "metrics": {}})
+    script.on("GET", "/models", list_answer(rows))
+    lines = run("models", "list").output.splitlines()
+    assert lines[0].split()[:4] == ["model", "name", "KL", "job"]
+    assert lines[1].split()[:4] == ["mdl_1", "tiny", "0.0625", "job_1"]

@@ -66,7 +66,7 @@ def test_a_directory_is_served_until_ctrl_c(tmp_path: Path) -> None:
 
 def test_what_cannot_be_served_is_said_before_it_is_loaded(tmp_path: Path) -> None:
     for arguments, words in (
-        (["serve", "nosuch"], "model is 'nosuch', which is not a local directory"),
+        (["serve", "nosuch"], "model is 'nosuch': no such file or directory here"),
         (["serve", tmp_path, "--dtype", "float8"], "dtype: Input should be"),
         (["serve", tmp_path, "--host", "192.0.2.1"], "use another --port"),
     ):
@@ -83,6 +83,35 @@ def test_every_command_says_of_a_name_that_it_names_no_model_here(name: str, tmp
         said = result.stderr.replace("\n", " ")
         assert (result.exit_code, said.startswith(f"Error: model is {name[:60]!r}"[:-1])) == (1, True), said
         assert len(said) < 400
+
+
+@pytest.mark.parametrize("name", ["nosuch", "nosuch.gguf", "nosuch.json", "./nosuch", "a/b/c", "/nosuch/model"])
+def test_a_mistyped_path_of_a_model_is_not_asked_of_the_hub(name: str, tmp_path: Path) -> None:
+    out, text = tmp_path / "out", ["--text", "builtin:python-stdlib"]
+    for command in (
+        ["serve", name],
+        ["convert", name, out],
+        ["export", name, out],
+        ["export", tmp_path, out, "--base", name],
+        ["plan", name],
+        ["analyze", name, *text],
+        ["distill", "--model", name, "--data", tmp_path, "-o", out],
+    ):
+        said = run(*command).stderr
+        assert said.startswith("Error: "), said
+        assert "no such" in said.lower(), said
+        assert "hub " not in said.partition("no such")[0], said
+
+
+@pytest.mark.parametrize("name", ["nosuch", "nosuch.jsonl", "./nosuch", "a/b/c"])
+def test_a_mistyped_path_of_data_is_not_asked_of_the_hub(name: str, tmp_path: Path, tiny_teacher: Path) -> None:
+    for command in (
+        ["analyze", tiny_teacher, "--text", name],
+        ["convert", tiny_teacher, tmp_path / "out", "--calibration", name],
+        ["distill", "--model", tiny_teacher, "--data", name, "-o", tmp_path / "out"],
+    ):
+        said = run(*command).stderr.replace("\n", " ")
+        assert "no such file or directory" in said, said
 
 
 def test_no_option_takes_the_home_of_a_user_who_is_not_here(tmp_path: Path) -> None:

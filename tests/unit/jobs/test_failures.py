@@ -2,6 +2,7 @@
 
 import errno
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -190,7 +191,7 @@ def test_every_kind_of_failure_has_a_cure_that_names_fields_of_the_spec() -> Non
         (
             explain_failure(QualityGateError("too far", field="evaluation.max_kl", value=0.3)),
             {"evaluation": {"max_kl": 0.2}, "swiftkv": {"num_key_value_layers": 6}},
-            "evaluation.max_kl is 0.2: relax the limit to accept this student; or training.num_epochs is 2: use 4; or "
+            "evaluation.max_kl is 0.2: 0.3 would accept this student; or training.num_epochs is 2: use 4; or "
             "swiftkv.num_key_value_layers is 6: use 7 or more. ",
         ),
         (
@@ -211,4 +212,30 @@ def test_every_kind_of_failure_has_a_cure_that_names_fields_of_the_spec() -> Non
 )  # fmt: skip
 def test_a_cure_names_field_value_and_what_to_use_instead(failure: Failure, changes: dict[str, Any], told: str) -> None:
     spec = JobSpec.model_validate({"name": "test", **changes})
-    assert advise_on_failure(failure.code, failure.field, spec).startswith(told)
+    advice = advise_on_failure(failure.code, failure.field, spec, value=failure.value, job_id="job_1")
+    assert advice.startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "changes", "told"),
+    [
+        ("evaluation.max_kl", 9.6, {"evaluation": {"max_kl": 0.2}, "training": {"max_steps": 2}}, "use 96;"),
+        ("evaluation.max_kl", 0.21, {"evaluation": {"max_kl": 0.2}, "training": {"max_steps": 2}}, "use 4;"),
+        ("evaluation.max_kl", 1e6, {"evaluation": {"max_kl": 0.2}, "training": {"max_steps": 2}}, "use 200;"),
+        ("evaluation.min_top1_agreement", 0.5, {"evaluation": {"min_top1_agreement": 0.9}}, "num_epochs is 2: use 10;"),
+        ("evaluation.max_kl", 1.6, {"evaluation": {"max_kl": 0.2}, "swiftkv": {"num_key_value_layers": 6}}, "use 9 or"),
+    ],
+)
+def test_cures_of_a_quality_gate_grow_with_the_gap(
+    field: str, value: float, changes: dict[str, Any], told: str
+) -> None:
+    spec = JobSpec.model_validate({"name": "test", **changes})
+    assert told in advise_on_failure("quality_gate", field, spec, value=value)
+
+
+def test_no_advice_has_a_placeholder_for_the_job() -> None:
+    spec = JobSpec.model_validate({"name": "test"})
+    for code in CURES:
+        assert re.search(r"\bJOB\b", advise_on_failure(code, None, spec, job_id="job_1")) is None
+        local = advise_on_failure(code, None, spec)
+        assert re.search(r"\bJOB\b|lone the job", local) is None, local

@@ -23,6 +23,12 @@ _KEY_LABEL = "[key]"
 """Label of an error about a key rather than about its value."""
 
 
+def get_body_annotation(scope: Mapping[str, Any]) -> Any:
+    """Return the type of the body of a request's endpoint; None without a body."""
+    parameters = scope["route"].dependant.body_params
+    return parameters[0].field_info.annotation if parameters else None
+
+
 def get_json_path(error: Mapping[str, Any], body: Any) -> JsonPath:
     """Return the JSON path of an error in the request. `error`: one of `ValidationError.errors()`; its location
     begins with the source of the value. `body`: annotation of the endpoint's body."""

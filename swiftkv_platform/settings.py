@@ -144,6 +144,9 @@ class Settings(BaseSettings):
     model_cache_bytes: Annotated[int, Field(ge=0)] = 0
     """Max bytes of models that a machine caches for its replicas at `{home}/models`; set it on replica machines. With
     0, each replica and each swap downloads its model again."""
+    start_timeout_s: Annotated[float, Field(ge=10.0, le=3600.0)] = 180.0
+    """Max seconds that `swiftkv up` waits for Ray, and then for the control plane. A part that fails is started once
+    more."""
     host: str = "127.0.0.1"
     """Address that the control plane listens on; without API keys only loopback is allowed."""
     api_keys_file: Path | None = Field(default_factory=_find_default_keys_file)

@@ -232,8 +232,8 @@ _SHARED_MEMORY_DIRECTORY = Path("/dev/shm")  # noqa: S108 (read only)
 
 
 def check_limits(_: CheckContext) -> Finding:
-    """Compare open files, shared memory and memory with the local stack's needs."""
-    return merge_worst([_check_open_files(), _check_shared_memory(), _check_memory()])
+    """Compare open files, shared memory, memory and load with the local stack's needs."""
+    return merge_worst([_check_open_files(), _check_shared_memory(), _check_memory(), check_load(os.getloadavg()[0])])
 
 
 def _check_open_files() -> Finding:
@@ -262,6 +262,19 @@ def _check_memory() -> Finding:
     required = f"the platform, a small job and a replica need {_MIN_MEMORY_BYTES / GIB:.0f} GiB"
     advice = "stop other programs, or use a larger machine"
     return warn(f"{available / GIB:.1f} GiB of memory available; {required}", advice)
+
+
+_MAX_LOAD_PER_CPU = 2.0
+"""Above, Ray and the control plane take minutes to start."""
+
+
+def check_load(load: float) -> Finding:
+    """Compare the load average of the last minute with the number of CPUs."""
+    cpus = os.cpu_count() or 1
+    if load <= _MAX_LOAD_PER_CPU * cpus:
+        return ok(f"load {load:.1f} on {cpus} CPUs")
+    advice = "stop other programs, or give `swiftkv up` more time with SWIFTKV_START_TIMEOUT_S"
+    return warn(f"The load is {load:.1f} on {cpus} CPUs, so starts are slow", advice)
 
 
 _PROBE_SOURCE = (

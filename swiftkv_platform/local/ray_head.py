@@ -5,11 +5,13 @@ The head listens on loopback, requires a token, and shares no port or directory 
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,8 @@ from swiftkv_platform.errors import ClusterUnavailableError
 
 _MAX_TEMP_ROOT_LENGTH = 40
 """In characters. Ray adds about 60 for its sockets; Unix socket paths have max 107 characters (104 on macOS)."""
+_START_TIMEOUT_VARIABLE = "SWIFTKV_START_TIMEOUT_S"
+_RETRY_INTERVAL_S = 0.5
 _JOB_STOP_WAIT_S = 20
 """Seconds between SIGTERM and SIGKILL of a canceled job's entrypoint. Ray's default of 3 is too short for cleanup."""
 
@@ -37,6 +41,8 @@ class RayHead:
     num_cpus: int
     object_store_memory: int
     """Bytes."""
+    start_timeout_s: float = 180.0
+    """Max seconds that Ray's own processes wait for each other."""
 
     @property
     def dashboard_url(self) -> str:
@@ -71,7 +77,11 @@ class RayHead:
             **HIDE_UNRESERVED_GPUS,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_JOB_STOP_WAIT_TIME_S": str(_JOB_STOP_WAIT_S),
-            "RAY_START_HOOK": f"{__name__}.disable_client_server",
+            "RAY_START_HOOK": f"{__name__}.prepare_head",
+            _START_TIMEOUT_VARIABLE: f"{self.start_timeout_s:g}",
+            # Attempts of a second each to reach the GCS; Ray's default of 20 is too few on a busy machine.
+            "RAY_NUM_REDIS_GET_RETRIES": f"{self.start_timeout_s:.0f}",
+            "RAY_gcs_server_request_timeout_seconds": f"{self.start_timeout_s:.0f}",
             # Disables multi-node clusters, so that the node's address is 127.0.0.1, also on Linux.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             # Keeps the environment of renamed processes readable: `swiftkv down` finds processes by it.
@@ -98,9 +108,29 @@ class RayHead:
         return True
 
 
-def disable_client_server(parameters: Any, head: bool) -> None:  # noqa: ARG001 (Ray's signature)
-    """Disable the unused Ray Client server; a hook of `ray start`."""
+def prepare_head(parameters: Any, head: bool) -> None:  # noqa: ARG001 (Ray's signature)
+    """Disable the unused Ray Client server, and extend Ray's wait for its node; a hook of `ray start`."""
+    from ray._private import services
+
     parameters.ray_client_server_port = None
+    # `ray start` waits 30 s for `get_node`, whatever its settings, and a busy machine takes longer.
+    services.get_node = _retry_until(services.get_node, float(os.environ[_START_TIMEOUT_VARIABLE]))
+
+
+def _retry_until(call: Callable[..., Any], timeout_s: float) -> Callable[..., Any]:
+    """Return `call`, repeated while it raises `RuntimeError`, for at most `timeout_s` seconds."""
+
+    def call_patiently(*arguments: Any, **options: Any) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return call(*arguments, **options)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_RETRY_INTERVAL_S)
+
+    return call_patiently
 
 
 def make_auth_environment(token_file: Path) -> dict[str, str]:

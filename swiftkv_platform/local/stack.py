@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import sys
 import time
@@ -16,10 +17,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
+import psutil
 
 from swiftkv_platform.client import Client
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.installing import make_install_command
+from swiftkv_platform.local.formats import format_size
 from swiftkv_platform.local.ray_head import RayHead, create_token, find_free_ports, make_auth_environment, make_temp_dir
 from swiftkv_platform.local.state import (
     PARTS,
@@ -35,7 +38,6 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.credentials import open_credentials
 from swiftkv_platform.settings import Settings, is_loopback
 
-_START_TIMEOUT_S: Mapping[PartName, float] = {"ray": 120.0, "control-plane": 90.0}
 _POLL_INTERVAL_S = 0.25
 _HEALTH_TIMEOUT_S = 15.0
 """More than the control plane's timeout of 10 s per dependency."""
@@ -43,7 +45,8 @@ _REQUIRED_PACKAGES = ("alembic", "fastapi", "obstore", "ray", "sqlalchemy", "uvi
 """Packages that only the platform needs, not the client and the command line."""
 _STOP_TIMEOUT_S = 3.0
 """Seconds between SIGTERM and SIGKILL. Ray would take half a minute, and has nothing to save."""
-_LOG_TAIL_LINES = 20
+_ERROR_LINE = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b")
+"""Matches the last line of a traceback."""
 OPERATOR_FILES = ("api_keys_file", "oidc_file", "serve_api_keys_file", "serve_oidc_file", "tenants_file", "secrets_dir")
 """Settings of the operator's files and directories."""
 
@@ -51,7 +54,7 @@ Report = Callable[[str], None]
 
 
 class StartError(SwiftKVError):
-    """A part did not start; the message ends with the tail of its log."""
+    """A part did not start; the message has the cause, load and free memory."""
 
     code = "start_failed"
 
@@ -190,8 +193,8 @@ class Stack:
             return state
         report("Starting Ray")
         head = self._make_ray_head(state)
-        state = self._start_part(state, "ray", head.build_command(), head.build_environment(os.environ))
-        self._wait_ready(state, "ray")
+        command, environment = head.build_command(), head.build_environment(os.environ)
+        state = self._start_and_wait(state, "ray", command, environment, report)
         report(f"Ray is ready (Ray dashboard: {state.ray_dashboard_url})")
         return state
 
@@ -213,8 +216,7 @@ class Stack:
             report(f"Ignoring SWIFTKV_HOST={self._settings.host}: `swiftkv up` listens on 127.0.0.1 only")
         state = state.model_copy(update={"url": f"http://127.0.0.1:{port}", "operator_files": files})
         command = [sys.executable, "-m", "swiftkv_platform.control_plane"]
-        state = self._start_part(state, "control-plane", command, self._build_environment(state, port))
-        self._wait_ready(state, "control-plane")
+        state = self._start_and_wait(state, "control-plane", command, self._build_environment(state, port), report)
         report(f"The control plane is ready: dashboard and API at {state.url}")
         if keys := files.get("api_keys_file"):
             report(f"Requests need an API key from {keys}: export SWIFTKV_API_KEY=skv_...")
@@ -244,6 +246,23 @@ class Stack:
             given[f"serve_{name}"] = given[f"serve_{name}"] or given[name]
         return {name: path.expanduser().absolute() for name, path in given.items() if path is not None}
 
+    def _start_and_wait(
+        self, state: StackState, name: PartName, command: Sequence[str], env: Mapping[str, str], report: Report
+    ) -> StackState:
+        """Start a part and wait until it is ready. Starts it once more if it fails, e.g. on a busy machine."""
+        started = self._start_part(state, name, command, env)
+        try:
+            self._wait_ready(started, name)
+        except StartError as error:
+            report(f"{error.message}; starting it once more")
+            if name == "ray":
+                stop_marked_processes(self._mark, grace_s=_STOP_TIMEOUT_S)  # also what Ray has started
+            else:
+                started.parts[name].terminate(_STOP_TIMEOUT_S)
+            started = self._start_part(state, name, command, env)
+            self._wait_ready(started, name)
+        return started
+
     def _start_part(
         self, state: StackState, name: PartName, command: Sequence[str], env: Mapping[str, str]
     ) -> StackState:
@@ -257,19 +276,26 @@ class Stack:
         return state
 
     def _wait_ready(self, state: StackState, name: PartName) -> None:
-        deadline = time.monotonic() + _START_TIMEOUT_S[name]
+        timeout_s = self._settings.start_timeout_s
+        deadline = time.monotonic() + timeout_s
         while (problem := self._find_problem(state, name)) is not None:
             if not state.is_alive(name):
                 raise self._make_start_error(name, "has exited")
             if time.monotonic() > deadline:
-                raise self._make_start_error(name, f"is not ready after {_START_TIMEOUT_S[name]:g} s: {problem}")
+                raise self._make_start_error(
+                    name, f"is not ready after {timeout_s:g} s (SWIFTKV_START_TIMEOUT_S): {problem}"
+                )
             time.sleep(_POLL_INTERVAL_S)
 
     def _make_start_error(self, name: PartName, problem: str) -> StartError:
         log = self._get_log_path(name)
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-        tail = "\n".join(f"  {line}" for line in lines) or "  (empty)"
-        return StartError(f"{name} {problem}; run `swiftkv doctor` to find the cause. End of {log}:\n{tail}")
+        lines = [
+            line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
+        ]
+        cause = next((line for line in reversed(lines) if _ERROR_LINE.match(line)), lines[-1] if lines else "no output")
+        return StartError(
+            f"{name} {problem}. Last error in {log}: {cause}. {describe_load()}. `swiftkv doctor` shows more"
+        )
 
     def _stop_started(self, before: StackState) -> None:
         """Stop the parts started since the state `before`."""
@@ -314,6 +340,7 @@ class Stack:
             token_file=self._run_directory.token_file,
             num_cpus=state.num_cpus,
             object_store_memory=state.object_store_memory,
+            start_timeout_s=self._settings.start_timeout_s,
         )
 
     def _find_problem(self, state: StackState, name: PartName) -> str | None:
@@ -341,6 +368,12 @@ class Stack:
 
     def _get_log_path(self, name: PartName) -> Path:
         return self.logs / f"{name}.log"
+
+
+def describe_load() -> str:
+    """Return e.g. `Load 5.1 on 2 CPUs, 3.4 GiB of memory available`."""
+    available = format_size(psutil.virtual_memory().available)
+    return f"Load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs, {available} of memory available"
 
 
 def _report_port_change(preferred: int, port: int, options: StackOptions, report: Report) -> None:

@@ -23,6 +23,7 @@ from swiftkv_platform.cli.doctor import (
     Check,
     CheckContext,
     Finding,
+    check_load,
     check_packages,
     run_checks,
 )
@@ -336,3 +337,10 @@ def test_a_bucket_is_left_as_it_was_and_missed_where_it_is_not(
     environment = {**moto_server.environment, "SWIFTKV_STORAGE_URI": "s3://no-such-bucket/x"}
     told = {"object store": ("failed", "'no-such-bucket' does not exist", "create the bucket")}
     check(doctor(failed=True, **environment), told)
+
+
+def test_a_busy_machine_is_warned_about() -> None:
+    cpus = os.cpu_count() or 1
+    assert check_load(1.0 * cpus).status == "ok"
+    busy = check_load(2.5 * cpus)
+    assert (busy.status, "SWIFTKV_START_TIMEOUT_S" in busy.advice) == ("warning", True)

@@ -7,10 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from ray._private import services
 
 from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED_GPUS
 from swiftkv_platform.local import stack
@@ -251,3 +255,38 @@ def test_stopping_reaches_orphans_in_other_sessions_and_no_process_of_another_ma
         finally:
             foreign.kill()
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)
+
+
+def test_a_part_that_fails_is_started_once_more_and_the_error_is_one_line(tmp_path: Path) -> None:
+    own, told = Stack(Settings(home=tmp_path, _env_file=None)), list[str]()
+    (tmp_path / "run").mkdir()
+    count = tmp_path / "starts"
+    program = f"open({str(count)!r}, 'a').write('x'); raise TimeoutError('the node did not answer')"
+    with pytest.raises(StartError) as refused:
+        own._start_and_wait(state(), "ray", [sys.executable, "-c", program], {}, told.append)
+    assert count.read_text() == "xx"
+    assert told[0].endswith("; starting it once more")
+    assert "\n" not in refused.value.message
+    assert "Traceback" not in refused.value.message
+    assert "TimeoutError: the node did not answer" in refused.value.message
+    assert "of memory available" in refused.value.message
+    assert f"on {os.cpu_count()} CPUs" in refused.value.message
+
+
+def test_rays_wait_for_its_node_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = replace(head(tmp_path), start_timeout_s=12.0).build_environment({})
+    assert environment["RAY_NUM_REDIS_GET_RETRIES"] == "12"
+    module, _, name = environment["RAY_START_HOOK"].rpartition(".")
+    monkeypatch.setenv("SWIFTKV_START_TIMEOUT_S", environment["SWIFTKV_START_TIMEOUT_S"])
+    calls: list[int] = []
+
+    def get_node(*_: object) -> str:
+        calls.append(1)
+        if len(calls) < 3:
+            raise RuntimeError("not registered")
+        return "node"
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    getattr(import_module(module), name)(SimpleNamespace(), head=True)
+    assert services.get_node("address", "id") == "node"
+    assert len(calls) == 3

@@ -27,7 +27,7 @@ from swiftkv_platform.evaluation.continuations import ContinuationQuality, compa
 from swiftkv_platform.evaluation.harness.builtin import choose_needle_lengths
 from swiftkv_platform.evaluation.harness.run import NO_STORE, run_tasks
 from swiftkv_platform.evaluation.harness.tasks import Task, build_needle_tasks, is_instruction_tuned, resolve_tasks
-from swiftkv_platform.evaluation.parts import ResultStore, measure_once
+from swiftkv_platform.evaluation.parts import NoResultStore, ResultStore, measure_once
 from swiftkv_platform.evaluation.prefill_cost import PrefillCost, measure_prefill
 from swiftkv_platform.evaluation.quality import DEFAULT_WORKERS, HeldOutTotals, evaluate
 from swiftkv_platform.evaluation.report import Report, TrainingOutcome
@@ -158,6 +158,7 @@ def evaluate_directory(
     teacher: str | None = None,
     evaluation: dict[str, Any] | None = None,
     allows_code_tasks: bool = False,
+    progress: Callable[[str], None] = lambda _step: None,
 ) -> tuple[Report, dict[str, Any]]:
     """Measure the student in `path` against its teacher.
 
@@ -167,6 +168,7 @@ def evaluate_directory(
             or, for a student without its teacher's projections, the teacher named by the job.
         evaluation: fields of `EvaluationSpec` that override the job's or the defaults.
         allows_code_tasks: allow tasks that run the model's answers as code.
+        progress: called with a description of each step.
 
     Returns:
         The report, without the stages before training, and the artifact's lineage (empty if there is none).
@@ -184,6 +186,7 @@ def evaluate_directory(
     job = JobSpec.model_validate(lineage["spec"], context=STORED_CONTEXT) if "spec" in lineage else None
     settings = (job.evaluation if job else EvaluationSpec()).model_dump(mode="json") | (evaluation or {})
     spec = EvaluationSpec.model_validate(settings)
+    progress(f"Loading {path}")
     student, tokenizer = _load_student(path)
     named = None if teacher is None else ModelSpec(name_or_path=teacher)
     if named is None and not student.config.swiftkv_teacher_weights:
@@ -191,11 +194,24 @@ def evaluate_directory(
     with tempfile.TemporaryDirectory(prefix="evaluate-") as directory:
         workspace = Path(directory)
         if named is not None:
+            progress(f"Loading the teacher {named.name_or_path}")
             _attach_teacher(student, resolve_teacher(named, workspace), named)
         access = replace(UNRESTRICTED, code_tasks=allows_code_tasks)
         tasks = resolve_tasks(spec.tasks, fetch=lambda uri: fetch_data(uri, workspace / "tasks"), access=access)
+        progress("Preparing text")
         rows = _prepare_rows(student, tokenizer, job, data, workspace)
-        return Evaluation(student, rows, spec).report(tokenizer, tasks), lineage
+        progress("Measuring tasks and held-out text")
+        return Evaluation(student, rows, spec, parts=_ProgressReporter(progress)).report(tokenizer, tasks), lineage
+
+
+class _ProgressReporter(NoResultStore):
+    """Stores nothing, and describes progress."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+
+    def progress(self, name: str, done: int, total: int) -> None:
+        self._report(f"Measuring {name}: {done} of {total}")
 
 
 def _read_lineage(path: Path) -> dict[str, Any]:

@@ -11,7 +11,15 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from swiftkv_platform.cli.context import Json, PrefillLayers
-from swiftkv_platform.cli.output import get_error_console, print_json, print_line, print_result, require_extra
+from swiftkv_platform.cli.output import (
+    get_error_console,
+    print_json,
+    print_line,
+    print_result,
+    require_extra,
+    show_steps,
+    silence_libraries,
+)
 from swiftkv_platform.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -73,7 +81,8 @@ def convert(
     if num_key_value_layers is not None and prefill_reduction is not None:
         message = "use either --num-key-value-layers or --prefill-reduction"
         raise InvalidInputError(message, field="prefill_reduction", value=prefill_reduction)
-    with require_extra("swiftkv convert"):
+    silence_libraries()
+    with show_steps("Loading libraries"), require_extra("swiftkv convert"):
         from swiftkv_platform.distillation.calibration_text import read_calibration_text
         from swiftkv_platform.model import convert_checkpoint
     from swiftkv_platform.cli.sources import resolve_model_path
@@ -151,7 +160,8 @@ def export(
     json: Json = False,
 ) -> None:
     """Export a student for serving, without the weights that only teacher mode uses, or as an adapter."""
-    with require_extra("swiftkv export"):
+    silence_libraries()
+    with show_steps("Loading libraries"), require_extra("swiftkv export"):
         from swiftkv_platform.distillation.calibration_text import read_calibration_text
         from swiftkv_platform.model import export as run
     from swiftkv_platform.cli.sources import open_base_model, read_adapter_base, resolve_model_path
@@ -223,10 +233,14 @@ def _sum_weight_bytes(directory: Path) -> int:
 
 @contextmanager
 def _show_progress(title: str) -> Iterator[ProgressCallback]:
-    """Show a progress bar if stderr is a terminal. Yields a callback for (done, total)."""
+    """Show a progress bar if stderr is a terminal, else lines. Yields a callback for (done, total)."""
     console = get_error_console()
+    if not console.is_terminal:
+        with show_steps(title) as show:
+            yield lambda done, total: show(f"{title}: {done} of {total}")
+        return
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

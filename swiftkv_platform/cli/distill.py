@@ -24,6 +24,8 @@ from swiftkv_platform.cli.output import (
     print_result,
     print_table,
     require_extra,
+    show_steps,
+    silence_libraries,
 )
 from swiftkv_platform.errors import ConflictError, InvalidInputError, SwiftKVError, TrainingError
 
@@ -131,6 +133,7 @@ def _run_job(spec: JobSpec, output: Path) -> Path:
     from swiftkv_platform.local.terminal import JobDisplay
 
     check_paths_exist(spec)
+    silence_libraries()
     try:
         with JobDisplay(get_error_console()) as display:
             return run_local(spec, output, on_event=display.show_event)
@@ -214,9 +217,6 @@ def evaluate(
 
     The exit code is 2 unless all quality gates of the job's spec pass. Inconclusive gates count as failures.
     """
-    with require_extra("swiftkv evaluate"):
-        from swiftkv_platform.jobs.worker.measure import evaluate_directory
-
     options = {
         "tasks": [{"name": name, "data_dir": task_data} for name in tasks or ()] or None,
         "task_limit": task_limit,
@@ -225,9 +225,18 @@ def evaluate(
         "needle_samples": needle_samples,
     }
     changes = {name: value for name, value in options.items() if value is not None}
-    report, lineage = evaluate_directory(
-        directory, data=data or (), teacher=teacher, evaluation=changes, allows_code_tasks=allow_code_tasks
-    )
+    silence_libraries()
+    with show_steps("Loading libraries") as show:
+        with require_extra("swiftkv evaluate"):
+            from swiftkv_platform.jobs.worker.measure import evaluate_directory
+        report, lineage = evaluate_directory(
+            directory,
+            data=data or (),
+            teacher=teacher,
+            evaluation=changes,
+            allows_code_tasks=allow_code_tasks,
+            progress=show,
+        )
     document = report.model_dump(mode="json")
     if html is not None:
         from swiftkv_platform.reports.pages import render_evaluation_page

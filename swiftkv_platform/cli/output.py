@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -168,6 +171,59 @@ _FIELD_FORMATS: dict[str, Callable[[Any], object]] = {
     "bytes": format_size,
 }
 """Formats of fields in tables."""
+
+
+_STEP_INTERVAL_S = 3.0
+"""Seconds between lines of progress if stderr is not a terminal; shorter commands print none."""
+
+
+@contextmanager
+def show_steps(first: str) -> Iterator[Callable[[str], None]]:
+    """Show on stderr what a command is doing: a spinner in a terminal, else the newest text every 3 s if it has
+    changed. Yields a function that replaces the text."""
+    console = get_error_console()
+    if console.is_terminal:
+        with console.status(escape(first)) as spinner:
+            yield lambda text: spinner.update(escape(text))
+        return
+    done, texts = threading.Event(), [first]
+
+    def print_changes() -> None:
+        shown = ""
+        while not done.wait(_STEP_INTERVAL_S):
+            if texts[-1] != shown:
+                shown = texts[-1]
+                console.print(shown, markup=False, highlight=False, soft_wrap=True)
+
+    def show(text: str) -> None:
+        texts[:] = [text]
+
+    thread = threading.Thread(target=print_changes, daemon=True)
+    thread.start()
+    try:
+        yield show
+    finally:
+        done.set()
+        thread.join()
+
+
+def silence_libraries() -> None:
+    """Turn off progress bars and warnings of libraries, before they are imported; errors stay."""
+    for name, value in _QUIET_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore", module=r"(datasets|deepspeed|huggingface_hub|torch|transformers)\b")
+
+
+_QUIET_ENVIRONMENT = {
+    "DATASETS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "TQDM_DISABLE": "1",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+"""Environment variables that silence libraries in this process and its workers."""
 
 
 @contextmanager

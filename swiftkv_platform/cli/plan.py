@@ -11,11 +11,12 @@ import typer
 from swiftkv_platform.cli.context import Json, read_spec
 from swiftkv_platform.cli.output import (
     get_console,
-    get_error_console,
     print_json,
     print_line,
     print_table,
     require_extra,
+    show_steps,
+    silence_libraries,
 )
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.formats import format_size
@@ -98,7 +99,8 @@ def plan(
         else:
             print_estimate(estimate, spec, machine_bytes=None)
         return
-    values = read_model_config(model)
+    with show_steps(f"Reading the configuration of {model}"):
+        values = read_model_config(model)
     shapes: list[dict[str, Any]] = [{"num_key_value_layers": layers} for layers in num_key_value_layers or ()]
     shapes += [{"prefill_layers": parse_layers(listed)} for listed in prefill_layers or ()]
     group_sizes: Sequence[int | None] = key_value_group_size or (None,)
@@ -244,8 +246,10 @@ def analyze(
             import matplotlib  # noqa: F401
     from swiftkv_platform.cli.sources import read_model_config, resolve_model_path
 
-    config = read_model_config(model)
-    with require_extra("swiftkv analyze"):
+    silence_libraries()
+    with show_steps(f"Reading the configuration of {model}"):
+        config = read_model_config(model)
+    with show_steps("Loading libraries"), require_extra("swiftkv analyze"):
         from swiftkv_platform.evaluation.analysis import AnalysisOptions
         from swiftkv_platform.evaluation.analysis import analyze as run
     path = resolve_model_path(model)
@@ -260,8 +264,8 @@ def analyze(
         needle_length=needle_length,
         needle_samples=needle_samples,
     )
-    with get_error_console().status("Loading") as spinner:
-        analysis = run(model, config, path, text, options, dtype=dtype, progress=spinner.update)
+    with show_steps("Loading") as show:
+        analysis = run(model, config, path, text, options, dtype=dtype, progress=show)
     if plot is not None:
         _save_plot(analysis, plot)
     if json:

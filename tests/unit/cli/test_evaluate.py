@@ -11,7 +11,11 @@ from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest
+from swiftkv_platform.data.preparation import prepare_data
+from swiftkv_platform.jobs.worker.measure import evaluate_directory
 from swiftkv_platform.model import convert, export
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.job import resolve_model_defaults
 from tests.support.fakes.tokenizers import byte_tokenizer
 from tests.support.tiny_models import random_teacher, save_teacher
 
@@ -154,3 +158,23 @@ def test_what_cannot_be_measured_is_said(student: Path, corpus: Path, tmp_path: 
     ):
         result = run(directory, *arguments)
         assert (result.exit_code, message in " ".join(result.output.split())) == (1, True), result.output
+
+
+def test_rows_that_steered_the_training_are_not_measured(student: Path, corpus: Path, tmp_path: Path) -> None:
+    data = {"sources": [{"name_or_path": str(corpus)}], "max_length": 96, "validation_fraction": 0.5}
+    spec = JobSpec.model_validate({"name": "n", "data": data})
+    (tmp_path / "rows").mkdir()
+    prepared = prepare_data(
+        resolve_model_defaults(spec, context_length=256, hidden_size=32).data,
+        byte_tokenizer(),
+        tmp_path / "rows",
+        seed=spec.training.seed,
+        with_steering=True,
+    )
+    assert len(prepared.steering.samples) > 0
+
+    steps: list[str] = []
+    report, _ = evaluate_directory(_artifact(student, tmp_path / "artifact", data), progress=steps.append)
+
+    assert report.num_positions == prepared.statistics.held_out.counted_tokens
+    assert any(step.startswith("Measuring distilled") for step in steps)

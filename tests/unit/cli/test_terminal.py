@@ -2,6 +2,7 @@
 
 import io
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,17 @@ def test_a_table_fits_a_terminal_and_breaks_at_spaces_alone(monkeypatch: pytest.
     narrow = table(rows, 10, terminal=True, monkeypatch=monkeypatch)
     assert [line.split()[0] for line in narrow if line[0] != " "] == ["id", JOB, MODEL], "ids are never cut"
     assert len(table(rows, 50, terminal=False, monkeypatch=monkeypatch)) == 4, "one line for each row in a pipe"
+
+
+def test_long_steps_are_shown_without_a_terminal_and_short_ones_are_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with output.show_steps("short"):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(output, "_STEP_INTERVAL_S", 0.05)
+    with output.show_steps("Loading [x]") as show:
+        time.sleep(0.3)
+        show("Measuring kl: 1 of 2")
+        time.sleep(0.3)
+    assert capsys.readouterr().err.splitlines() == ["Loading [x]", "Measuring kl: 1 of 2"]

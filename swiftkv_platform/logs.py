@@ -25,8 +25,9 @@ def configure_logging(*, level: int = logging.INFO, **bound: Any) -> None:
             _render_without_credentials,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        # Look up sys.stderr for each line, since tests and Ray replace it.
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
+        # Look up sys.stderr for each line, since tests and Ray replace it. Not `PrintLogger`: Ray Train replaces
+        # `print` in workers, and a line would be in the log twice.
+        logger_factory=lambda *_: structlog.WriteLogger(sys.stderr),
     )
     structlog.contextvars.bind_contextvars(**bound)
 

@@ -173,7 +173,8 @@ async def test_tokens_of_an_interval_come_in_one_event(client: httpx.AsyncClient
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be"),
         ({"prompt": "a", "max_tokens": "9"}, "max_tokens", "valid integer"),
         ({"prompt": "a", "stop": [1]}, "stop", "must be a string or a list of strings"),
-        ({"prompt": "a", "colour": "red"}, "colour", "Extra inputs are not permitted"),
+        ({"prompt": "a", "colour": "red"}, "colour", "unknown key; accepted here: "),
+        ({"prompt": "a", "max_token": 3}, "max_token", "unknown key (did you mean max_tokens?)"),
     ],
 )
 async def test_bad_requests_are_problems_that_name_the_field(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -185,8 +186,12 @@ def test_a_failed_run_says_what_is_kept(
 
 def test_a_recipe_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "builtin-python-5m" in run("recipes", "list").stdout
+    listed = run("recipes", "list").stdout
+    assert "builtin-python-5m" in listed
+    assert "8 (H100)   about 78 minutes on 8 H100 GPUs, an estimate" in listed
     assert run("recipes", "copy", "builtin-python-5m").exit_code == 0
+    schema = Path("builtin-python-5m.yaml").read_text().partition("\n")[0].partition("$schema=")[2]
+    assert json.loads(Path(urlsplit(schema).path).read_text())["title"] == "JobSpec"
     assert run("jobs", "validate", "-f", "builtin-python-5m.yaml").exit_code == 0
     assert "exists; use another FILE" in run("recipes", "copy", "builtin-python-5m").stderr
     assert "one of these is accepted" in run("recipes", "copy", "nosuch").stderr

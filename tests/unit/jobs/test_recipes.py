@@ -18,6 +18,7 @@ from swiftkv_platform.control_plane.jobs.estimates import add_time, estimate, fi
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning.machines import DEVICE_MEMORY
 from swiftkv_platform.settings import Settings
+from swiftkv_platform.sources.recipes import read_description, split_description
 from swiftkv_platform.specs import BUILTIN_TEACHER, load_spec
 from tests.support.recipes import RECIPES, TEACHERS, device_peak, teacher_config
 from tests.unit.control_plane.routes.conftest import control_plane, make_parts
@@ -143,6 +144,8 @@ def test_the_page_shows_what_is_planned_and_was_run_dry() -> None:
         gigabytes = " | ".join(f"{size / 1e9:.{1 if size > 1e8 else 3}f}" for size in sizes)
         minutes = "" if planned.seconds is None else f"{planned.seconds / 60:,.0f}"
         assert f"| `{path.stem}` | {spec.resources.max_workers} | {gigabytes} | {minutes} |" in page
+        _, time = split_description(read_description(path.read_text(encoding="utf-8")))
+        assert f"about {minutes} minutes on " in time if minutes else time != ""
 
 
 @pytest.mark.parametrize("path", ON_ONE_GPU, ids=lambda path: path.stem)

@@ -1,21 +1,23 @@
-"""Write README's table of the demo from the report of `make demo`.
+"""Write the demo's tables in README.md and docs/quality.md from the report of `make demo`.
 
-python -m benchmarks.readme_table demo-report.json     # store this report, and write its table into README.md
-python -m benchmarks.readme_table                      # write the table of the stored report again
+python -m benchmarks.readme_table demo-report.json     # store this report, and write its tables
+python -m benchmarks.readme_table                      # write the tables of the stored report again
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import format_markdown_table
 
+ROOT = Path(__file__).parents[1]
 STORED_REPORT = Path(__file__).with_name("demo_report.json")
-README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- demo: python -m benchmarks.readme_table demo-report.json -->", "<!-- end of demo -->"
+SUMMARY_COLUMNS = ("model", "perplexity", "KL to the teacher (nats)", "time to first token")
 COLUMNS = (
     "model",
     "perplexity",
@@ -25,6 +27,7 @@ COLUMNS = (
     "KV bytes",
     "time to first token",
 )
+SUMMARY_INDICES = tuple(COLUMNS.index(name) for name in SUMMARY_COLUMNS)
 
 
 def main() -> None:
@@ -32,11 +35,12 @@ def main() -> None:
     parser.add_argument("report", type=Path, nargs="?", help="demo-report.json of the run; default: the stored report")
     options = parser.parse_args()
     report = read_report(options.report or STORED_REPORT)
-    # Check the page's markers before the stored report is overwritten.
-    page = replace_table(README.read_text(encoding="utf-8"), report)
+    # Check the markers of all pages before anything is overwritten.
+    pages = {file: replace_table(file, format_table(report)) for file, format_table in PAGES.items()}
     STORED_REPORT.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    README.write_text(page, encoding="utf-8")
-    print(format_table(report))
+    for file, page in pages.items():
+        file.write_text(page, encoding="utf-8")
+    print(format_details(report))
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -44,24 +48,43 @@ def read_report(path: Path) -> dict[str, Any]:
     return report
 
 
-def replace_table(page: str, report: dict[str, Any]) -> str:
-    before, begin, rest = page.partition(BEGIN)
+def replace_table(file: Path, table: str) -> str:
+    """Return the text of `file` with `table` between the markers."""
+    before, begin, rest = file.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise SystemExit(
-            f"README.md lacks the markers {BEGIN} and {END}; add both lines, and the table is written between them"
+            f"{file.name} lacks the markers {BEGIN} and {END}; add both lines, and the table is written between them"
         )
-    return f"{before}{BEGIN}\n\n{format_table(report)}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
 
 
-def format_table(report: dict[str, Any]) -> str:
-    """Format the rows of a demo's report, its samples and intervals, and the machine and minutes of the run."""
+def format_summary(report: dict[str, Any]) -> str:
+    """Format README's table: perplexity, KL and time to first token of each row, and the machine and minutes."""
+    rows = [tuple(row[index] for index in SUMMARY_INDICES) for row in _list_rows(report)]
+    return f"{format_markdown_table(SUMMARY_COLUMNS, rows)}\n\n{_describe_run(report['demo'])}"
+
+
+def format_details(report: dict[str, Any]) -> str:
+    """Format the table with all figures, its samples and intervals, and the machine and minutes of the run."""
+    table = format_markdown_table(COLUMNS, _list_rows(report))
+    return f"{table}\n\n{_describe_samples(report)}\n\n{_describe_run(report['demo'])}"
+
+
+PAGES: Mapping[Path, Callable[[dict[str, Any]], str]] = {
+    ROOT / "README.md": format_summary,
+    ROOT / "docs" / "quality.md": format_details,
+}
+
+
+def _list_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the cells of `COLUMNS` for the teacher and the three students."""
     copied, calibrated, distilled = (report[name] for name in ("rewired", "calibrated", "distilled"))
     costs = [report["prefill_flops_ratio"], report["kv_bytes_ratio"]]
     ttft = report["ttft_ms"]["swiftkv"] / report["ttft_ms"]["dense"]
     perplexity = f"{distilled['perplexity']:.2f} ({report['perplexity_ratio']:.2f}x)"
     last = (perplexity, *_format_quality(distilled), *(f"{cost:.3f}" for cost in costs), f"{ttft:.2f}")
-    rows = [
+    return [
         ("built-in teacher", f"{report['teacher']['perplexity']:.2f}", "", "", "1", "1", "1"),
         (
             "half the layers skipped, g = 2: projections copied",
@@ -81,7 +104,6 @@ def format_table(report: dict[str, Any]) -> str:
             for cell in (f"the same: distilled, {report['tokens_trained'] / 1e6:.1f} M counted tokens", *last)
         ),
     ]
-    return f"{format_markdown_table(COLUMNS, rows)}\n\n{_describe_samples(report)}\n\n{_describe_run(report['demo'])}"
 
 
 def _format_quality(quality: dict[str, float]) -> tuple[str, str]:

@@ -42,7 +42,7 @@ REAL_TEACHER = "builtin:smollm2-135m"
 BATCH_SIZE = 32
 """Default rows per optimizer step (paper, appendix B.1)."""
 MIN_STEPS = 400
-"""With fewer steps, the default batch size is halved; see docs/performance.md for the gain."""
+"""With fewer steps, the default batch size is halved."""
 LEARNING_RATE, REFERENCE_HIDDEN_SIZE = 3e-4, 2048
 """The paper's learning rate, for models of at least this hidden size."""
 MAX_LEARNING_RATE = 3e-3

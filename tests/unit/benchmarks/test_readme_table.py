@@ -1,15 +1,28 @@
-"""README's table of the demo is that of the stored report of a run."""
+"""The tables of the demo in README and the quality page are those of the stored report of a run."""
 
+from pathlib import Path
 from typing import Any
 
-from benchmarks.readme_table import BEGIN, END, README, STORED_REPORT, format_table, read_report, replace_table
+import pytest
+
+from benchmarks.readme_table import (
+    BEGIN,
+    END,
+    PAGES,
+    STORED_REPORT,
+    format_details,
+    format_summary,
+    read_report,
+    replace_table,
+)
 from swiftkv_platform.local.demo import build_report
 from tests.unit.cli.test_demo import EVALUATION
 
 
-def test_the_page_shows_the_stored_run() -> None:
-    page = README.read_text(encoding="utf-8")
-    assert replace_table(page, read_report(STORED_REPORT)) == page, "python -m benchmarks.readme_table"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_shows_the_stored_run(page: Path) -> None:
+    table = PAGES[page](read_report(STORED_REPORT))
+    assert replace_table(page, table) == page.read_text(encoding="utf-8"), "python -m benchmarks.readme_table"
 
 
 def demo_report(**changes: Any) -> dict[str, Any]:
@@ -19,8 +32,10 @@ def demo_report(**changes: Any) -> dict[str, Any]:
     return {**report, "demo": {**report["demo"], "machine": machine}}
 
 
-def test_every_figure_of_a_report_is_written() -> None:
-    written = replace_table(f"# Title\n{BEGIN}\nold\n{END}\nrest\n", demo_report())
+def test_every_figure_of_a_report_is_written(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"# Title\n{BEGIN}\nold\n{END}\nrest\n")
+    written = replace_table(page, format_details(demo_report()))
     assert written.startswith(f"# Title\n{BEGIN}\n\n| model |")
     assert written.endswith(f"\n\n{END}\nrest\n")
     assert "old" not in written
@@ -36,4 +51,22 @@ def test_every_figure_of_a_report_is_written() -> None:
         "to 0.110, perplexity 1.04 to 1.09x, agreement 88.0% to 91.5%." in written
     )
     assert "after 12.3 minutes, plus installation, on 2 CPUs of A CPU (AVX2) in float32 with PyTorch 2.13.0" in written
-    assert "Interval: none measured." in format_table(demo_report(intervals=None))
+    assert "Interval: none measured." in format_details(demo_report(intervals=None))
+
+
+def test_the_summary_has_four_columns_of_the_same_rows() -> None:
+    lines = [line for line in format_summary(demo_report()).splitlines() if line.startswith("| ")]
+    assert lines == [
+        "| model | perplexity | KL to the teacher (nats) | time to first token |",
+        "| built-in teacher | 8.00 |  | 1 |",
+        "| half the layers skipped, g = 2: projections copied | 12.00 | 0.400 |  |",
+        "| the same: projections calibrated (no training yet) | 10.00 | 0.200 |  |",
+        "| **the same: distilled, 0.1 M counted tokens** | **8.50 (1.06x)** | **0.100** | **0.60** |",
+    ]
+
+
+def test_a_page_without_markers_is_left_alone(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n")
+    with pytest.raises(SystemExit, match=r"page\.md lacks the markers"):
+        replace_table(page, "| a |")

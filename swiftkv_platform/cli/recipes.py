@@ -46,7 +46,7 @@ def print_recipes(recipes: list[dict[str, str]]) -> None:
 
 @recipes_app.command("list")
 def list_recipes(json: Json = False) -> None:
-    """List the recipes with teacher, GPUs, expected time and purpose; docs/recipes.md has their known results."""
+    """List the recipes with teacher, GPUs, expected time and purpose; docs/training.md has their known results."""
     import yaml
 
     from swiftkv_platform.sources.recipes import find_recipes, read_description

@@ -13,8 +13,9 @@ import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
+from benchmarks.recipe_table import PAGE, format_table, replace_table
 from swiftkv_platform.cli.app import app
-from swiftkv_platform.control_plane.jobs.estimates import add_time, estimate, find_speed
+from swiftkv_platform.control_plane.jobs.estimates import estimate
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning.machines import DEVICE_MEMORY
 from swiftkv_platform.settings import Settings
@@ -131,21 +132,25 @@ def test_a_recipe_is_planned_as_it_was_run_dry(path: Path) -> None:
 
 
 def test_the_page_shows_what_is_planned_and_was_run_dry() -> None:
-    """Minutes assume an L4 or an H100 for recipes for one GPU of 24 or 80 GB."""
-    page = Path("docs/recipes.md").read_text()
-    for path in (path for path in RECIPES if path.stem in DRY_RUNS):
-        spec, found = load_spec(path), DRY_RUNS[path.stem]
-        if path in ON_ONE_GPU:
-            accelerator = {"accelerator_type": "L4" if ON_ONE_GPU[path] == 24 else "H100"}
-            spec = spec.model_copy(update={"resources": spec.resources.model_copy(update=accelerator)})
-        planned = estimate(spec, teacher_config(spec), (), num_tokens=160_000_000)
-        planned = add_time(planned, spec, find_speed(spec, (), None))
-        sizes = (planned.memory_per_worker, *(found[phase]["peak"] for phase in ("train", "calibrate", "evaluate")))
-        gigabytes = " | ".join(f"{size / 1e9:.{1 if size > 1e8 else 3}f}" for size in sizes)
-        minutes = "" if planned.seconds is None else f"{planned.seconds / 60:,.0f}"
-        assert f"| `{path.stem}` | {spec.resources.max_workers} | {gigabytes} | {minutes} |" in page
+    page = PAGE.read_text(encoding="utf-8")
+    table = format_table()
+    assert replace_table(page, table) == page, "write it again: python -m benchmarks.recipe_table"
+    for path in (path for path in RECIPES if path.stem in DRY_RUNS and load_spec(path).resources.gpus_per_worker):
+        [row] = (row.split(" | ") for row in table.splitlines() if f"`{path.stem}`" in row)
         _, time = split_description(read_description(path.read_text(encoding="utf-8")))
-        assert f"about {minutes} minutes on " in time if minutes else time != ""
+        assert f"about {row[7]} minutes on " in time
+
+
+def test_the_cost_is_gpu_hours_times_the_price() -> None:
+    hours, costs = (
+        {
+            row.split(" | ")[0]: float(row.rpartition(" | ")[2].strip(" |").replace(",", ""))
+            for row in table.splitlines()[2:]
+        }
+        for table in (format_table(), format_table(100.0))
+    )
+    assert hours.keys() == costs.keys()
+    assert all(abs(costs[name] - 100 * hours[name]) <= 5.05 for name in hours)  # hours are rounded to 0.1
 
 
 @pytest.mark.parametrize("path", ON_ONE_GPU, ids=lambda path: path.stem)

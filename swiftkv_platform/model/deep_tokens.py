@@ -3,7 +3,7 @@
 Skipped prompt tokens have no hidden state in layers >= l, so their K and V come from x. *Deep* tokens (a prompt's last
 `deep_tail` tokens and all later ones) run through these layers. With `own`, their K and V in each group come from their
 own hidden state in the group's first layer, as in the teacher. The prompt's length alone decides which tokens are deep
-(`docs/model.md`).
+(`docs/concepts.md`).
 """
 
 from __future__ import annotations

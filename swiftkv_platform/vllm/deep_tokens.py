@@ -1,4 +1,4 @@
-"""The rows of a step that run layers >= l in vLLM, and the write of deep tokens' own K and V (`docs/model.md`).
+"""The rows of a step that run layers >= l in vLLM, and the write of deep tokens' own K and V (`docs/concepts.md`).
 
 Layers >= l, and bypassed layers below l, run for a suffix of each request's tokens in the step: all tokens of a request
 that decodes, and of a prompt its deep tokens, or only its last token if none is deep. They do not run in a step without

@@ -42,6 +42,7 @@ SHOWN = {
     "audit": "The audit trail",
 }
 """Pictures that the documentation shows, with captions; a name without a width is 1280 pixels wide, light."""
+BEGIN, END = "<!-- pictures: make pictures -->", "<!-- end of pictures -->"
 _LARGEST = 150_000
 _PATIENCE_MS = 900_000
 
@@ -210,14 +211,17 @@ def _commit() -> str:
     return git("log", "-1", "--format=%h of %as") + (" with changes" if changed else "")
 
 
-def write_page(file: Path, commit: str, happened: list[str]) -> None:
-    """Write the page of the pictures, which says where they come from."""
+def write_pictures(page: Path, commit: str, happened: list[str]) -> None:
+    """Write the pictures, and where they come from, between the markers of `page`."""
     about = f"`make pictures` took these at commit {commit}, of a real run on a CPU."
     about += " Times in them are no measurements."
-    lines = ["# The dashboard in pictures", "", " ".join([about, *happened])]
+    lines = [BEGIN, "", " ".join([about, *happened])]
     for name, words in SHOWN.items():
-        lines += ["", f"## {words}", "", f"![{words}](pictures/{name}.png)"]
-    file.write_text("\n".join([*lines, ""]))
+        lines += ["", f"{words}:", "", f"![](pictures/{name}.png)"]
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert end, f"{page} lacks the lines {BEGIN} and {END}"
+    page.write_text(before + "\n".join([*lines, "", end]) + after, encoding="utf-8")
 
 
 def main() -> None:
@@ -239,7 +243,7 @@ def main() -> None:
         finally:
             browser.close()
             stack.down()
-    write_page(ROOT / "docs" / "dashboard.md", _commit(), happened)
+    write_pictures(ROOT / "docs" / "quickstart.md", _commit(), happened)
     sizes = {file.name: file.stat().st_size for file in sorted(shown.glob("*.png"))}
     print(json.dumps(sizes, indent=2))
 

@@ -153,14 +153,14 @@ JUDGE = SWIFTKV_TEST_PYTHON=$(abspath $(BIN))/python SWIFTKV_TEST_VLLM_PYTHON=$(
 outside: install-dev vllm-env judges-env  # on a CPU: the plugin in a real vLLM, vLLM behind serve/, benchmarks that start vLLM, judges
 	SWIFTKV_TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/unit/benchmarks/test_vllm.py
 	$(OUTSIDE) -m "not integration"
-	$(JUDGE) --page docs/judges.md
+	$(JUDGE) --page docs/verification.md
 
 plugin: install-dev vllm-env  # the part of `make outside` that .ci/run has time for: every family's greedy text in vLLM's two runners, eager
 	$(IN_VLLM) tests/outside/vllm/test_registration.py tests/outside/vllm/test_greedy.py tests/outside/vllm/test_graphs.py
 	SWIFTKV_TEST_VLLM_RUNNER=v2 $(IN_VLLM) tests/outside/vllm/test_greedy.py tests/outside/vllm/test_refusals.py
 
 judges: install-dev vllm-env judges-env  # only the judges of `make outside`
-	$(JUDGE) --page docs/judges.md
+	$(JUDGE) --page docs/verification.md
 
 PEERS_VENV ?= .venv-peers
 PEERS_STAMP := $(PEERS_VENV)/.installed

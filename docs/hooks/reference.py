@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import posixpath
+import re
 from pathlib import Path
 
 import openapi_page
 import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 from schema_tables import fields, link_to
 from typer.cli import get_docs_for_click
 
 from swiftkv_platform.cli.app import load_commands
+from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.replica_state import ReplicaState
@@ -20,6 +24,16 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 
 ROOT = Path(__file__).parent.parent.parent
+
+OUTSIDE = {
+    "README.md": "index.md",
+    "SECURITY.md": "security.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "infra/README.md": "installation.md",
+}
+"""Files of the repository that are pages of the site, and the names of these pages."""
+_LINK = re.compile(r"\]\(([^)#:]+)(?=[)#])")
 
 CONTROL_PLANE = """\
 Made from the application's own OpenAPI document; a running control plane shows the same at `/docs`. Lists
@@ -33,10 +47,13 @@ plane's](control-plane.md), below `/v1` in OpenAI's form; 429 with `Retry-After`
 `timeout_s` has passed."""
 JOB_SPEC = """\
 The body of `POST /jobs`, in YAML or JSON; unknown keys are refused. `swiftkv jobs schema` prints it as a JSON
-schema, and [recipes](../recipes.md) are examples."""
+schema, and [recipes](../training.md#recipes) are examples."""
 SETTINGS = """\
 Read from the environment by the control plane and the command line. Credentials keep the names that their own
 libraries read: `AWS_*`, `WANDB_API_KEY`, `HF_TOKEN`."""
+TENANTS_FILE = """\
+Keys of `default` and of each tenant in the file that `SWIFTKV_TENANTS_FILE` names
+([rules](../operations.md#quotas-and-fair-share))."""
 COMPUTED = {
     "home": "`~/.swiftkv`",
     "api_keys_file": "`{home}/keys.json` if it exists",
@@ -58,11 +75,29 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/job-spec.md": job_spec(),
         "reference/settings.md": settings(),
         "reference/cli.md": cli(),
-        "changelog.md": (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "]("),
+        **{
+            page: link_within_site((ROOT / file).read_text(), posixpath.dirname(file)) for file, page in OUTSIDE.items()
+        },
     }
     for path, content in pages.items():
         files.append(File.generated(config, path, content=content))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Return the page's text with links that work on the site."""
+    return link_within_site(markdown, "docs") if "/" not in page.file.src_uri else markdown
+
+
+def link_within_site(markdown: str, directory: str) -> str:
+    """Return the text of a file in `directory` of the repository, e.g. "infra", with the site's links:
+    ../docs/operations.md -> operations.md, ../SECURITY.md -> security.md."""
+
+    def get_site_link(link: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(directory, link[1]))
+        return f"]({OUTSIDE.get(path, path.removeprefix('docs/'))}"
+
+    return _LINK.sub(get_site_link, markdown)
 
 
 def job_spec() -> str:
@@ -75,11 +110,15 @@ def job_spec() -> str:
 
 
 def settings() -> str:
-    """Return the page of the environment variables."""
+    """Return the page of the environment variables and of the keys of the tenants file."""
     lines = ["# Settings", "", SETTINGS, "", "| variable | default | |", "|---|---|---|"]
     for name, field in Settings.model_fields.items():
         default = COMPUTED[name] if field.default_factory else f"`{field.default!r}`"
         lines.append(f"| `SWIFTKV_{name.upper()}` | {default} | {' '.join((field.description or '').split())} |")
+    schema = TenantPolicy.model_json_schema()
+    webhook = schema.pop("$defs")["WebhookSpec"]
+    lines += ["", "## Tenants file", "", TENANTS_FILE, "", *fields(schema)]
+    lines += [f"### Webhook {{ #{link_to('WebhookSpec')} }}", "", *fields(webhook)]
     return "\n".join(lines) + "\n"
 
 

@@ -70,16 +70,11 @@ def node_program(package: str) -> list[str]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--page", type=Path, help="write what each judge found to this Markdown file")
+    parser.addoption("--page", type=Path, help="write what each judge found into this Markdown page")
 
 
-_PAGE = """# Outside judges
-
-Written by `make judges`: programs of other authors against a deployment on Ray Serve, over HTTP alone.
-
-| judge | asks for | result |
-|---|---|---|
-"""
+_HEAD = "| judge | asks for | result |\n|---|---|---|\n"
+_BEGIN, _END = "<!-- judges: make judges -->", "<!-- end of judges -->"
 _FOUND = pytest.StashKey[dict[str, list[str]]]()
 _ORDER = ["passed", "failed", "skipped"]
 
@@ -93,7 +88,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the results page without times and addresses, so that equal results give equal pages."""
+    """Write the results between the markers of the page, without times and addresses, so that equal results give equal
+    pages."""
     page: Path | None = session.config.getoption("page")
     if page is None:
         return
@@ -102,7 +98,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         judge, _, asks = described.partition(": ")
         counts = ", ".join(f"{results.count(name)} {name}" for name in _ORDER if name in results)
         rows.append(f"| {judge} | {asks.removesuffix('.')} | {counts} |\n")
-    page.write_text(_PAGE + "".join(rows), encoding="utf-8")
+    before, _, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    assert end, f"{page} lacks the lines {_BEGIN} and {_END}"
+    page.write_text(f"{before}{_BEGIN}\n\n{_HEAD}{''.join(rows)}\n{_END}{after}", encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from benchmarks.common import format_markdown_table
 ROOT = Path(__file__).parents[1]
 STORED_REPORT = Path(__file__).with_name("demo_report.json")
 BEGIN, END = "<!-- demo: python -m benchmarks.readme_table demo-report.json -->", "<!-- end of demo -->"
+_MAX_LINE_LENGTH = 150
 SUMMARY_COLUMNS = ("model", "perplexity", "KL to the teacher (nats)", "time to first token")
 COLUMNS = (
     "model",
@@ -62,13 +64,13 @@ def replace_table(file: Path, table: str) -> str:
 def format_summary(report: dict[str, Any]) -> str:
     """Format README's table: perplexity, KL and time to first token of each row, and the machine and minutes."""
     rows = [tuple(row[index] for index in SUMMARY_INDICES) for row in _list_rows(report)]
-    return f"{format_markdown_table(SUMMARY_COLUMNS, rows)}\n\n{_describe_run(report['demo'])}"
+    return f"{format_markdown_table(SUMMARY_COLUMNS, rows)}\n\n{_wrap(_describe_run(report['demo']))}"
 
 
 def format_details(report: dict[str, Any]) -> str:
     """Format the table with all figures, its samples and intervals, and the machine and minutes of the run."""
     table = format_markdown_table(COLUMNS, _list_rows(report))
-    return f"{table}\n\n{_describe_samples(report)}\n\n{_describe_run(report['demo'])}"
+    return f"{table}\n\n{_wrap(_describe_samples(report))}\n\n{_wrap(_describe_run(report['demo']))}"
 
 
 PAGES: Mapping[Path, Callable[[dict[str, Any]], str]] = {
@@ -104,6 +106,10 @@ def _list_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
             for cell in (f"the same: distilled, {report['tokens_trained'] / 1e6:.1f} M counted tokens", *last)
         ),
     ]
+
+
+def _wrap(paragraph: str) -> str:
+    return textwrap.fill(paragraph, _MAX_LINE_LENGTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _format_quality(quality: dict[str, float]) -> tuple[str, str]:

@@ -58,7 +58,6 @@ def format_table(gpu_hour_price: float | None = None) -> str:
         prices = Prices(gpu_hour=1.0 if gpu_hour_price is None else gpu_hour_price)
         planned = add_time(planned, spec, find_speed(spec, (), None), prices)
         assert planned.seconds is not None, f"the planner does not know the GPU of {path.stem}"
-        assert planned.max_tokens is not None
         assert planned.cost is not None
         cells = (
             f"`{path.stem}`",
@@ -67,13 +66,12 @@ def format_table(gpu_hour_price: float | None = None) -> str:
             f"{spec.resources.max_workers} x {spec.resources.accelerator_type}",
             f"{planned.memory_per_worker / 1e9:.1f}",
             f"{dry_runs[path.stem]['train']['peak'] / 1e9:.1f}",
-            f"{planned.max_tokens / 1e6:,.0f} M",
             f"{planned.seconds / 60:,.0f}",
             f"{planned.cost:,.1f}",
         )
         rows.append((planned.cost, cells))
     last = "GPU hours" if gpu_hour_price is None else "cost"
-    columns = ("recipe", "l", "g", "GPUs", "GB per GPU, planned", "dry run", "tokens", "minutes", last)
+    columns = ("recipe", "l", "g", "GPUs", "GB per GPU, planned", "dry run", "minutes", last)
     return format_markdown_table(columns, [cells for _, cells in sorted(rows)])
 
 

@@ -58,7 +58,7 @@ def _lines() -> Iterator[str]:
         yield from (f"## {treatment.capitalize()}", "", *([remark, ""] if remark else []))
         shown = [field for field in FIELDS if field.treatment is treatment]
         for origin in dict.fromkeys(field.origin for field in shown):
-            yield from (f"| {origin}'s field | only on *these routes*: remark |", "|---|---|")
+            yield from (f"| {origin}'s field | *only on*: remark |", "|---|---|")
             rows: dict[str, list[str]] = {}
             for field in (field for field in shown if field.origin == origin):
                 rows.setdefault(_remarks(field), []).append(f"`{field.name}`")

@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -215,7 +216,7 @@ def write_pictures(page: Path, commit: str, happened: list[str]) -> None:
     """Write the pictures, and where they come from, between the markers of `page`."""
     about = f"`make pictures` took these at commit {commit}, of a real run on a CPU."
     about += " Times in them are no measurements."
-    lines = [BEGIN, "", " ".join([about, *happened])]
+    lines = [BEGIN, "", textwrap.fill(" ".join([about, *happened]), 150)]
     for name, words in SHOWN.items():
         lines += ["", f"{words}:", "", f"![](pictures/{name}.png)"]
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)

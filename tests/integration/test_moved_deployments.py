@@ -1,5 +1,5 @@
 """A control plane that is given another Ray cluster deploys everything in its table there, while the deployments of the
-old cluster still answer: the upgrade of Ray that docs/operations.md describes."""
+old cluster still answer: the upgrade of Ray that infra/README.md describes."""
 
 from contextlib import closing
 from dataclasses import replace

@@ -28,7 +28,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(site: Path) -> None:
     for page in DOCS.glob("*.md"):
-        assert (site / "index.html" if page.stem == "index" else site / page.stem / "index.html").exists(), page
+        assert (site / page.stem / "index.html").exists(), page
+    for name in ("", "security", "installation", "contributing", "changelog"):  # files outside docs/
+        assert (site / name / "index.html").exists(), name
     for page in site.rglob("*.html"):
         text = page.read_text()
         assert 'src="http' not in text, page
@@ -60,3 +62,14 @@ def test_pages_name_files_and_programs_that_exist() -> None:
         found = {path for path in named if Path(path).exists() or Path(f"{path}.py").exists()}
         missing += [f"{page}: {path}" for path in named if path not in found | MADE_BY_THE_READER]
     assert missing == []
+
+
+def test_charts_show_figures_of_their_pages() -> None:
+    charts = {
+        path.name: re.findall(r'class="figure"[^>]*>([\d.]+)', path.read_text()) for path in DOCS.glob("images/*.svg")
+    }
+    assert sum(bool(figures) for figures in charts.values()) >= 2
+    for page in DOCS.glob("*.md"):
+        text = page.read_text()
+        for name in re.findall(r"\(images/([\w-]+\.svg)\)", text):
+            assert [figure for figure in charts[name] if figure not in text] == [], f"{page}: {name}"

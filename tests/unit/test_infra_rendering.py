@@ -274,7 +274,7 @@ def test_models_are_kept_in_a_volume_larger_than_their_cache(
 
 
 def test_ray_is_upgraded_beside_the_cluster_that_answers(tmp_path: Path) -> None:
-    """The steps of docs/operations.md: move the control plane to the other cluster, then clients, and later back."""
+    """The steps of infra/README.md: move the control plane to the other cluster, then clients, and later back."""
     first, second = "swiftkv-serve", "swiftkv-serve-b"
     before = production(tmp_path / "0")
     [known] = [each for each in of_kind(before, "RayCluster") if each["metadata"]["name"] == first]

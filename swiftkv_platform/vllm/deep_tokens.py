@@ -30,6 +30,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.student_shape import find_first_deep
 from swiftkv_platform.vllm.requests import PromptLogprobsCheck
 
 WRITE_OPERATOR = "vllm::swiftkv_write_own"
@@ -122,7 +123,7 @@ class RowSelector:
         lengths = np.zeros(num_requests, dtype=np.int64)
         known = (self.prompt_lengths or ())[:num_requests]
         lengths[: len(known)] = known
-        return np.maximum(lengths - (self.deep_tail or 1), 0)
+        return find_first_deep(lengths, self.deep_tail or 1)
 
     def _set_first_deep(self, needed: np.ndarray, size: int) -> None:
         values = np.full(size, _NEVER_DEEP)

@@ -16,6 +16,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from swiftkv_platform.student_shape import find_first_deep
+
 
 def make_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     """Make the synchronous or asynchronous scheduler, by vLLM's configuration; vLLM calls it by `scheduler_cls`."""
@@ -27,8 +29,7 @@ class _OwnKVScheduling(Scheduler):
     def _find_first_deep(self, request: Request) -> int:
         """Return the position of a request's first deep token."""
         config: Any = self.vllm_config.model_config.hf_config
-        first: int = request.num_prompt_tokens - config.layer_map.deep_tail
-        return max(first, 0)
+        return find_first_deep(int(request.num_prompt_tokens), config.layer_map.deep_tail)
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Its blocks with deep tokens get private hashes."""

@@ -126,8 +126,8 @@ def distill(
 
 def _run_job(spec: JobSpec, output: Path) -> Path:
     with require_extra("swiftkv distill", alternative=", or use `swiftkv jobs submit` to run the job on a cluster"):
-        from swiftkv_platform.jobs.distill import run_local
         from swiftkv_platform.jobs.failures import explain_failure
+        from swiftkv_platform.local.training import run_local
     from swiftkv_platform.cli.sources import check_paths_exist
     from swiftkv_platform.contract.cures import advise_on_failure
     from swiftkv_platform.local.terminal import JobDisplay
@@ -156,7 +156,7 @@ def _run_job(spec: JobSpec, output: Path) -> Path:
 
 def _print_what_is_kept(output: Path) -> None:
     """Print what a failed run has left in `output`, if anything."""
-    from swiftkv_platform.jobs.distill import LOCAL_FAILURE, LOCAL_MODEL
+    from swiftkv_platform.local.training import LOCAL_FAILURE, LOCAL_MODEL
 
     if not (output / LOCAL_FAILURE).is_file():
         return

@@ -70,7 +70,7 @@ def test_a_job_without_a_control_plane(tiny_teacher: Path, corpus: Path, tmp_pat
     program = """
 import sys
 from pathlib import Path
-from swiftkv_platform.jobs.distill import run_local
+from swiftkv_platform.local.training import run_local
 from swiftkv_platform.specs import load_spec
 def say(event):
     print(event.type, event.message, sep="\\t", flush=True)

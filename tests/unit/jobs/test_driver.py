@@ -19,10 +19,11 @@ import ray
 from swiftkv_platform.contract.attempts import PROTOCOL, AttemptId, AttemptRequest, ManifestFile
 from swiftkv_platform.control_plane.ray.jobs import Entrypoint
 from swiftkv_platform.errors import ConflictError, DataError, InvalidInputError, QualityGateError
-from swiftkv_platform.jobs import distill, driver
+from swiftkv_platform.jobs import driver
 from swiftkv_platform.jobs.distill import main
 from swiftkv_platform.jobs.driver import check_store_is_shared
 from swiftkv_platform.jobs.ray_train import _Trainer
+from swiftkv_platform.local import training
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import write_manifest
@@ -97,8 +98,8 @@ def test_a_local_run_that_would_wait_for_ever_is_refused(
     monkeypatch.setattr(ray, "init", lambda *_, **__: None)
     monkeypatch.setattr(ray, "cluster_resources", lambda: machine)
     monkeypatch.setattr(ray, "shutdown", lambda: shut.append(True))
-    monkeypatch.setattr(distill, "_set_handlers", lambda _handlers: None)
-    with pytest.raises(InvalidInputError) if message else nullcontext() as raised, distill._start_local_ray(spec):
+    monkeypatch.setattr(training, "_set_handlers", lambda _handlers: None)
+    with pytest.raises(InvalidInputError) if message else nullcontext() as raised, training._start_local_ray(spec):
         assert message is None
     assert shut == [True]
     assert message is None or message in raised.value.message
@@ -250,8 +251,8 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         directory.mkdir()
         (directory / "model.safetensors").write_text(checkpoint)
 
-    monkeypatch.setattr(distill, "_start_local_ray", lambda spec: nullcontext())
-    monkeypatch.setattr(distill, "save_model", save_model)
+    monkeypatch.setattr(training, "_start_local_ray", lambda spec: nullcontext())
+    monkeypatch.setattr(training, "save_model", save_model)
     return tmp_path / "output"
 
 
@@ -268,8 +269,8 @@ def trained(store: ObjectStore, request: AttemptRequest, *, step: int = 2) -> st
 
 
 def run_here(monkeypatch: pytest.MonkeyPatch, output: Path, work: Run, **sections: Any) -> Path:
-    monkeypatch.setattr(distill, "distill", work)
-    return distill.run_local(JobSpec.model_validate({"name": "here", **sections}), output)
+    monkeypatch.setattr(training, "distill", work)
+    return training.run_local(JobSpec.model_validate({"name": "here", **sections}), output)
 
 
 def fail_after_training(error: BaseException) -> Run:
@@ -328,7 +329,7 @@ def test_a_model_that_cannot_be_written_hides_no_reason_and_no_checkpoint(
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(distill, "save_model", fail)
+    monkeypatch.setattr(training, "save_model", fail)
     with pytest.raises(DataError):
         run_here(monkeypatch, output, fail_after_training(DataError("no such task")))
     assert json.loads((output / "failure.json").read_text())["code"] == "data_error"

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as ASGIScope
 
 from swiftkv_platform.errors import ForbiddenError, RateLimitedError, SwiftKVError, UnauthenticatedError
-from swiftkv_platform.security.credentials import has_token
+from swiftkv_platform.security.keys import has_token
 from swiftkv_platform.security.principals import Authenticator, Principal, Scope
 from swiftkv_platform.web.limiters import Clock, Sender, TokenBucket
 from swiftkv_platform.web.middleware import Middleware

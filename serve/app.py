@@ -24,7 +24,7 @@ from swiftkv_platform.contract.autoscaling import (
 )
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.logs import configure_logging
-from swiftkv_platform.security.credentials import open_credentials
+from swiftkv_platform.security.keys import open_credentials
 from swiftkv_platform.serve.args import ReplicaArgs, ServeArgs, ServedConfig
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.metrics import Metrics

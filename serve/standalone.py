@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.security.credentials import open_credentials
+from swiftkv_platform.security.keys import open_credentials
 from swiftkv_platform.serve.args import ReplicaArgs, ServedConfig
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.proxy import is_probe

@@ -24,7 +24,7 @@ from swiftkv_platform.control_plane.models import routes as models
 from swiftkv_platform.control_plane.wiring import run_control_plane
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.limits import BODY_KEYS
-from swiftkv_platform.security.credentials import open_credentials
+from swiftkv_platform.security.keys import open_credentials
 from swiftkv_platform.settings import Settings, is_loopback
 from swiftkv_platform.web.bodies import BodyReader
 from swiftkv_platform.web.limiters import ConcurrencyLimits

@@ -42,7 +42,7 @@ from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.limits import SIGN_IN_BURST, SIGN_INS_PER_MINUTE
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.private_directories import remove_abandoned_workspaces
-from swiftkv_platform.security.credentials import Credentials
+from swiftkv_platform.security.keys import Credentials
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore

@@ -35,7 +35,7 @@ from swiftkv_platform.local.state import (
     stop_marked_processes,
 )
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.security.credentials import open_credentials
+from swiftkv_platform.security.keys import open_credentials
 from swiftkv_platform.settings import Settings, is_loopback
 
 _POLL_INTERVAL_S = 0.25

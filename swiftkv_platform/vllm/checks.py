@@ -17,7 +17,7 @@ from swiftkv_platform.families import find_family
 from swiftkv_platform.vllm.quantized import ACCEPTED_METHODS, is_accepted_method
 from swiftkv_platform.vllm.versions import check_version
 
-_V1_CHECKS, _V2_CHECKS = "swiftkv_platform.vllm.requests", "swiftkv_platform.vllm.second_runner"
+_REQUEST_CHECKS = "swiftkv_platform.vllm.requests"
 _PROMPT_LENGTHS_PATH = "swiftkv_platform.vllm.deep_tokens:PromptLengths"
 _SCHEDULER_PATH = "swiftkv_platform.vllm.scheduler.make_scheduler"
 _SUPPORTED_CONNECTORS = ("ExampleConnector", "NixlConnector")
@@ -78,8 +78,8 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
             _check_skipping(vllm_config)
         if is_prefill_only:
             _check_prefill_only(vllm_config)
-            module = _V2_CHECKS if vllm_config.use_v2_model_runner else _V1_CHECKS
-            _add_logits_processor(vllm_config, f"{module}:OneTokenCheck")
+            name = "V2OneTokenCheck" if vllm_config.use_v2_model_runner else "OneTokenCheck"
+            _add_logits_processor(vllm_config, f"{_REQUEST_CHECKS}:{name}")
         elif skips:
             if config.layer_map.deep_leaders:
                 _configure_own_deep_kv(vllm_config)
@@ -155,7 +155,7 @@ def _add_prompt_lengths(vllm_config: VllmConfig) -> None:
     """
     if vllm_config.speculative_config is None:
         is_second = vllm_config.use_v2_model_runner
-        name = f"{_V2_CHECKS}:PromptLogprobsCheck" if is_second else _PROMPT_LENGTHS_PATH
+        name = f"{_REQUEST_CHECKS}:V2PromptLogprobsCheck" if is_second else _PROMPT_LENGTHS_PATH
         _add_logits_processor(vllm_config, name)
 
 

@@ -1,8 +1,9 @@
 """Checks of requests to a student before vLLM queues them: prompt log-probabilities are refused.
 
 Skipped prompt tokens have no logits, and vLLM would fail only in the model runner, which kills the engine. vLLM's hook
-for a request's parameters is a logits processor; these do not change logits. These are for model runner V1;
-`second_runner.py` has those for V2.
+for a request's parameters is a logits processor; these do not change logits. Model runner V2, which vLLM uses if Triton
+is available, as on GPUs, has its own class of them. A server's frontend imports this module too, so it must not import
+the runners.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.worker.gpu.sample import logits_processor as v2
 
 
 def refuse_prompt_logprobs(params: SamplingParams) -> None:
@@ -58,5 +60,23 @@ class PromptLogprobsCheck(LogitsProcessor):
 
 class OneTokenCheck(PromptLogprobsCheck):
     """Check of requests to a prefill-only server, whose single token signals the end of the prefill."""
+
+    validate_params = staticmethod(require_one_token)
+
+
+class V2PromptLogprobsCheck(v2.LogitsProcessor):
+    """`PromptLogprobsCheck` for model runner V2."""
+
+    validate_params = staticmethod(refuse_prompt_logprobs)
+
+    def add_request(self, _slot: int, _params: SamplingParams) -> bool:
+        return False
+
+    def apply(self, logits: torch.Tensor, _context: v2.LogitsContext) -> torch.Tensor:
+        return logits
+
+
+class V2OneTokenCheck(V2PromptLogprobsCheck):
+    """`OneTokenCheck` for model runner V2."""
 
     validate_params = staticmethod(require_one_token)

@@ -19,8 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from swiftkv_platform.errors import ForbiddenError, InvalidInputError, UnauthenticatedError
-from swiftkv_platform.security.credentials import Credentials, open_credentials
-from swiftkv_platform.security.keys import create_key
+from swiftkv_platform.security.keys import Credentials, create_key, open_credentials
 from swiftkv_platform.security.principals import Scope
 from swiftkv_platform.security.tokens import TokenVerifier
 from swiftkv_platform.serve.access import Gate

@@ -20,9 +20,8 @@ from schemathesis.schemas import APIOperation
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
-from swiftkv_platform.security.credentials import open_credentials
 from swiftkv_platform.security.keys import Scope as KeyScope
-from swiftkv_platform.security.keys import create_key
+from swiftkv_platform.security.keys import create_key, open_credentials
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.openai.fields import FIELDS
 from swiftkv_platform.serve.prefixes import PrefixHeaderMiddleware

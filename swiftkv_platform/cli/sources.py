@@ -31,7 +31,9 @@ def read_model_config(name: str) -> dict[str, Any]:
     built-in teacher or hub id; for a PEFT adapter, that of its base model. Raises `ModelError` if there is none, and
     `StorageError` if the store is unavailable.
     """
-    if Path(name).suffix == ".json" and Path(name).exists():
+    if Path(name).suffix == ".json":
+        if not Path(name).exists():
+            raise ModelError.for_field("model", name, ": no such file or directory here")
         return read_config(name)
     config = read_teacher_config(name, _read_object, field="model")
     if config is not None:

@@ -69,7 +69,7 @@ def test_the_table_compares_students_as_table_1_does(tmp_path: Path) -> None:
 def test_a_model_that_is_not_there() -> None:
     for name, message in (
         ("nobody/nothing", "'nobody/nothing' is not a local file or directory, and the hub returned no config.json"),
-        ("missing/config.json", "missing/config.json cannot be read"),
+        ("missing/config.json", "model is 'missing/config.json': no such file or directory here"),
         ("builtin:gpt", "the built-in teachers are builtin:python-5m and"),
     ):
         result = run(name)
@@ -145,7 +145,7 @@ def test_without_matplotlib_nothing_is_read(model: Path, text: Path, monkeypatch
 
 
 def test_errors_are_one_line(text: Path, model: Path, tmp_path: Path) -> None:
-    assert "cannot be read" in analyze(tmp_path / "nothing", "--text", text).stderr
+    assert "no such file or directory here" in analyze(tmp_path / "nothing", "--text", text).stderr
     missing = analyze(model, "--text", tmp_path / "missing.txt")
     assert missing.exit_code == 1
     assert "missing.txt" in missing.stderr

@@ -35,9 +35,15 @@ def test_a_built_in_teacher_lies_in_the_package(tmp_path: Path) -> None:
     assert (raised.value.field, raised.value.value) == ("model.name_or_path", "builtin:gpt")
 
 
-@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "models/mine", "/models/mine"])
-def test_hub_ids_and_directories_stay_what_they_are(name: str, tmp_path: Path) -> None:
-    assert resolve_teacher(ModelSpec(name_or_path=name), tmp_path) == name
+def test_hub_ids_and_directories_stay_what_they_are(tmp_path: Path) -> None:
+    for name in ("meta-llama/Llama-3.1-8B", "models/mine", str(tmp_path)):
+        assert resolve_teacher(ModelSpec(name_or_path=name), tmp_path) == name
+
+
+@pytest.mark.parametrize("name", ["/models/mine", "mine"])
+def test_a_directory_that_is_missing_is_not_asked_of_the_hub(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=f"{name}': no such file or directory here"):
+        resolve_teacher(ModelSpec(name_or_path=name), tmp_path)
 
 
 def test_a_machine_that_is_not_to_fetch_knows_where_the_teacher_will_be(tmp_path: Path) -> None:

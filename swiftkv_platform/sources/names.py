@@ -107,8 +107,8 @@ Source = ModelSource | FileSource
 
 
 def parse_source(name: str, *, field: str, suffixes: Collection[str] = (), relative_paths: bool = True) -> Source:
-    """Parse a name. Raises `InvalidInputError` for one that no file system, store or hub could have, and for a name
-    without a slash of which nothing exists here.
+    """Parse a name. Raises `InvalidInputError` for one that no file system, store or hub could have, and for a model
+    without a slash in its name that does not exist here.
 
     Args:
         suffixes: a name with one of these is a path, even if no such file exists.
@@ -126,7 +126,8 @@ def parse_source(name: str, *, field: str, suffixes: Collection[str] = (), relat
     # In a directory that this process may not enter, this is False, where `Path.exists` raises.
     if is_path or (relative_paths and os.path.exists(name)):  # noqa: PTH110
         return PathSource(name, _expand_user(name, field))
-    if relative_paths and "/" not in name:  # a mistyped path, which the hub would be asked for, with retries
+    # A mistyped path, which the hub would be asked for, with retries. The hub has data sets without an organization.
+    if relative_paths and "/" not in name and suffixes != DATA_SUFFIXES:
         raise InvalidInputError.for_field(
             field, name, ": no such file or directory here; a hub id has an organization, e.g. Qwen/Qwen3-0.6B"
         )

@@ -59,6 +59,7 @@ def format_table(gpu_hour_price: float | None = None) -> str:
         planned = add_time(planned, spec, find_speed(spec, (), None), prices)
         assert planned.seconds is not None, f"the planner does not know the GPU of {path.stem}"
         assert planned.cost is not None
+        assert planned.memory_per_worker is not None
         cells = (
             f"`{path.stem}`",
             f"{planned.num_key_value_layers} of {planned.num_hidden_layers}",

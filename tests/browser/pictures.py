@@ -1,6 +1,6 @@
 """Pictures of the dashboard for the documentation, taken of one real run: `make pictures`.
 
-Starts a separate platform, distils and deploys the built-in teacher, runs a sweep, lets one job fail at its gate and
+Starts a separate platform, distills and deploys the built-in teacher, runs a sweep, lets one job fail at its gate and
 another wait for a GPU that does not exist, and takes every picture that the page shows, which names the commit.
 """
 

@@ -37,6 +37,8 @@ class DeploymentState:
     """Replicas running now."""
     load_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase (`fetch`, `load`, `check`) of the replica that took longest to serve the model."""
+    unknown_since: int | None = None
+    """Unix seconds since which the cluster has not reported the other fields; None while it reports them."""
 
 
 @dataclass(frozen=True)

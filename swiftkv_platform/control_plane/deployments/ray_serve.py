@@ -109,6 +109,8 @@ _API_PATH = "/api/serve/applications/"
 
 # The first `apply` starts Serve's controller and proxies, and waits for them.
 _API_TIMEOUT_S = 120.0
+_STATUS_TIMEOUT_S = 30.0
+"""Seconds to wait for the state of Serve, so that an unknown state is soon shown as unknown."""
 
 _STATUS_BY_RAY_STATUS = {
     "NOT_STARTED": DeploymentStatus.DEPLOYING,
@@ -192,7 +194,8 @@ class RayServe:
         return {name: self._find_state(name, application, listening) for name, application in applications.items()}
 
     def _get_details(self) -> Mapping[str, Any]:
-        return self._dashboard.parse_object(self._dashboard.request("GET", _API_PATH), "read the state of Serve")
+        response = self._dashboard.request("GET", _API_PATH, timeout_s=_STATUS_TIMEOUT_S)
+        return self._dashboard.parse_object(response, "read the state of Serve")
 
     def close(self) -> None:
         self._dashboard.close()

@@ -23,6 +23,7 @@ from swiftkv_platform.control_plane.ray.placement import (
     normalize_resources,
     reserve,
 )
+from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.deployment import ResolvedDeployment
@@ -155,6 +156,11 @@ _LOST_STATE = DeploymentState(DeploymentStatus.PENDING, "missing on the serving 
 _LOST_NODE_GRACE_S = 600.0
 """Seconds for which lost nodes still count as capacity, since most of them return."""
 
+_UNREPORTED_STATUSES = (DeploymentStatus.PENDING, DeploymentStatus.DELETING)
+"""Statuses that the control plane sets itself."""
+_UNKNOWN_AFTER_S = 15.0
+"""Seconds without a report of the cluster after which the states of deployments are unknown."""
+
 _DRAIN_TIMEOUT_S = 150.0
 """Seconds after which stopped replicas have ended; they finish running requests for up to 120 s."""
 
@@ -182,6 +188,8 @@ class DeploymentReconciler:
         """Nodes that count; None before any were reported."""
         self._nodes_at = 0.0
         """Unix seconds at which they were last reported."""
+        self._unreported_since: float | None = None
+        """Unix seconds since which rounds have failed because the cluster is unavailable."""
 
     def tick(self) -> None:
         """Run one round. Raises `ClusterUnavailableError`, `DatabaseUnavailableError` and `LeaseLostError`; the next
@@ -193,6 +201,17 @@ class DeploymentReconciler:
         self.unreadable = kept
         if not deployments and not self._applied:
             return
+        began = self._parts.clock()
+        try:
+            self._reconcile(deployments, kept)
+        except ClusterUnavailableError:
+            self._mark_unknown(deployments, began)
+            raise
+        self._unreported_since = None
+
+    def _reconcile(self, deployments: Sequence[Deployment], kept: Sequence[str]) -> None:
+        """Apply the wanted deployments, and store the states that the cluster reports. `kept`: ids that stay as they
+        are."""
         states = self._parts.serving.status()
         self._forget_drained(states)
         grants = self._grant_replicas(
@@ -221,6 +240,19 @@ class DeploymentReconciler:
                 state = replace(state, message="; ".join(filter(None, (state.message, grant.why))))
             if deployment.spec.id not in stale:
                 self._store_state(deployment, state)
+
+    def _mark_unknown(self, deployments: Sequence[Deployment], began: float) -> None:
+        """Store since when the cluster has reported no states, once that has lasted a while. `began`: Unix seconds at
+        which the failed round began; it may have waited for long."""
+        self._unreported_since = self._unreported_since or began
+        if self._parts.clock() < self._unreported_since + _UNKNOWN_AFTER_S:
+            return
+        self._lease.check_leading()
+        for deployment in deployments:
+            spec, state = deployment.spec, deployment.state
+            if state.unknown_since is None and state.status not in _UNREPORTED_STATUSES:
+                unknown = replace(state, unknown_since=int(self._unreported_since))
+                self._parts.deployments.set_deployment_state(spec.id, unknown, of=spec)
 
     def _grant_replicas(self, wanted: Sequence[Deployment]) -> Mapping[str, ReplicaGrant]:
         """Return the replicas that each deployment may start, by id."""

@@ -82,6 +82,9 @@ class DeploymentResponse(ResolvedDeployment, _DeploymentIdentity):
     """Cold start: seconds by phase of the running replica that took longest to serve the model. `fetch`: from the
     object store or the machine's cache; `load`: into the engine; `check`: its first token. Empty until a replica
     runs."""
+    unknown_since: int | None
+    """Unix seconds since which the cluster has not reported the status and replicas, which are the last known ones;
+    null while it reports them."""
     url: str
     """Base URL; requests go to `{url}/generate`."""
 
@@ -115,11 +118,12 @@ async def read_replica_metrics(
         for _ in range(max(1, min(4 * num_replicas, _MAX_METRICS_REQUESTS))):
             try:
                 answer = await client.get(f"{url}/metrics")
-                answer.raise_for_status()
             except httpx.HTTPError as error:
                 raise ClusterUnavailableError(
                     f"{url}/metrics does not answer: {error or type(error).__name__}"
                 ) from error
+            if not answer.is_success:
+                raise ClusterUnavailableError(f"{url}/metrics answers {answer.status_code} {answer.reason_phrase}")
             metrics = _parse_metrics(answer.text)
             found[metrics.replica] = metrics
             if len(found) >= num_replicas:

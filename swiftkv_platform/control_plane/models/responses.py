@@ -135,6 +135,8 @@ class LineageDeployment(ResponseModel):
     route_prefix: str
     alias: str | None
     status: DeploymentStatus
+    unknown_since: int | None
+    """As in `GET /deployments/{id}`."""
 
 
 class LineageResponse(ResponseModel):
@@ -180,7 +182,7 @@ class LineageResponse(ResponseModel):
                 "ancestors": ancestors,
                 "aliases": sorted(alias for alias, current in newest.items() if current == model.id),
                 "promotions": [item for item in history if model.id in (item.model, item.previous)],
-                "deployments": [{**dict(item.spec), "status": item.state.status} for item in deployments],
+                "deployments": [{**dict(item.spec), **vars(item.state)} for item in deployments],
             }
         )
 

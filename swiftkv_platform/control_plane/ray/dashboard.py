@@ -36,12 +36,16 @@ class RayDashboard:
         self.url = url.rstrip("/")
         self._token_file = token_file
         # A proxy from the environment cannot reach a cluster's own addresses.
-        self._http = httpx.Client(base_url=self.url, timeout=httpx.Timeout(timeout_s, connect=3.0), trust_env=False)
+        self._http = httpx.Client(base_url=self.url, timeout=_make_timeout(timeout_s), trust_env=False)
 
-    def request(self, method: str, path: str, *, json: Any = None) -> httpx.Response:
-        """Return Ray's response with any status. Raises `ClusterUnavailableError` without a response."""
+    def request(self, method: str, path: str, *, json: Any = None, timeout_s: float | None = None) -> httpx.Response:
+        """Return Ray's response with any status. `timeout_s`: instead of the client's. Raises `ClusterUnavailableError`
+        without a response."""
+        timeout = self._http.timeout if timeout_s is None else _make_timeout(timeout_s)
         try:
-            return self._http.request(method, path, json=json, headers=_make_auth_headers(self._token_file))
+            return self._http.request(
+                method, path, json=json, headers=_make_auth_headers(self._token_file), timeout=timeout
+            )
         except httpx.TransportError as error:
             raise self.no_response_error(error) from error
 
@@ -129,6 +133,10 @@ class RayDashboard:
 
     def _unavailable_error(self, problem: str) -> ClusterUnavailableError:
         return ClusterUnavailableError(f"Ray at {self.url} {problem}", field="ray_dashboard_url", value=self.url)
+
+
+def _make_timeout(timeout_s: float) -> httpx.Timeout:
+    return httpx.Timeout(timeout_s, connect=3.0)
 
 
 def extract_last_error(text: str) -> str:

@@ -1,5 +1,6 @@
 """A deployment without Ray: its application, the engine that it runs on, and the verified artifact that it loads."""
 
+import socket
 import subprocess
 import sys
 from contextlib import closing
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 from swiftkv_platform.contract.autoscaling import POLICY, REVISION_HEADER
+from swiftkv_platform.control_plane.deployments import ray_serve
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe, _make_application, parse_http_address
 from swiftkv_platform.control_plane.deployments.service import check_engine_options
@@ -116,6 +118,14 @@ def test_the_address_to_listen_on_is_the_one_clients_use() -> None:
 def test_a_ray_that_is_away_is_a_cluster_that_is_away() -> None:
     with pytest.raises(ClusterUnavailableError, match=r"127\.0\.0\.1:9 does not answer"):
         RayServe("http://127.0.0.1:9").status()
+
+
+def test_a_ray_that_hangs_is_a_cluster_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_serve, "_STATUS_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        url = f"http://127.0.0.1:{hung.getsockname()[1]}"
+        with closing(RayServe(url)) as cluster, pytest.raises(ClusterUnavailableError, match="timed out"):
+            cluster.status()
 
 
 def test_the_state_of_a_deployment_has_the_longest_cold_start_of_its_replicas() -> None:

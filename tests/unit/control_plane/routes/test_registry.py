@@ -122,7 +122,13 @@ def test_lineage_leads_from_the_data_to_the_deployments(server: Server, models: 
     assert lineage["job_id"] == server.get(f"/models/{models[0]}")["job_id"]
     assert [item["reason"] for item in lineage["promotions"]] == ["better"]
     assert lineage["deployments"] == [
-        {"id": deployment["id"], "route_prefix": "/", "alias": "production", "status": "pending"}
+        {
+            "id": deployment["id"],
+            "route_prefix": "/",
+            "alias": "production",
+            "status": "pending",
+            "unknown_since": None,
+        }
     ]
     promote(server, models[1])
     before = server.get(f"/models/{models[0]}/lineage")

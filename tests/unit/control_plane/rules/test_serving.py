@@ -160,6 +160,41 @@ def test_an_adapter_whose_base_is_closed_is_not_deployed(plane: Plane, model: Mo
         deploy_by(("acme",), model=whole.id, candidate={"model": model.id}, route_prefix="/other")
 
 
+def test_what_the_cluster_no_longer_reports_is_unknown_since_then(plane: Plane, model: Model) -> None:
+    reconciler = DeploymentReconciler(plane.parts, SETTINGS, UNDISPUTED)
+    running, deleted = deploy(plane, model.id), deploy(plane, model.id, "/deleted")
+    reconciler.tick()
+    for deployment in (running, deleted):
+        plane.serving.become(deployment.spec.id, DeploymentStatus.RUNNING, replicas=1)
+    reconciler.tick()
+    delete(plane, deleted)
+    pending = deploy(plane, model.id, "/pending")
+
+    def state(deployment: Deployment) -> DeploymentState:
+        return plane.catalog.get_deployment(deployment.spec.id, tenant=TENANT).state
+
+    def fail(now: float) -> None:
+        plane.clock.now = now
+        with pytest.raises(ClusterUnavailableError):
+            reconciler.tick()
+
+    plane.serving.away = True
+    fail(2000.0)
+    fail(2014.0)
+    assert state(running).unknown_since is None, "one late report is no outage"
+    for later in (2015.0, 2100.0):
+        fail(later)
+        assert state(running) == DeploymentState(DeploymentStatus.RUNNING, replicas=1, unknown_since=2000)
+    assert [state(each).unknown_since for each in (deleted, pending)] == [None, None], "the control plane sets these"
+    plane.serving.away = False
+    reconciler.tick()
+    assert state(running) == DeploymentState(DeploymentStatus.RUNNING, replicas=1)
+    plane.serving.away = True
+    fail(3000.0)
+    fail(3020.0)
+    assert state(running).unknown_since == 3000, "the second outage has its own time"
+
+
 def test_what_the_cluster_loses_or_misses_is_applied_again(plane: Plane, model: Model) -> None:
     reconciler = DeploymentReconciler(plane.parts, SETTINGS, UNDISPUTED)
     plane.serving.away = True

@@ -106,6 +106,8 @@ def _format_lead(report: Mapping[str, Any], lineage: Mapping[str, Any]) -> str:
         figures = f"{worst['value']:.4g} (limit {worst['limit']:g}, {read_gate_verdict(worst)})"
         parts.insert(0, f"worst metric: {worst['subject']} {figures}")
     parts.append(f"{report['num_positions']:,} held-out positions")
+    if (deep_tail := ((lineage.get("spec") or {}).get("swiftkv") or {}).get("deep_tail", 1)) > 1:
+        parts.append(f"the last {deep_tail:,} prompt tokens run all layers")
     if report["tokens_trained"] is not None:
         parts.append(f"{report['tokens_trained']:,} tokens trained")
     training = report.get("training")  # missing in older reports

@@ -145,6 +145,14 @@ def test_the_evaluation_page_says_what_the_report_does() -> None:
         assert told in text_of(left_out)
 
 
+@pytest.mark.parametrize(("swiftkv", "is_said"), [({"deep_tail": 16}, True), ({"deep_tail": 1}, False), ({}, False)])
+def test_the_evaluation_page_says_which_tokens_of_a_prompt_run_all_layers(
+    swiftkv: dict[str, int], is_said: bool
+) -> None:
+    page = render_evaluation_page(report(), {**LINEAGE, "spec": {"name": "a", "swiftkv": swiftkv}})
+    assert ("the last 16 prompt tokens run all layers" in page) == is_said
+
+
 def test_what_was_not_measured_is_left_out() -> None:
     unmeasured = dict.fromkeys(("rewired", "calibrated", "continuations", "exit_head", "tokens_trained"))
     bare = report(**unmeasured, tasks=[], gates=[])

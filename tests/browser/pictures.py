@@ -37,7 +37,9 @@ SHOWN = {
     "new-job": "A new job from a recipe, with its plan",
     "job": "A job that has succeeded",
     "job-390": "The same on a phone",
+    "metrics": "Its metrics",
     "checkpoints": "Its checkpoints",
+    "model": "Its model",
     "sweep": "A sweep's frontier",
     "playground": "The student and its teacher, asked the same",
     "audit": "The audit trail",
@@ -136,7 +138,9 @@ def run(client: Client, camera: Camera) -> list[str]:
     teacher = client.deployments.create(student.distilled_model, route_prefix="/teacher", engine=TEACHER_MODE)
     client.deployments.wait_ready(teacher.id)
     camera.take("job", f"jobs/{student.id}")
-    camera.take("checkpoints", f"jobs/{student.id}", at="Checkpoints")
+    camera.take("metrics", f"jobs/{student.id}?tab=metrics")
+    camera.take("checkpoints", f"jobs/{student.id}?tab=checkpoints")
+    camera.take("model", f"models/{student.distilled_model}")
     camera.take("sweep", f"jobs/{sweep.id}", at="Sweep")
     camera.take("new-job", "submit", ready=_planned)
     camera.take("playground", f"playground?a={chat.id}&b={teacher.id}", at="/student", ready=_answered)

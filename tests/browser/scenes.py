@@ -151,7 +151,8 @@ def answer_events() -> list[tuple[None, Any]]:
         {"choices": [{"index": 0, "text": text, "token_ids": [1] * tokens, **counts(exited, drafted)}]}
         for text, exited, drafted, tokens in pieces
     ]
-    usage = {"prompt_tokens": 12, "completion_tokens": 7, "prefill_layers_skipped_tokens": 11, "early_exit_tokens": 2}
+    prompt = {"prompt_tokens": 40, "cached_tokens": 16, "prefill_layers_skipped_tokens": 8}
+    usage = {**prompt, "completion_tokens": 7, "early_exit_tokens": 2}
     return [
         *((None, event) for event in events[:-1]),
         (None, {**events[-1], "usage": usage, "timings": {"ttft_ms": 22, "tpot_ms": 8}}),
@@ -206,7 +207,8 @@ def write_artifact(server: Server, job_id: str) -> None:
     objects.put_bytes(f"{prefix}/evaluation.json", json.dumps(REPORT).encode())
     size = objects.head(f"{prefix}/evaluation.json").size
     files = {"evaluation.json": {"size": size, "sha256": "0" * 64}}
-    lineage = {"teacher": "org/teacher", "data_fingerprint": "9f" * 32}
+    spec = server.get(f"/jobs/{job_id}")["spec"]
+    lineage = {"teacher": "org/teacher", "data_fingerprint": "9f" * 32, "spec": spec}
     write_manifest(objects, prefix, files, kind="artifact", lineage=lineage, metrics=REPORT)
 
 
@@ -246,7 +248,7 @@ def deploy(server: Server, model: str | None = None, **spec: Any) -> str:
 def upload(server: Server, name: str) -> str:
     """Upload a file of two rows; return its id."""
     sent = {"files": {"file": (name, b'{"text": "a"}\n' * 2)}, "data": {"purpose": "fine-tune"}}
-    answer = server.client.post("/v1/files", **sent).raise_for_status()  # type: ignore[arg-type]
+    answer = server.client.post("/v1/files", **sent, timeout=60).raise_for_status()  # type: ignore[arg-type]
     file: str = answer.json()["id"]
     return file
 
@@ -256,7 +258,10 @@ def team(server: Server) -> dict[str, str]:
 
     Returns the pages that show them, by name.
     """
-    first, second = trained(server), trained(server, "python-half-g4", swiftkv={"key_value_group_size": 4})
+    first, second = (
+        trained(server, name, swiftkv=swiftkv)
+        for name, swiftkv in (("python-half", {"deep_tail": 16}), ("python-half-g4", {"key_value_group_size": 4}))
+    )
     server.client.post(f"/models/{first['distilled_model']}/promote", json={"reason": "best KL"}).raise_for_status()
     chat = deploy(server, first["distilled_model"], route_prefix="/chat")
     deploy(server, second["distilled_model"], route_prefix="/next")
@@ -267,6 +272,8 @@ def team(server: Server) -> dict[str, str]:
         "overview": "overview",
         "jobs": "jobs",
         "job": f"jobs/{first['id']}",
+        **{f"job's {tab}": f"jobs/{first['id']}?tab={tab}" for tab in ("metrics", "checkpoints", "log", "spec")},
+        "unknown job": "jobs/job_nope",
         "failed job": f"jobs/{lost}",
         "sweep": f"jobs/{running}",
         "runs": f"runs?jobs={first['id']},{second['id']}",
@@ -274,7 +281,8 @@ def team(server: Server) -> dict[str, str]:
         "new job on a file": f"submit?file={file}",
         "files": "files",
         "clone": f"submit?job={first['id']}",
-        "models": f"models?model={first['distilled_model']}",
+        "models": "models",
+        "model": f"models/{first['distilled_model']}",
         "deployments": "deployments",
         "deployment": f"deployments/{chat}",
         "playground": f"playground?a={chat}",

@@ -37,7 +37,7 @@ def test_every_page_can_be_used_by_everyone(server: Server, page: Page, scheme: 
                 page.get_by_label("Prompt").fill("How does a prompt skip layers?")
                 page.get_by_role("button", name="Generate").click()
                 expect(page.locator(".live")).to_contain_text("22 ms")
-            if name == "job":
+            if name == "job's checkpoints":
                 page.get_by_role("button", name="Deploy ckpt").first.click()
                 page.evaluate("scrollTo(0, 0)")
             if name in ("new job", "new job on a file", "clone"):

@@ -3,11 +3,13 @@ keys."""
 
 import re
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from sqlalchemy import text
 
 from swiftkv_platform.control_plane.ray.placement import Node
+from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.local import formats as units
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
@@ -15,13 +17,17 @@ from tests.browser.scenes import (
     OUT_OF_MEMORY,
     Page,
     address,
+    control_plane,
     deploy,
     expect,
     failed,
+    forward,
+    replica_page,
     sweep,
     trained,
 )
 from tests.support.browsers import playwright
+from tests.support.fakes.scripted_server import Answer, Script
 from tests.unit.control_plane.routes.conftest import SPEC, Server, make_parts, served_control_plane
 
 
@@ -42,7 +48,10 @@ def test_a_job_is_paused_resumed_and_cancelled(server: Server, page: Page) -> No
     for button, outcome in (("Pause", "paused"), ("Resume", "queued"), ("Cancel", "cancelled")):
         page.get_by_role("button", name=button).click()
         expect(status).to_have_text(outcome)
+        expect(page.locator(".toasts")).to_contain_text(f"{button} requested.")
     expect(page.locator("main .head").get_by_role("button")).to_have_count(0)
+    page.get_by_role("navigation", name="Breadcrumb").get_by_role("link", name="Jobs").click()
+    expect(page.get_by_role("heading", name="Jobs", exact=True)).to_be_visible()
 
 
 def test_a_sweep_shows_its_frontier_and_its_choice(server: Server, page: Page) -> None:
@@ -149,13 +158,92 @@ def test_the_overview_shows_work_service_and_failures(server: Server, page: Page
     expect(panel("Recent failures")).to_contain_text(f"out_of_memory {OUT_OF_MEMORY}")
 
 
-@pytest.mark.soak("a long scene")
-def test_a_figure_that_nothing_tells_is_unknown(server: Server, page: Page) -> None:
-    deploy(server)
-    server.client.delete(f"/deployments/{server.get('/deployments')['data'][0]['id']}")
+def test_every_page_of_the_menu_is_in_view_on_a_phone(server: Server, page: Page) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
     page.goto(address(server))
-    unknown = page.get_by_title("the deployment is deleting").first
-    expect(unknown).to_contain_text("unknown")
+    links = page.get_by_role("navigation", name="Pages").get_by_role("link")
+    expect(links).to_have_count(8)
+    for link in links.all():
+        expect(link).to_be_in_viewport(ratio=1)
+
+
+@pytest.mark.parametrize("kind", ["job", "model", "deployment"])
+def test_an_unknown_object_is_asked_for_once(server: Server, page: Page, kind: str) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url) if "_nope" in request.url else None)
+    page.goto(f"{address(server)}/#/{kind}s/{kind}_nope?tab=log")
+    expect(page.get_by_role("heading", name=f"No such {kind}")).to_be_visible()
+    page.wait_for_timeout(2500)  # longer than pages wait until they ask again
+    assert [urlsplit(url).path for url in asked] == [f"/{kind}s/{kind}_nope"]
+    page.get_by_role("link", name=f"Show all {kind}s").click()
+    expect(page.get_by_role("heading", name=f"{kind}s")).to_be_visible()
+
+
+def test_an_object_that_is_deleted_meanwhile_is_gone(server: Server, page: Page) -> None:
+    deployment = deploy(server)
+    page.goto(f"{address(server)}/#/deployments/{deployment}")
+    expect(page.get_by_role("heading", name="Current load")).to_be_visible()
+    server.parts.deployments.remove_deployment(deployment)
+    expect(page.get_by_role("heading", name="No such deployment")).to_be_visible()
+
+
+@pytest.mark.parametrize("has_clipboard", [True, False])
+def test_ids_are_copied(server: Server, page: Page, has_clipboard: bool) -> None:
+    """Browsers have no `navigator.clipboard` on pages of other machines without HTTPS."""
+    job = server.submit()["id"]
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    if not has_clipboard:
+        page.add_init_script("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+    page.goto(f"{address(server)}/#/jobs")
+    page.get_by_role("button", name=f"Copy {job}").click()
+    expect(page.locator(".toasts")).to_have_text(f"Copied {job}.")
+    search = page.get_by_label("Search jobs")
+    search.focus()
+    page.keyboard.press("Control+V")
+    expect(search).to_have_value(job)
+
+
+def test_a_deployment_says_why_it_has_no_rates(page: Page, tmp_path: Path, empty_database: Path) -> None:
+    idle = Script()
+    idle.on(
+        "GET", "/chat/metrics", Answer(200, replica_page("one", tokens=0, exited=0, answers=0, seconds=0, waiting=0))
+    )
+    idle.on("GET", "/lost/metrics", Answer(404, b""))
+    with control_plane(tmp_path, empty_database, replicas=idle) as server:
+        deploy(server, route_prefix="/lost")
+        page.goto(f"{address(server)}/#/overview")
+        lost = page.get_by_text("unknown: the replicas report no metrics")
+        expect(lost).to_have_attribute("title", re.compile("/lost/metrics answers 404 Not Found$"))
+        deployment = deploy(server, route_prefix="/chat")
+        for path in ("overview", "deployments", f"deployments/{deployment}"):
+            page.goto(f"{address(server)}/#/{path}")
+            expect(page.locator("main")).to_contain_text("no requests yet")
+        page.goto(f"{address(server)}/#/overview")
+        server.client.delete(f"/deployments/{deployment}")
+        expect(page.locator("main")).to_contain_text("not serving: deleting")
+        page.goto("about:blank")
+
+
+def test_a_state_that_is_no_longer_reported_is_unknown(server: Server, page: Page) -> None:
+    model = trained(server)["distilled_model"]
+    deployment = deploy(server, model, route_prefix="/chat")
+    server.serving.away = True
+    for seconds in (0, 20):
+        forward(server, seconds)
+        with pytest.raises(ClusterUnavailableError):
+            server.tick()
+    assert server.get(f"/deployments/{deployment}")["unknown_since"] is not None
+    for path in ("overview", "deployments", f"deployments/{deployment}", f"models/{model}"):
+        page.goto(f"{address(server)}/#/{path}")
+        expect(page.locator("main .status", has_text="unknown since")).to_be_visible()
+        expect(page.locator("main .status.running")).to_have_count(0)
+        if not path.startswith("models"):
+            expect(page.locator("main")).to_contain_text("last known: 1 running")
+    page.goto(f"{address(server)}/#/overview")
+    expect(page.locator(".tile", has_text="Running deployments")).to_contain_text("0")
+    server.serving.away = False
+    server.tick()
+    expect(page.locator("main .status.running")).to_be_visible()
 
 
 LIGHT, DARK = "rgb(246, 247, 249)", "rgb(17, 20, 26)"
@@ -209,7 +297,7 @@ def test_the_theme_is_there_before_the_first_paint(server: Server, page: Page) -
 def test_other_tabs_and_charts_follow(server: Server, page: Page) -> None:
     job = trained(server)
     page.emulate_media(color_scheme="light")
-    page.goto(f"{address(server)}/#/jobs/{job['id']}")
+    page.goto(f"{address(server)}/#/jobs/{job['id']}?tab=metrics")
     chart = page.get_by_role("img", name="Loss by step").locator("canvas")
     chart.wait_for()
     other = page.context.new_page()

@@ -63,17 +63,20 @@ def test_page_and_watch_tell_the_time_left_that_the_api_tells(server: Server, pa
 
 
 def test_a_trained_job_leads_with_its_worst_measure(server: Server, page: Page) -> None:
-    job = trained(server)
+    job = trained(server, swiftkv={"deep_tail": 16})
     page.goto(f"{address(server)}/#/jobs/{job['id']}")
+    expect(page.locator("main")).to_contain_text("The last 16 prompt tokens run all layers.")
     expect(page.locator(".worst")).to_contain_text("Worst of 2 quality gatesKL to the teacher: 0.173 limit 0.2passed")
     phases = page.locator(".timeline li")
     expect(phases).to_have_count(4)
     for phase, status in zip(phases.all(), ("queued", "starting", "running", "evaluating"), strict=True):
         expect(phase).to_contain_text(status)
     expect(phases.nth(2)).to_contain_text("2 checkpoints")
+    page.get_by_role("link", name="Checkpoints").click()
     checkpoints = page.get_by_role("region", name="Checkpoints")
     expect(checkpoints.get_by_role("row")).to_have_count(3)
     expect(checkpoints.get_by_role("row").filter(has_text="ckpt_00000030")).to_contain_text("lowest")
+    page.get_by_role("link", name="Metrics").click()
     expect(
         page.get_by_role("img", name="Held-out KL by step; last: held-out KL 0.2, selected checkpoint at step 30")
     ).to_be_visible()
@@ -82,13 +85,14 @@ def test_a_trained_job_leads_with_its_worst_measure(server: Server, page: Page) 
 def test_a_job_that_failed_leads_with_cause_and_cure_and_promises_no_curves(server: Server, page: Page) -> None:
     page.goto(f"{address(server)}/#/jobs/{failed(server)}")
     expect(page.locator("main .problem").first).to_contain_text(f"out_of_memory: {OUT_OF_MEMORY}What to do:")
+    page.get_by_role("link", name="Metrics").click()
     expect(page.get_by_text("The job ended before its first step.")).to_be_visible()
 
 
 @pytest.mark.soak("a long scene")
 def test_a_chart_tells_its_last_values_until_the_pointer_asks_for_others(server: Server, page: Page) -> None:
     job = trained(server)
-    page.goto(f"{address(server)}/#/jobs/{job['id']}")
+    page.goto(f"{address(server)}/#/jobs/{job['id']}?tab=metrics")
     legend = page.get_by_role("img", name="Loss by step").locator(".u-legend .u-value")
     expect(legend).to_have_text(["30", "0.462"])
     page.locator(".u-over").first.hover(position={"x": 0, "y": 20})
@@ -97,11 +101,84 @@ def test_a_chart_tells_its_last_values_until_the_pointer_asks_for_others(server:
     expect(legend).to_have_text(["30", "0.462"])
 
 
+def test_charts_share_the_pointer_and_are_smoothed(server: Server, page: Page) -> None:
+    job = trained(server)
+    page.goto(f"{address(server)}/#/jobs/{job['id']}?tab=metrics")
+    loss, kl = (
+        page.get_by_role("img", name=f"{name} by step").locator(".u-legend .u-value")
+        for name in ("Loss", "Held-out KL")
+    )
+    expect(loss).to_have_text(["30", "0.462"])
+    expect(kl).to_have_text(["30", "0.2"])
+    page.locator(".u-over").first.hover()
+    expect(loss.first).to_have_text(re.compile("1[56]"))  # in the middle
+    expect(kl).to_have_text(["15", "0.4"])  # the nearest measurement
+    page.locator("h1").hover()
+    page.get_by_label("Smoothing").fill("0.5")
+    expect(kl).to_have_text(["30", "0.267"])  # (0.5 * 0.4 + 0.2) / 1.5
+    smooth = "async (weight) => (await import('/dashboard/parts.js')).smooth([4, null, 1, 1], weight)"
+    assert page.evaluate(smooth, 0) == [4, None, 1, 1]
+    assert page.evaluate(smooth, 0.5) == pytest.approx([4, None, 2, 10 / 7])
+
+
+def test_a_job_is_shown_in_tabs_that_its_address_names(server: Server, page: Page) -> None:
+    job = trained(server)
+    for size in ({"width": 1280, "height": 900}, {"width": 390, "height": 844}):
+        page.set_viewport_size(size)  # type: ignore[arg-type]
+        page.goto(f"{address(server)}/#/jobs/{job['id']}")
+        tabs = page.get_by_role("navigation", name="Tabs")
+        expect(tabs.get_by_role("link", name="Summary")).to_have_attribute("aria-current", "page")
+        with page.expect_response("**/logs*"):
+            tabs.get_by_role("link", name="Log").click()
+        log = page.get_by_role("region", name="Log")
+        expect(log).to_be_in_viewport()
+        expect(page.get_by_role("heading", name="Phases")).to_have_count(0)
+    page.reload()
+    expect(log).to_contain_text("worker ready")
+    page.go_back()
+    expect(page.get_by_role("heading", name="Phases")).to_be_visible()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_spec_that_is_invalid_is_not_submitted(server: Server, page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    page.goto(f"{address(server)}/#/submit")
+    submit, steps = page.get_by_role("button", name="Submit job"), page.get_by_label("Steps")
+    expect(submit).to_be_enabled()
+    steps.fill("-3")
+    expect(submit).to_be_disabled()
+    error = page.locator(f"#{steps.get_attribute('aria-describedby')}")
+    expect(error).to_contain_text("is accepted")  # the API's message
+    assert not error.evaluate("element => element.scrollWidth > element.clientWidth"), "it overlaps the next field"
+    field, after = error.bounding_box(), page.get_by_label("Learning rate").bounding_box()
+    assert field is not None
+    assert after is not None
+    assert field["y"] + field["height"] <= after["y"], "they overlap"
+    editor(page).focus()
+    page.keyboard.press("Control+Enter")
+    page.wait_for_timeout(500)
+    assert server.get("/jobs")["data"] == []
+    steps.fill("3")
+    submit.click()
+    expect(page.locator(".toasts")).to_contain_text("Submitted")
+    assert len(server.get("/jobs")["data"]) == 1
+
+
+def test_a_spec_is_submitted_while_its_validation_is_unavailable(server: Server, page: Page) -> None:
+    page.route("**/jobs/validate", lambda route: route.fulfill(status=503, json={"detail": "busy", "status": 503}))
+    page.goto(f"{address(server)}/#/submit")
+    expect(page.get_by_label("Plan", exact=True)).to_contain_text("busy")
+    page.get_by_label("Steps").fill("-3")
+    expect(page.get_by_role("button", name="Submit job")).to_be_disabled()
+    page.get_by_label("Steps").fill("3")
+    page.get_by_role("button", name="Submit job").click()
+    expect(page.get_by_role("heading", name="Phases")).to_be_visible()
+
+
 @pytest.mark.soak("a long scene")
 def test_the_log_and_the_events_are_searched(server: Server, page: Page) -> None:
     job = trained(server)
-    page.goto(f"{address(server)}/#/jobs/{job['id']}")
-    page.get_by_text("Log", exact=True).click()
+    page.goto(f"{address(server)}/#/jobs/{job['id']}?tab=log")
     log = page.get_by_role("region", name="Log")
     expect(log).to_contain_text("worker ready")
     page.get_by_label("Search the log").fill("STORE")
@@ -122,7 +199,11 @@ def test_runs_are_laid_over_each_other(server: Server, page: Page) -> None:
     page.goto(f"{address(server)}/#/jobs")
     page.get_by_label("Compare first").check()
     page.get_by_label("Compare second").check()
+    expect(page.get_by_role("row").filter(has_text="first").locator('[data-name="KL"]')).to_have_text("0.173")
     page.get_by_role("link", name="Compare 2 runs").click()
+    run = page.get_by_role("region", name="Runs").get_by_role("row").filter(has_text="first")
+    for column, value in (("KL, nats", "0.173"), ("Time to first token", "52.13%"), ("Trained tokens/s", "2,530")):
+        expect(run.locator(f'[data-name="{column}"]')).to_have_text(value)
     expect(page.get_by_role("img", name="Loss by step; last: first 0.4615, second 0.4615")).to_be_visible()
     chosen = "selected checkpoint of first at step 30, selected checkpoint of second at step 30"
     expect(page.get_by_role("img", name=f"Held-out KL by step; last: first 0.2, second 0.2, {chosen}")).to_be_visible()
@@ -147,7 +228,7 @@ def test_jobs_are_searched_and_sorted(server: Server, page: Page) -> None:
 
 def checkpoint(server: Server, page: Page, job_id: str, step: int) -> playwright.Locator:
     """Return the row of a checkpoint on its job's page."""
-    page.goto(f"{address(server)}/#/jobs/{job_id}")
+    page.goto(f"{address(server)}/#/jobs/{job_id}?tab=checkpoints")
     return page.get_by_role("region", name="Checkpoints").get_by_role("row").filter(has_text=f"ckpt_{step:08d}")
 
 
@@ -161,7 +242,7 @@ def test_a_checkpoint_is_evaluated_and_deployed(server: Server, page: Page) -> N
     training = evaluation["spec"]["training"]
     assert (training["from"], training["max_steps"]) == (f"{job['id']}:ckpt_00000015_0001", 0)
     model = evaluated(server)
-    expect(row.get_by_role("link", name="View model")).to_have_attribute("href", f"#/models?model={model}")
+    expect(row.get_by_role("link", name="View model")).to_have_attribute("href", f"#/models/{model}")
     expect(row.locator('[data-name="Evaluated KL"]')).to_have_text("0.173")
     expect(row.get_by_role("button", name="Evaluate")).to_have_count(0)
     form = row.get_by_role("form", name="Deploy")

@@ -12,7 +12,7 @@ from tests.unit.control_plane.routes.conftest import Server
 def test_a_deployment_shows_what_its_replicas_measure(server: Server, page: Page) -> None:
     deployment = deploy(server, route_prefix="/chat")
     page.goto(f"{address(server)}/#/deployments")
-    page.get_by_role("link", name="/chat", exact=True).click()
+    page.get_by_role("link", name="at /chat").click()
     page.get_by_role("heading", name="Current load").wait_for()
     tile = page.locator(".tile")
     expect(tile.filter(has_text="time to first token")).to_contain_text("200")
@@ -22,7 +22,7 @@ def test_a_deployment_shows_what_its_replicas_measure(server: Server, page: Page
     page.get_by_text("Code examples").click()
     url = server.get(f"/deployments/{deployment}")["url"].rstrip("/")
     for language in ("curl", "Python", "Node"):
-        expect(page.get_by_role("region", name=f"{language} snippet")).to_contain_text(f"{url}/v1")
+        expect(page.get_by_role("region", name=language)).to_contain_text(f"{url}/v1")
 
 
 @pytest.mark.soak("a long scene")
@@ -88,11 +88,19 @@ def test_a_models_lineage_is_drawn_and_two_are_compared(server: Server, page: Pa
     first, second = (trained(server, name) for name in ("first", "second"))
     server.client.post(f"/models/{first['distilled_model']}/promote", json={"reason": "best"}).raise_for_status()
     deploy(server, first["distilled_model"], route_prefix="/chat")
-    page.goto(f"{address(server)}/#/models?model={first['distilled_model']}")
+    page.goto(f"{address(server)}/#/models/{first['distilled_model']}")
     lineage = page.get_by_role("list", name="Lineage of first").get_by_role("listitem")
     kinds = ["data", "teacher", "job, attempt 1", "model", "alias", "deployment"]
     expect(lineage.locator(".kind")).to_have_text(kinds)
-    page.get_by_label("Show second").check()
+    expect(page.get_by_role("region", name="Quality on held-out text")).to_contain_text("0.173")
+    expect(page.locator("main")).to_contain_text("376 ms dense, 196 ms SwiftKV")
+    expect(page.get_by_role("region", name="Files")).to_contain_text("evaluation.json")
+    command = page.get_by_role("region", name="Command on this platform")
+    expect(command).to_have_text(f"swiftkv deploy {first['distilled_model']}")
+    expect(page.get_by_role("region", name="Command on your machine")).to_contain_text(f"download {first['id']} model")
+    page.get_by_role("link", name="Models").first.click()
+    for name in ("first", "second"):
+        page.get_by_label(f"Compare {name}").check()
     expect(page.get_by_role("region", name="Figures of both models")).to_contain_text("distilled.kl")
     assert second["name"] == "second"
 
@@ -110,18 +118,19 @@ def asked_by(page: Page, path: str, body: str) -> list[dict[str, object]]:
 
 
 def test_two_models_answer_side_by_side_with_their_exits_and_drafts_marked(server: Server, page: Page) -> None:
-    model = trained(server)["distilled_model"]
+    model = trained(server, swiftkv={"deep_tail": 16})["distilled_model"]
     first, second = deploy(server, model, route_prefix="/a"), deploy(server, model, route_prefix="/b")
     page.goto(f"{address(server)}/#/playground?a={first}&b={second}")
     page.get_by_label("Prompt").fill("How?")
     page.get_by_role("button", name="Generate").click()
     for route in ("/a", "/b"):
-        talk = page.get_by_role("region", name=f"{route} (student)")
+        talk = page.get_by_role("region", name=f"at {route}")
         expect(talk.locator(".turn.assistant")).to_contain_text("Prompts stop at layer l and go on.")
         expect(talk.locator(".exited")).to_have_text([" stop", " go on."])
         expect(talk.locator(".drafted")).to_have_text(" layer l and")
         expect(talk.locator(".live")).to_contain_text("22 ms")
         expect(talk.locator(".live")).to_contain_text("125")  # tokens per second, at 8 ms per token
+        expect(talk.locator("dd")).to_have_text(["40", "16", "8", "16", "The last 16 prompt tokens run all layers."])
 
 
 ANSWER = 'data: {"choices": [{"text": " pass", "num_exited_tokens": 1}]}\n\ndata: [DONE]\n\n'

@@ -2,13 +2,14 @@
 
 import { html, render, useEffect, useState } from "./vendor/htm-preact.js";
 import { get, send } from "./api.js";
-import { Empty, Loading, Problem, useFresh } from "./parts.js";
+import { Empty, Head, Loading, Problem, Toasts, useFresh } from "./parts.js";
 import { Audit } from "./pages/audit.js";
 import { Deployment } from "./pages/deployment.js";
 import { Deployments } from "./pages/deployments.js";
 import { Files } from "./pages/files.js";
 import { Job } from "./pages/job.js";
 import { Jobs } from "./pages/jobs.js";
+import { Model } from "./pages/model.js";
 import { Models } from "./pages/models.js";
 import { Overview } from "./pages/overview.js";
 import { Playground } from "./pages/playground.js";
@@ -19,24 +20,29 @@ import { ThemeSwitch } from "./theme.js";
 const PAGES = [
   { path: /^overview$/, page: Overview, title: "Overview" },
   { path: /^jobs$/, page: Jobs, title: "Jobs" },
-  { path: /^jobs\/(\w+)$/, page: Job, title: "Job" },
-  { path: /^runs$/, page: Runs, title: "Compare runs" },
+  { path: /^jobs\/(\w+)$/, page: Job },
+  { path: /^runs$/, page: Runs, section: "jobs" },
   { path: /^submit$/, page: Submit, title: "New job" },
   { path: /^files$/, page: Files, title: "Files" },
   { path: /^models$/, page: Models, title: "Models" },
+  { path: /^models\/(\w+)$/, page: Model },
   { path: /^deployments$/, page: Deployments, title: "Deployments" },
-  { path: /^deployments\/(\w+)$/, page: Deployment, title: "Deployment" },
+  { path: /^deployments\/(\w+)$/, page: Deployment },
   { path: /^playground$/, page: Playground, title: "Playground" },
   { path: /^audit$/, page: Audit, title: "Audit" },
 ];
 const MENU = ["overview", "jobs", "submit", "files", "models", "deployments", "playground"];
 const OPERATOR_MENU = ["audit"];
 
+/** The page of the address. Addresses with the same `key` differ in the chosen tab only. */
 function parseRoute() {
-  const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
-  for (const { path: pattern, page, title } of PAGES) {
+  const [path, words] = location.hash.replace(/^#\/?/, "").split("?");
+  const query = new URLSearchParams(words);
+  const tab = query.get("tab");
+  query.delete("tab");
+  for (const { path: pattern, page, section } of PAGES) {
     const match = pattern.exec(path || "overview");
-    if (match) return { page, title, section: (path || "overview").split("/")[0], id: match[1], query: new URLSearchParams(query) };
+    if (match) return { page, section: section ?? match[0].split("/")[0], id: match[1], query, tab, key: `${match[0]}?${query}` };
   }
   return null;
 }
@@ -53,7 +59,7 @@ function SignIn({ onDone }) {
     }
   }
   return html`<form class="panel" onSubmit=${submit}>
-    <h1>Sign in</h1>
+    <${Head} title="Sign in" />
     <p>This server requires an API key. <code>swiftkv keys create</code> creates one.</p>
     <p class="row bottom">
       <label>API key <input name="key" type="password" autocomplete="off" required size="40" /></label>
@@ -106,8 +112,9 @@ function App() {
   useEffect(() => {
     checkAccess();
     const changed = () => {
-      setShown(parseRoute());
-      focusMain(); // so that screen readers read the new page
+      const next = parseRoute();
+      setShown(next);
+      if (!next?.tab) focusMain(); // so that screen readers read the new page
     };
     addEventListener("hashchange", changed);
     addEventListener("keydown", focusSearch);
@@ -116,21 +123,18 @@ function App() {
       removeEventListener("keydown", focusSearch);
     };
   }, []);
-  useEffect(() => {
-    document.title = `${shown?.title ?? "Not found"} · SwiftKV`;
-  }, [shown]);
   const link = (section) => {
     const { title } = PAGES.find(({ path }) => path.test(section));
     return html`<a href="#/${section}" aria-current=${shown?.section === section ? "page" : null}>${title}</a>`;
   };
   const menu = open && readsAudit ? [...MENU, ...OPERATOR_MENU] : MENU;
-  let page = html`<h1>Page not found</h1><${Empty} title="There is no page at this address"><a href="#/overview">Go to the overview</a><//>`;
+  let page = html`<${Head} title="Page not found" /><${Empty} title="There is no page at this address"><a href="#/overview">Go to the overview</a><//>`;
   if (open === null) page = html`<${Loading} what="the dashboard" />`;
   else if (!open) page = html`<${SignIn} onDone=${checkAccess} />`;
-  else if (shown) page = html`<${shown.page} key=${location.hash} id=${shown.id} query=${shown.query} />`;
+  else if (shown) page = html`<${shown.page} key=${shown.key} id=${shown.id} query=${shown.query} tab=${shown.tab} />`;
   return html`<${Skip} /><header><strong>SwiftKV</strong><nav aria-label="Pages">${menu.map(link)}</nav>
       <span class="end"><${ThemeSwitch} />${session && html`<button class="plain" onClick=${signOut}>Sign out ${session.name}</button>`}</span></header>
-    <main id="main" tabindex="-1">${open && html`<${Unavailable} />`}${page}</main>`;
+    <main id="main" tabindex="-1">${open && html`<${Unavailable} />`}${page}</main><${Toasts} />`;
 }
 
 render(html`<${App} />`, document.getElementById("root"));

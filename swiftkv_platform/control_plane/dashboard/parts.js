@@ -22,7 +22,20 @@ export const isServing = (deployment) => ["running", "swapping", "refused"].incl
 /** The model that a deployment serves, by name if it is among `models`. */
 export function modelName({ model, engine }, models) {
   const name = models?.find(({ id }) => id === model)?.name ?? model;
-  return engine.swiftkv === false ? `the teacher of ${name}` : name;
+  return engine.swiftkv === false ? `teacher of ${name}` : name;
+}
+
+/** Name of a deployment: its model and its route. */
+export const deploymentName = (deployment, models) => `${modelName(deployment, models)} at ${deployment.route_prefix}`;
+
+/** `1 running (min 1, max 2)`; the last known number while the cluster reports none. */
+export const replicasOf = (item) => `${item.unknown_since == null ? "" : "last known: "}${item.replicas} running (min ${item.min_replicas}, max ${item.max_replicas})`;
+
+/** Which tokens of a prompt run all layers of a spec's student. */
+export function deepTail(spec) {
+  if (!spec?.swiftkv) return null;
+  const tokens = spec.swiftkv.deep_tail ?? 1;
+  return tokens === 1 ? "The last prompt token runs all layers." : `The last ${count(tokens)} prompt tokens run all layers.`;
 }
 
 export function bytes(value) {
@@ -43,7 +56,7 @@ export function duration(seconds, maxUnits = 2) {
   return parts.filter(([number]) => number).map((part) => part.join(" ")).join(" ");
 }
 
-/** Call `load()` now and every `everyMs` while the page is visible: [value, problem, reload]. */
+/** Call `load()` now and every `everyMs` while the page is visible, until a 404: [value, problem, reload]. */
 export function useFresh(load, inputs, everyMs) {
   const [state, setState] = useState({ value: null, problem: null });
   const latest = useRef(0);
@@ -56,14 +69,17 @@ export function useFresh(load, inputs, everyMs) {
       if (request === latest.current) setState((old) => ({ value: old.value, problem }));
     }
   }, inputs);
+  const isMissing = state.problem?.status === 404;
   useEffect(() => {
     reload();
-    const timer = everyMs ? setInterval(() => document.hidden || reload(), everyMs) : null;
     return () => {
       latest.current += 1;
-      clearInterval(timer);
     };
-  }, [reload, everyMs]);
+  }, [reload]);
+  useEffect(() => {
+    const timer = everyMs && !isMissing ? setInterval(() => document.hidden || reload(), everyMs) : null;
+    return () => clearInterval(timer);
+  }, [reload, everyMs, isMissing]);
   return [state.value, state.problem, reload];
 }
 
@@ -94,14 +110,87 @@ export function Problem({ problem }) {
 
 export const Status = ({ status }) => html`<span class="status ${status}">${status}</span>`;
 
+/** A deployment's status, or since when the cluster has not reported it. */
+export const ServingStatus = ({ deployment: { status, unknown_since: since } }) =>
+  since == null ? html`<${Status} status=${status} />` : html`<span class="status undecided" title="Last known status: ${status}">unknown since ${clockTime(since)}</span>`;
+
+const TOAST = "swiftkv-toast";
+const TOAST_MS = 6000;
+
+/** Confirm an action at the edge of the page, for seconds. */
+export const toast = (message) => dispatchEvent(new CustomEvent(TOAST, { detail: message }));
+
+export function Toasts() {
+  const [shown, setShown] = useState([]);
+  useEffect(() => {
+    const add = (event) => {
+      setShown((old) => [...old, event]);
+      setTimeout(() => setShown((old) => old.filter((other) => other !== event)), TOAST_MS);
+    };
+    addEventListener(TOAST, add);
+    return () => removeEventListener(TOAST, add);
+  }, []);
+  return html`<div class="toasts" aria-live="polite">${shown.map((event) => html`<p key=${event.timeStamp}>${event.detail}</p>`)}</div>`;
+}
+
+/** Copy `text`. Browsers have a clipboard only with HTTPS or on this machine; elsewhere, copies a selection. */
+async function copyText(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const field = Object.assign(document.createElement("textarea"), { value: text, className: "sr" });
+  document.body.append(field);
+  field.select();
+  const isCopied = document.execCommand("copy");
+  field.remove();
+  if (!isCopied) throw new Error("the browser refused");
+}
+
+export function Copy({ text, name = text }) {
+  const copy = () => copyText(text).then(() => toast(`Copied ${name}.`), (error) => toast(`Not copied: ${error.message}. Select the text instead.`));
+  return html`<button type="button" class="copy" aria-label="Copy ${name}" title="Copy" onClick=${copy}>
+    <svg viewBox="0 0 16 16" aria-hidden="true"><rect x="5.5" y="5.5" width="8" height="8" rx="1.5" /><path d="M10.5 5.5v-3h-8v8h3" /></svg></button>`;
+}
+
+/** An id, path or address with a button that copies it. */
+export const Id = ({ text, quiet }) => html`<span class="id"><code class=${quiet ? "quiet" : ""}>${text}</code><${Copy} text=${text} /></span>`;
+
+/** Code with a button that copies it. */
+export const Snippet = ({ name, code }) => html`<h3>${name}<${Copy} text=${code} name=${name} /></h3><pre tabindex="0" role="region" aria-label=${name}>${code}</pre>`;
+
+/** Title of a page. `parent`: [address, title] of the page above; `children` are at the end of the line. */
+export function Head({ title, parent, status, children }) {
+  useEffect(() => {
+    document.title = `${title} · SwiftKV`;
+  }, [title]);
+  return html`${parent && html`<nav class="crumbs" aria-label="Breadcrumb"><a href="#/${parent[0]}">${parent[1]}</a> / <span aria-current="page">${title}</span></nav>`}
+    <div class="head"><h1>${title}</h1>${status}${children && html`<span class="end">${children}</span>`}</div>`;
+}
+
+/** Links to the tabs {id: title} of the page at `address`. */
+export const Tabs = ({ address, tabs, chosen }) => html`<nav class="tabs" aria-label="Tabs">
+  ${Object.entries(tabs).map(([id, title]) => html`<a href="#/${address}?tab=${id}" aria-current=${id === chosen ? "page" : null}>${title}</a>`)}
+</nav>`;
+
+/**
+ * Page of one object: `page` gets `value`, `problem` and `onChange`. `what`: kind of object; `parent`: [address, title]
+ * of the list of these objects.
+ */
+export function ObjectPage({ what, id, parent, load, everyMs, page, ...rest }) {
+  const [value, problem, reload] = useFresh(load, [id], everyMs);
+  if (problem?.status === 404) {
+    return html`<${Head} title="No such ${what}" parent=${parent} />
+      <div class="panel"><${Empty} title="There is no ${what} ${id}">It may have been deleted. <a href="#/${parent[0]}">Show all ${parent[1].toLowerCase()}</a>.<//></div>`;
+  }
+  if (value) return html`<${page} value=${value} problem=${problem} onChange=${reload} ...${rest} />`;
+  return html`<${Head} title=${id} parent=${parent} /><${Pending} what="the ${what}" problem=${problem} />`;
+}
+
 /** Empty state; `children` say what to do next. */
 export const Empty = ({ title, children }) => html`<div class="empty"><strong>${title}</strong><p>${children}</p></div>`;
 
 export const Loading = ({ what }) => html`<div class="skeleton"><span class="sr">Loading ${what}…</span></div>`;
 
-/** A number with its unit; if it is null, "unknown" with the reason `why` as a tooltip. */
-export const Figure = ({ value, unit, why }) =>
-  value == null ? html`<span class="unknown" title=${why}>unknown<span class="sr">: ${why}</span></span>` : html`<b>${short.format(value)}</b>${unit && ` ${unit}`}`;
+/** In place of something that is not loaded: why, or that it is loading. */
+export const Pending = ({ what, problem }) => (problem ? html`<${Problem} problem=${problem} />` : html`<${Loading} what=${what} />`);
 
 /** A value as a bar from 0 to `max`; without `max` the number alone. */
 export function Meter({ name, value, max, format = figure, note }) {
@@ -146,6 +235,13 @@ export function Table({ caption, columns, rows, empty, search = "", find, first 
   </div>`;
 }
 
+/** A table with its search. `what`: its rows, such as jobs; `children` are next to the search. */
+export function List({ what, rows, problem, children, ...table }) {
+  const [search, setSearch] = useState("");
+  return html`<div class="toolbar"><${Search} value=${search} onInput=${setSearch} label="Search ${what}" />${children}</div>
+    ${rows ? html`<${Problem} problem=${problem} /><${Table} caption=${what[0].toUpperCase() + what.slice(1)} rows=${rows} search=${search} ...${table} />` : html`<${Pending} what=${what} problem=${problem} />`}`;
+}
+
 export const Search = ({ value, onInput, label = "Search" }) => html`<label class="grow">${label}
   <input type="search" value=${value} onInput=${(event) => onInput(event.target.value)} data-search placeholder="Ctrl K" /></label>`;
 
@@ -180,17 +276,29 @@ function drawMarks({ ctx, bbox: { left, top, width, height }, valToPos }, marks,
   ctx.restore();
 }
 
+/** Exponential moving average of `values`, unbiased at its start; `weight` of the past: 0 to 1. Nulls stay. */
+export function smooth(values, weight) {
+  let [sum, total] = [0, 0];
+  return values.map((value) => {
+    if (value == null) return null;
+    sum = weight * sum + (1 - weight) * value;
+    total = weight * total + 1 - weight;
+    return sum / total;
+  });
+}
+
 /**
- * Line chart over steps, or another integer `unit`. `series` is {name: [values]}; `marks` are labeled vertical lines
- * [{x, label}]. The label for screen readers has the last values and the marks.
+ * Line chart over steps, or another integer `unit`; the charts of a unit share the pointer's position. `series` is
+ * {name: [values]}; `marks` are labeled vertical lines [{x, label}]. The label for screen readers has the last values and
+ * the marks.
  */
-export function Chart({ title, x, series, unit = "step", marks = [] }) {
+export function Chart({ title, x, series, unit = "step", marks = [], smoothing = 0 }) {
   const place = useRef(null);
   const plot = useRef(null);
   const marked = useRef(marks);
   marked.current = marks;
   const names = Object.keys(series);
-  const data = [x, ...names.map((name) => series[name])];
+  const data = [x, ...names.map((name) => smooth(series[name], smoothing))];
   useEffect(() => {
     const ink = () => getComputedStyle(document.body).getPropertyValue("color");
     const axis = { stroke: ink, grid: { stroke: "#8884", width: 1 }, ticks: { stroke: "#8884" } };
@@ -198,6 +306,7 @@ export function Chart({ title, x, series, unit = "step", marks = [] }) {
       width: place.current.clientWidth,
       height: 200,
       scales: { x: { time: false } },
+      cursor: { sync: { key: unit, scales: ["x", null] } },
       axes: [{ ...axis, incrs: WHOLE_STEPS }, { ...axis, size: 70, values: (_, values) => values.map((value) => figure(value)) }],
       hooks: { setLegend: [showLastValues], draw: [(drawn) => drawMarks(drawn, marked.current, ink())] },
       series: [{ label: unit }, ...names.map((label, i) => ({ label, stroke: INKS[i % INKS.length], width: 2, spanGaps: true }))],
@@ -216,10 +325,18 @@ export function Chart({ title, x, series, unit = "step", marks = [] }) {
   }, [names.join()]);
   useEffect(() => {
     plot.current.setData(data);
-  }, [x.length, x[x.length - 1], JSON.stringify(marks)]);
+  }, [x.length, x[x.length - 1], JSON.stringify(marks), smoothing]);
   const last = names.map((name) => `${name} ${figure(series[name].findLast((value) => value != null))}`);
   return html`<section class="panel">
     <h3>${title}</h3>
     <div ref=${place} role="img" aria-label="${title} by ${unit}; last: ${[...last, ...marks.map(({ x: at, label }) => `${label} at ${unit} ${figure(at)}`)].join(", ")}"></div>
   </section>`;
+}
+
+/** Charts with one control that smooths their lines. `charts`: properties of each `Chart`. */
+export function Charts({ charts }) {
+  const [smoothing, setSmoothing] = useState(0);
+  return html`<div class="toolbar"><label>Smoothing<input type="range" min="0" max="0.99" step="0.01" value=${smoothing} onInput=${(event) => setSmoothing(Number(event.target.value))} /></label>
+      <span class="quiet small">${smoothing ? `Moving average with weight ${smoothing}` : "off"}</span></div>
+    <div class="halves">${charts.map((chart) => html`<${Chart} key=${chart.title} smoothing=${smoothing} ...${chart} />`)}</div>`;
 }

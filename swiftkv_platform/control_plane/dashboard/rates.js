@@ -1,10 +1,11 @@
 // Rates of a deployment over the last seconds, from its replicas' metrics.
 
-import { useEffect, useState } from "./vendor/htm-preact.js";
+import { html, useEffect, useState } from "./vendor/htm-preact.js";
 import { get } from "./api.js";
-import { isServing, useFresh } from "./parts.js";
+import { figure, isServing, useFresh } from "./parts.js";
 
 export const EVERY_MS = 2000;
+const LIST_EVERY_MS = 5000;
 export const WINDOW_S = 20; // averaging window of the rates, since requests finish in bursts
 const KEPT = 300;
 
@@ -49,10 +50,21 @@ export function useSamples(id, everyMs = EVERY_MS) {
   return [samples, problem];
 }
 
-/** Why a figure of a deployment is unknown. */
-export function unknownReason(deployment, samples, problem) {
-  if (!isServing(deployment)) return `the deployment is ${deployment.status}`;
-  if (problem) return problem.message;
-  if (samples.length < 2) return samples.length ? "waiting for a second measurement" : "no replica is ready yet";
-  return `no response finished in the last ${WINDOW_S} seconds`;
+/** Why a deployment has no current rates; null if it has. */
+export function idleReason(deployment, samples, problem) {
+  if (!isServing(deployment)) return `not serving: ${deployment.status}`;
+  if (problem) return "unknown: the replicas report no metrics";
+  if (!samples.length) return "no replica is ready yet";
+  if (!sum(samples.at(-1), "time_to_first_token_seconds_count")) return "no requests yet";
+  if (samples.length < 2) return "measuring…";
+  return figures(samples)["time to first token, ms"] == null ? `no response finished in the last ${WINDOW_S} seconds` : null;
+}
+
+/** Current tokens per second and time to first token of a deployment in a list. */
+export function Load({ deployment }) {
+  const [samples, problem] = useSamples(deployment.id, LIST_EVERY_MS);
+  const reason = idleReason(deployment, samples, problem);
+  if (reason) return html`<span class="quiet" title=${problem?.message}>${reason}</span>`;
+  const now = figures(samples);
+  return html`<span class="figures"><span><b>${figure(now["generated tokens/s"])}</b> tokens/s</span><span>TTFT <b>${figure(now["time to first token, ms"])}</b> ms</span></span>`;
 }

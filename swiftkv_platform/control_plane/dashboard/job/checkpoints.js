@@ -59,7 +59,7 @@ const ACTIONS = {
 function EvaluationResult({ evaluation }) {
   if (!evaluation) return "";
   const { status, distilled_model: model, error } = evaluation;
-  if (model) return html`<a href="#/models?model=${model}">View model</a>`;
+  if (model) return html`<a href="#/models/${model}">View model</a>`;
   return html`<${JobLink} job=${evaluation}>Evaluation<//> <${Status} status=${status} />${error && html`<${Problem} problem=${error} />`}`;
 }
 
@@ -129,7 +129,7 @@ export function Checkpoints({ job, checkpoints, points }) {
   const of = (item) => evaluations?.get(`${job.id}:${item.id}`);
   const kl = (item) => of(item)?.result?.distilled?.kl;
   const columns = [
-    { name: "Checkpoint", whole: true, sort: (item) => item.id, cell: (item) => html`<span><code>${item.id}</code>${item.distilled_model && html` <a class="status passed" href="#/models?model=${item.distilled_model}">selected</a>`}<br /><code class="quiet" title="SHA-256 ${item.sha256}">${item.sha256.slice(0, 12)}…</code></span>` },
+    { name: "Checkpoint", whole: true, sort: (item) => item.id, cell: (item) => html`<span><code>${item.id}</code>${item.distilled_model && html` <a class="status passed" href="#/models/${item.distilled_model}">selected</a>`}<br /><code class="quiet" title="SHA-256 ${item.sha256}">${item.sha256.slice(0, 12)}…</code></span>` },
     { name: "Step", number: true, sort: (item) => item.step, cell: (item) => figure(item.step) },
     { name: "Attempt", number: true, sort: (item) => item.attempt, cell: (item) => item.attempt },
     { name: "Training loss", number: true, sort: (item) => measured.get(item.step), cell: (item) => figure(measured.get(item.step)) },
@@ -138,5 +138,5 @@ export function Checkpoints({ job, checkpoints, points }) {
     { name: "Size", number: true, sort: (item) => item.size, cell: (item) => bytes(item.size) },
     { name: "", cell: (item) => html`<${Actions} job=${job} item=${item} evaluation=${of(item)} onChange=${reload} />` },
   ];
-  return html`<${Problem} problem=${problem} /><${Table} caption="Checkpoints" columns=${columns} rows=${checkpoints} empty="No checkpoints kept." />`;
+  return html`<${Problem} problem=${problem} /><${Table} caption="Checkpoints" columns=${columns} rows=${checkpoints} empty="No checkpoints." />`;
 }

@@ -20,23 +20,19 @@ function highlight(line, word) {
 }
 
 export function Log({ job, live }) {
-  const [shown, setShown] = useState(false);
   const [search, setSearch] = useState("");
   const [errors, setErrors] = useState(false);
-  const load = async () => (shown ? (await send("GET", `/jobs/${job.id}/logs?tail_lines=${LINES}`)).text() : null);
-  const [text, problem] = useFresh(load, [job.id, shown], live ? 3000 : null);
+  const load = async () => (await send("GET", `/jobs/${job.id}/logs?tail_lines=${LINES}`)).text();
+  const [text, problem] = useFresh(load, [job.id], live ? 3000 : null);
   const lines = (text ?? "").split("\n").filter(Boolean);
   const word = search.toLowerCase();
   const found = lines.filter((line) => (!word || line.toLowerCase().includes(word)) && (!errors || /error|warn|traceback|exception|fail/i.test(line)));
-  return html`<details onToggle=${(event) => setShown(event.target.open)}>
-    <summary>Log</summary>
-    <${Problem} problem=${problem} />
+  return html`<${Problem} problem=${problem} />
     <div class="toolbar">
       <${Search} value=${search} onInput=${setSearch} label="Search the log" />
       <label class="check"><input type="checkbox" checked=${errors} onChange=${(event) => setErrors(event.target.checked)} /> errors and warnings only</label>
       <span class="end" role="status">${count(found.length)} of ${count(lines.length)} lines</span>
     </div>
     <pre tabindex="0" role="region" aria-label="Log">${found.length ? found.map((line) => html`${highlight(line, word)}${"\n"}`) : lines.length ? "No matching lines." : "No output yet."}</pre>
-    <p class="quiet small">Last ${count(LINES)} lines. <a href="/jobs/${job.id}/logs">Open the full log</a>.</p>
-  </details>`;
+    <p class="quiet small">Last ${count(LINES)} lines. <a href="/jobs/${job.id}/logs">Open the full log</a>.</p>`;
 }

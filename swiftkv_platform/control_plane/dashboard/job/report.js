@@ -1,7 +1,7 @@
 // The quality report, worst gate first. Knows the report's keys, no route.
 
 import { html } from "../vendor/htm-preact.js";
-import { Facts, Status, Table, figure, percent } from "../parts.js";
+import { Facts, Status, Table, deepTail, figure, percent } from "../parts.js";
 
 const outcome = (gate) => gate.outcome ?? (gate.passed ? "passed" : "failed");
 
@@ -32,8 +32,8 @@ const QUALITY = [
   { name: "Top-1 agreement", number: true, cell: ([, quality]) => Array.isArray(quality.top1_agreement) ? between(quality.top1_agreement, percent) : percent(quality.top1_agreement) },
 ];
 
-/** `verdict`: one-sentence summary of the report. */
-export function Report({ report, verdict }) {
+/** `verdict`: one-sentence summary of the report; `spec`: of the job, if known. */
+export function Report({ report, verdict, spec }) {
   const rows = ["teacher", "rewired", "calibrated", "distilled"].map((name) => [name, report[name]]).filter(([, quality]) => quality);
   const { intervals } = report;
   if (intervals) rows.push([`95% interval, ${intervals.num_units} ${intervals.unit}s`, intervals]);
@@ -47,6 +47,7 @@ export function Report({ report, verdict }) {
       "prefill compute": percent(report.prefill_flops_ratio),
       "KV bytes": percent(report.kv_bytes_ratio),
       "time to first token": report.ttft_ms && `${figure(dense)} ms dense, ${figure(swiftkv)} ms SwiftKV`,
+      "deep tail": deepTail(spec),
       "trained tokens": figure(report.tokens_trained),
       "model from": report.training && `step ${report.training.step}${report.training.reason === "lowest_held_out_kl" ? ", lowest held-out KL" : ""}`,
       "tasks skipped": report.tasks_left_out?.join(", "),

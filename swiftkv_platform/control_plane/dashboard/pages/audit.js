@@ -2,7 +2,7 @@
 
 import { html, useState } from "../vendor/htm-preact.js";
 import { get } from "../api.js";
-import { Empty, Loading, Problem, Table, count, useFresh, when } from "../parts.js";
+import { Empty, Head, Loading, Problem, Table, count, useFresh, when } from "../parts.js";
 
 const SHOWN = 50;
 const OUTCOMES = {
@@ -112,10 +112,10 @@ export function Audit({ query }) {
     if (queryOf(next).toString() === asked) reload();
   };
   if (problem?.status === 403) {
-    return html`<div class="head"><h1>Audit</h1></div>
+    return html`<${Head} title="Audit" />
       <div class="panel"><${Empty} title="No access with this key">${problem.message}. Operator keys can read the audit trail of all tenants, keys with the scope admin that of their tenant.<//></div>`;
   }
-  return html`<div class="head"><h1>Audit</h1></div>
+  return html`<${Head} title="Audit" />
     <p class="lead small">All requests that change something, and all refused requests.</p><br />
     <${Selection} wanted=${wanted} onChange=${change} routes=${routes ?? []} />
     <${Problem} problem=${problem} />

@@ -1,9 +1,9 @@
 // One deployment: live metrics of its replicas, and changes without downtime.
 
-import { html, useState } from "../vendor/htm-preact.js";
+import { html } from "../vendor/htm-preact.js";
 import { all, get, patch } from "../api.js";
-import { Chart, Empty, Facts, Loading, Problem, Status, Table, isServing, figure, percent, modelName, useFresh, when } from "../parts.js";
-import { EVERY_MS, WINDOW_S, figures, useSamples } from "../rates.js";
+import { Chart, Empty, Facts, Head, Id, Loading, ObjectPage, Problem, ServingStatus, Snippet, Table, deploymentName, isServing, figure, percent, modelName, replicasOf, toast, useAction, useFresh, when } from "../parts.js";
+import { EVERY_MS, WINDOW_S, figures, idleReason, useSamples } from "../rates.js";
 
 const CHARTS = [
   ["Tokens per second", ["generated tokens/s", "prompt tokens/s"]],
@@ -15,17 +15,12 @@ const CHARTS = [
 
 /** Change the shown version of the deployment; a concurrent change is reported as a conflict, not overwritten. */
 function useChange(deployment, onDone) {
-  const [problem, setProblem] = useState(null);
-  const [busy, setBusy] = useState(false);
+  const [act, busy, problem] = useAction();
   const apply = async (body) => {
-    setBusy(true);
-    try {
+    await act(async () => {
       await patch(`/deployments/${deployment.id}`, body, { "If-Match": `"${deployment.version}"` });
-      setProblem(null);
-    } catch (error) {
-      setProblem(error);
-    }
-    setBusy(false);
+      toast("Change accepted. The replicas apply it without downtime.");
+    });
     onDone();
   };
   return [apply, busy, problem];
@@ -54,7 +49,7 @@ function Candidate({ deployment, models, apply, busy }) {
     apply({ candidate: { model: candidate?.model ?? fields.get("model"), share: Number(fields.get("share")) / 100 } });
   };
   return html`<section class="panel"><h2>Candidate</h2>
-    <p class="quiet small">${candidate ? html`<a href="#/models?model=${candidate.model}">${candidate.model}</a> serves ${percent(candidate.share)} of the requests.` : "Serve a share of the requests with a second model."}</p>
+    <p class="quiet small">${candidate ? html`<a href="#/models/${candidate.model}">${candidate.model}</a> serves ${percent(candidate.share)} of the requests.` : "Serve a share of the requests with a second model."}</p>
     <form class="row" onSubmit=${submit} aria-label="Candidate">
       ${!candidate && html`<label>Model <select name="model" required><option value="">Select a model</option>${options(models, deployment.model)}</select></label>`}
       <label>Share, % <input name="share" type="number" min="0" max="100" step="any" defaultValue=${candidate ? 100 * candidate.share : 5} required /></label>
@@ -71,7 +66,7 @@ function Replicas({ deployment, apply, busy }) {
     apply({ min_replicas: Number(fields.get("min")), max_replicas: Number(fields.get("max")) });
   };
   return html`<section class="panel"><h2>Replicas</h2>
-    <p class="quiet small">${deployment.replicas} running. The number of replicas follows the load.</p>
+    <p class="quiet small">The number of replicas follows the load.</p>
     <form class="row" onSubmit=${submit} aria-label="Replicas">
       <label>Min <input name="min" type="number" min="0" defaultValue=${deployment.min_replicas} required /></label>
       <label>Max <input name="max" type="number" min="1" defaultValue=${deployment.max_replicas} required /></label>
@@ -107,11 +102,7 @@ console.log(response.choices[0].message.content);`,
 function Snippets({ deployment }) {
   const url = deployment.url.replace(/\/$/, "");
   return html`<details><summary>Code examples</summary>
-    ${Object.entries(SNIPPETS).map(([name, text]) => {
-      const code = text(url, deployment.model);
-      return html`<h3>${name} <button type="button" class="plain small" aria-label="Copy ${name}" onClick=${() => navigator.clipboard.writeText(code)}>Copy</button></h3>
-        <pre tabindex="0" role="region" aria-label="${name} snippet">${code}</pre>`;
-    })}</details>`;
+    ${Object.entries(SNIPPETS).map(([name, text]) => html`<${Snippet} name=${name} code=${text(url, deployment.model)} />`)}</details>`;
 }
 
 const CHANGES = [
@@ -129,30 +120,33 @@ function History({ deployment: { id, version } }) {
   return changes && html`<h2>History</h2><${Table} caption="Changes, newest first" columns=${CHANGES} rows=${changes} empty="No changes since it was created." />`;
 }
 
-export function Deployment({ id }) {
-  const [deployment, problem, reload] = useFresh(() => get(`/deployments/${id}`), [id], EVERY_MS);
+const PARENT = ["deployments", "Deployments"];
+
+export const Deployment = ({ id }) => html`<${ObjectPage} what="deployment" id=${id} parent=${PARENT} load=${() => get(`/deployments/${id}`)} everyMs=${EVERY_MS} page=${DeploymentPage} />`;
+
+function DeploymentPage({ value: deployment, problem, onChange }) {
   const [models] = useFresh(() => all("/models"), [], 10000);
-  const [samples, metricsProblem] = useSamples(id);
-  if (!deployment) return html`<h1>${id}</h1><${Problem} problem=${problem} />${!problem && html`<${Loading} what="the deployment" />`}`;
+  const [samples, metricsProblem] = useSamples(deployment.id);
+  const idle = idleReason(deployment, samples, null);
   const points = samples.map((_, i) => figures(samples.slice(0, i + 1)));
   const now = points.at(-1);
   const x = points.map(({ time }) => Math.round(time - points[0].time));
-  return html`<div class="head"><h1>${deployment.route_prefix}</h1><${Status} status=${deployment.status} />
-      <span class="end">${isServing(deployment) && html`<a class="button" href="#/playground?a=${deployment.id}">Open in playground</a>`}</span></div>
+  return html`<${Head} title=${deploymentName(deployment, models)} parent=${PARENT} status=${html`<${ServingStatus} deployment=${deployment} />`}>
+      ${isServing(deployment) && html`<a class="button" href="#/playground?a=${deployment.id}">Open in playground</a>`}<//>
     <div aria-live="polite">${deployment.message && html`<p class="quiet">${deployment.message}</p>`}</div>
     <${Problem} problem=${problem ?? (isServing(deployment) ? metricsProblem : null)} />
     <section class="panel"><${Facts} of=${{
-      deployment: html`<code>${deployment.id}</code>`,
-      model: html`<a href="#/models?model=${deployment.model}">${modelName(deployment, models)}</a> <code class="quiet">${deployment.model}</code>`,
+      deployment: html`<${Id} text=${deployment.id} />`,
+      model: html`<a href="#/models/${deployment.model}">${modelName(deployment, models)}</a> <${Id} text=${deployment.model} quiet />`,
       alias: deployment.alias,
-      address: html`<code>${deployment.url}</code>`,
-      replicas: `${deployment.replicas} running (min ${deployment.min_replicas}, max ${deployment.max_replicas})`,
+      address: html`<${Id} text=${deployment.url} />`,
+      replicas: replicasOf(deployment),
       created: when(deployment.created_at),
     }} /></section>
     ${deployment.url && html`<${Snippets} deployment=${deployment} />`}
     <h2>Current load</h2>
     ${now
-      ? html`<p class="quiet small">Average of the last ${WINDOW_S} seconds. Tokens and times are of finished responses.</p>
+      ? html`<p class="quiet small">Average of the last ${WINDOW_S} seconds. Tokens and times are of finished responses.${idle && ` Now: ${idle}`}</p>
           <div class="tiles">
             ${CHARTS.flatMap(([, names]) => names).map((name) => html`<div class="tile"><strong>${now[name] == null ? "–" : figure(now[name])}</strong><span>${name}</span></div>`)}
           </div>
@@ -168,6 +162,6 @@ export function Deployment({ id }) {
       : isServing(deployment) && !metricsProblem
         ? html`<${Loading} what="metrics of the replicas" />`
         : html`<p class="quiet">No replica is ready yet.</p>`}
-    ${deployment.status !== "deleting" && html`<${Controls} deployment=${deployment} models=${models ?? []} onDone=${reload} />`}
+    ${deployment.status !== "deleting" && html`<${Controls} deployment=${deployment} models=${models ?? []} onDone=${onChange} />`}
     <${History} deployment=${deployment} />`;
 }

@@ -1,8 +1,8 @@
 // Uploaded training files.
 
-import { html, useState } from "../vendor/htm-preact.js";
+import { html } from "../vendor/htm-preact.js";
 import { all, get, remove } from "../api.js";
-import { Empty, Loading, Problem, Search, Table, bytes, count, useAction, useFresh, when } from "../parts.js";
+import { Empty, Head, Id, List, bytes, count, toast, useAction, useFresh, when } from "../parts.js";
 import { Upload } from "../upload.js";
 
 const EVERY_MS = 10000;
@@ -26,7 +26,6 @@ function Users({ jobs }) {
 const text = (file) => [file.filename, file.id, file.format].join(" ");
 
 export function Files() {
-  const [search, setSearch] = useState("");
   const [act, busy, refusal] = useAction();
   const [files, problem, reload] = useFresh(() => all("/v1/files"), [], EVERY_MS);
   const [usedBy] = useFresh(loadUsers, [], null);
@@ -35,11 +34,12 @@ export function Files() {
     if (!confirm(`Delete ${file.filename} (${file.id})? This cannot be undone.`)) return;
     act(async () => {
       await remove(`/v1/files/${file.id}`);
+      toast(`Deleted ${file.filename}.`);
       await reload();
     });
   };
   const columns = [
-    { name: "File", sort: (file) => file.filename, cell: (file) => html`<span><a href="/v1/files/${file.id}/content" download=${file.filename}>${file.filename}</a><br /><code class="quiet">${file.id}</code></span>` },
+    { name: "File", sort: (file) => file.filename, cell: (file) => html`<span><a href="/v1/files/${file.id}/content" download=${file.filename}>${file.filename}</a><br /><${Id} text=${file.id} quiet /></span>` },
     { name: "Rows", number: true, sort: (file) => file.rows, cell: (file) => count(file.rows) },
     { name: "Format", sort: (file) => file.format, cell: (file) => file.format },
     { name: "Purpose", sort: (file) => file.purpose, cell: (file) => file.purpose },
@@ -56,9 +56,7 @@ export function Files() {
   ];
   const empty = html`<div class="panel"><${Empty} title="No files yet">Upload conversations, prompts with completions, or texts: one JSON object per line.<//></div>`;
   const stored = quota && `${bytes(quota.stored_bytes)}${quota.max_stored_bytes == null ? "" : ` of ${bytes(quota.max_stored_bytes)}`} stored`;
-  return html`<div class="head"><h1>Files</h1></div>
+  return html`<${Head} title="Files" />
     <${Upload} id="upload" label="Upload rows" hint="Choose or drop a JSON Lines file. Every row is validated; a file with an invalid row is not stored." onDone=${reload} />
-    <${Problem} problem=${problem ?? refusal} />
-    <div class="toolbar"><${Search} value=${search} onInput=${setSearch} label="Search files" /><span class="end">${stored}</span></div>
-    ${files ? html`<${Table} caption="Files" columns=${columns} rows=${files} empty=${empty} search=${search} find=${text} />` : !problem && html`<${Loading} what="files" />`}`;
+    <${List} what="files" columns=${columns} rows=${files} problem=${problem ?? refusal} empty=${empty} find=${text}><span class="end">${stored}</span><//>`;
 }

@@ -1,4 +1,4 @@
-// One job: status, phases, metrics, checkpoints, artifact, log and events.
+// One job, in tabs: summary, metrics, checkpoints, log with events, spec.
 
 import { html, useEffect, useState } from "../vendor/htm-preact.js";
 import { all, followEvents, get, post } from "../api.js";
@@ -6,7 +6,7 @@ import { Checkpoints } from "../job/checkpoints.js";
 import { Log } from "../job/log.js";
 import { Report } from "../job/report.js";
 import { Timeline } from "../job/timeline.js";
-import { Chart, Empty, Facts, Loading, Problem, Search, Status, Table, bytes, figure, useFresh, when } from "../parts.js";
+import { Charts, Empty, Facts, Head, Id, List, Loading, ObjectPage, Problem, Snippet, Status, Table, Tabs, bytes, figure, toast, useAction, useFresh, when } from "../parts.js";
 import { Progress } from "./jobs.js";
 import { eta } from "./overview.js";
 import { METRICS } from "./runs.js";
@@ -41,24 +41,18 @@ function useEvents(jobId, onEvent) {
 }
 
 function Actions({ job, onDone }) {
-  const [problem, setProblem] = useState(null);
-  const act = (verb) => async () => {
-    try {
-      await post(`/jobs/${job.id}/${verb}`);
-      setProblem(null);
-    } catch (error) {
-      setProblem(error);
-    }
-    onDone();
-  };
+  const [act, busy, problem] = useAction();
+  const button = (verb, style) => html`<button class=${style} disabled=${busy} onClick=${() => act(async () => {
+    await post(`/jobs/${job.id}/${verb.toLowerCase()}`);
+    toast(`${verb} requested.`);
+    await onDone();
+  })}>${verb}</button>`;
   const pausable = ["queued", "starting", "running"].includes(job.status);
-  return html`<span class="end">
-      ${job.distilled_model && html`<a class="button" href="#/models?model=${job.distilled_model}">View model</a>`}
-      <a class="button plain" href="#/submit?job=${job.id}">Clone</a>
-      ${pausable && html`<button class="plain" onClick=${act("pause")}>Pause</button>`}
-      ${job.status === "paused" && html`<button onClick=${act("resume")}>Resume</button>`}
-      ${LIVE.has(job.status) && job.status !== "cancelling" && html`<button class="danger" onClick=${act("cancel")}>Cancel</button>`}
-    </span>
+  return html`${job.distilled_model && html`<a class="button" href="#/models/${job.distilled_model}">View model</a>`}
+    <a class="button plain" href="#/submit?job=${job.id}">Clone</a>
+    ${pausable && button("Pause", "plain")}
+    ${job.status === "paused" && button("Resume", "")}
+    ${LIVE.has(job.status) && job.status !== "cancelling" && button("Cancel", "danger")}
     <${Problem} problem=${problem} />`;
 }
 
@@ -69,18 +63,16 @@ function Curves({ points, id, live, chosen }) {
     return html`<div class="panel">${live ? html`<${Empty} title="No metrics yet">They appear after the first step.<//>` : html`<${Empty} title="No metrics">The job ended before its first step.<//>`}</div>`;
   }
   const names = [...new Set(points.flatMap((point) => Object.keys(point)))];
-  const x = points.map((point) => point.step);
   const charts = CHARTS.map(({ title, fits }) => ({ title, shown: names.filter(fits) })).filter(({ shown }) => shown.length);
-  return html`<div class="halves">
-    ${charts.map(({ title, shown }) => {
-      const series = Object.fromEntries(shown.map((name) => [label(name), points.map((point) => point[name] ?? null)]));
-      return html`<${Chart} key=${title} title=${title} x=${x} series=${series} marks=${title === KL && chosen ? [{ x: chosen.step, label: "selected checkpoint" }] : []} />`;
-    })}
-  </div>
+  return html`<${Charts} charts=${charts.map(({ title, shown }) => {
+      const measured = points.filter((point) => shown.some((name) => point[name] != null));
+      const series = Object.fromEntries(shown.map((name) => [label(name), measured.map((point) => point[name] ?? null)]));
+      return { title, x: measured.map(({ step }) => step), series, marks: title === KL && chosen ? [{ x: chosen.step, label: "selected checkpoint" }] : [] };
+    })} />
   <p class="small"><a href="#/runs?jobs=${id}">Show as a run</a>. To compare runs, select them in the list of jobs.</p>`;
 }
 
-const FILES = [
+export const FILES = [
   { name: "File", sort: (file) => file.path, cell: (file) => html`<a href=${file.url} download=${file.path.split("/").pop()}>${file.path}</a>` },
   { name: "Size", number: true, sort: (file) => file.size, cell: (file) => bytes(file.size) },
 ];
@@ -89,52 +81,55 @@ const EVENTS = [
   { name: "Event", cell: (event) => html`<span class="level-${event.level}">${event.message}</span>` },
 ];
 
-function Events({ events }) {
-  const [search, setSearch] = useState("");
-  const shown = events.filter((event) => event.type !== "metrics").toReversed();
-  return html`<div class="toolbar"><${Search} value=${search} onInput=${setSearch} label="Search events" /></div>
-    <${Table} caption="Events, newest first" columns=${EVENTS} rows=${shown} empty="No events yet." search=${search} find=${(event) => `${event.type} ${event.level} ${event.message}`} />`;
-}
+const Events = ({ events }) => html`<${List} what="events" caption="Events, newest first" columns=${EVENTS} empty="No events yet."
+  rows=${events.filter((event) => event.type !== "metrics").toReversed()} find=${(event) => `${event.type} ${event.level} ${event.message}`} />`;
 
-export function Job({ id }) {
-  const [job, problem, reload] = useFresh(() => get(`/jobs/${id}`), [id], 2000);
+const TABS = { summary: "Summary", metrics: "Metrics", checkpoints: "Checkpoints", log: "Log and events", spec: "Spec" };
+const PARENT = ["jobs", "Jobs"];
+
+export const Job = ({ id, tab }) => html`<${ObjectPage} what="job" id=${id} parent=${PARENT} load=${() => get(`/jobs/${id}`)} everyMs=${2000} page=${JobPage} tab=${tab} />`;
+
+function JobPage({ value: job, problem, onChange, tab }) {
+  const { id } = job;
   const [points, , reloadPoints] = useFresh(() => all(`/jobs/${id}/metrics`), [id], null);
-  const [files] = useFresh(() => all(`/jobs/${id}/artifacts`), [id, job?.status], null);
-  const [checkpoints, , reloadCheckpoints] = useFresh(() => all(`/jobs/${id}/checkpoints`), [id, job?.status], null);
+  const [files] = useFresh(() => all(`/jobs/${id}/artifacts`), [id, job.status], null);
+  const [checkpoints, , reloadCheckpoints] = useFresh(() => all(`/jobs/${id}/checkpoints`), [id, job.status], null);
   const refresh = { metrics: reloadPoints, checkpoint: reloadCheckpoints };
-  const events = useEvents(id, (event) => (refresh[event.type] ?? reload)());
-  if (!job) return html`<h1>${id}</h1><${Problem} problem=${problem} />${!problem && html`<${Loading} what="the job" />`}`;
+  const events = useEvents(id, (event) => (refresh[event.type] ?? onChange)());
   const reason = job.error ?? (job.status === "queued" ? null : job.status_reason); // the wait reason is shown below
   const trials = events.findLast((event) => event.data.sweep);
   const live = LIVE.has(job.status);
   const decisions = events.filter((event) => event.data.action && event.data.code);
-  return html`<div class="head"><h1>${job.name}</h1><${Status} status=${job.status} /><${Actions} job=${job} onDone=${reload} /></div>
+  const shown = TABS[tab] ? tab : "summary";
+  const panels = {
+    summary: () => html`
+      <section class="panel"><h2>Phases</h2><${Timeline} events=${events} ended=${job.finished_at} /></section>
+      ${job.result && html`<h2>Quality</h2><section class="panel"><${Report} report=${job.result} verdict=${job.verdict} spec=${job.spec} /></section>`}
+      ${trials && html`<h2>Sweep</h2><${Sweep} rows=${trials.data.sweep} taken=${trials.data.recommended} limit=${job.spec.evaluation.max_kl} />`}
+      <h2>Details</h2>
+      <section class="panel"><${Facts} of=${{
+        job: html`<${Id} text=${id} />`,
+        attempt: job.attempt,
+        teacher: html`<${Id} text=${job.spec.model.name_or_path} />`,
+        created: `${when(job.created_at)} by ${job.created_by}`,
+        started: when(job.started_at),
+        finished: when(job.finished_at),
+        "trained tokens": job.progress.tokens ? figure(job.progress.tokens) : null,
+        cost: figure(job.cost),
+        tracking: job.tracking?.url ?? job.tracking?.run_id,
+        artifact: job.artifact_uri && html`<${Id} text=${job.artifact_uri} />`,
+      }} /></section>`,
+    metrics: () => html`<${Curves} points=${points} id=${id} live=${live} chosen=${checkpoints?.find((item) => item.distilled_model)} />
+      ${decisions.length > 0 && html`<h2>Steering decisions</h2><${Table} caption="Steering decisions" columns=${EVENTS} rows=${decisions} empty="" />`}`,
+    checkpoints: () => html`${checkpoints ? html`<${Checkpoints} job=${job} checkpoints=${checkpoints} points=${points} />` : html`<${Loading} what="checkpoints" />`}
+      ${files?.length > 0 && html`<h2>Files of the model</h2><${Table} caption="Files" columns=${FILES} rows=${files} empty="" />`}`,
+    log: () => html`<${Log} job=${job} live=${live} /><h2>Events</h2><${Events} events=${events} />`,
+    spec: () => html`<${Snippet} name="Spec" code=${JSON.stringify(job.spec, null, 2)} />`,
+  };
+  return html`<${Head} title=${job.name} parent=${PARENT} status=${html`<${Status} status=${job.status} />`}><${Actions} job=${job} onDone=${onChange} /><//>
     <div aria-live="polite">${reason && html`<p class=${job.error ? "problem" : "quiet"}><strong>${reason.code}</strong>: ${reason.message}${job.error && html`<span class="cure"><strong>What to do:</strong> ${job.error.cure}</span>`}</p>`}</div>
     <${Problem} problem=${problem} />
     ${live && html`<p><${Progress} job=${job} /> <span class="quiet">${eta(job)}</span></p>`}
-    <section class="panel"><h2>Phases</h2><${Timeline} events=${events} ended=${job.finished_at} /></section>
-    ${job.result && html`<h2>Quality</h2><section class="panel"><${Report} report=${job.result} verdict=${job.verdict} /></section>`}
-    ${trials && html`<h2>Sweep</h2><${Sweep} rows=${trials.data.sweep} taken=${trials.data.recommended} limit=${job.spec.evaluation.max_kl} />`}
-    <h2>Metrics</h2>
-    <${Curves} points=${points} id=${id} live=${live} chosen=${checkpoints?.find((item) => item.distilled_model)} />
-    ${decisions.length > 0 && html`<h2>Steering decisions</h2><${Table} caption="Steering decisions" columns=${EVENTS} rows=${decisions} empty="" />`}
-    ${checkpoints?.length > 0 && html`<h2>Checkpoints</h2><${Checkpoints} job=${job} checkpoints=${checkpoints} points=${points} />`}
-    ${files?.length > 0 && html`<h2>Artifact</h2><${Table} caption="Files" columns=${FILES} rows=${files} empty="" />`}
-    <h2>Details</h2>
-    <section class="panel"><${Facts} of=${{
-      job: html`<code>${job.id}</code>`,
-      attempt: job.attempt,
-      teacher: job.spec.model.name_or_path,
-      created: `${when(job.created_at)} by ${job.created_by}`,
-      started: when(job.started_at),
-      finished: when(job.finished_at),
-      "trained tokens": job.progress.tokens ? figure(job.progress.tokens) : null,
-      cost: figure(job.cost),
-      tracking: job.tracking?.url ?? job.tracking?.run_id,
-      artifact: job.artifact_uri,
-    }} /></section>
-    <h2>Log and events</h2>
-    <${Log} job=${job} live=${live} />
-    <${Events} events=${events} />
-    <details><summary>Spec</summary><pre tabindex="0" role="region" aria-label="Spec">${JSON.stringify(job.spec, null, 2)}</pre></details>`;
+    <${Tabs} address="jobs/${id}" tabs=${TABS} chosen=${shown} />
+    ${panels[shown]()}`;
 }

@@ -2,7 +2,7 @@
 
 import { html, useState } from "../vendor/htm-preact.js";
 import { get } from "../api.js";
-import { Empty, Loading, Problem, Search, Status, Table, bytes, count, duration, useFresh, when } from "../parts.js";
+import { Empty, Head, Id, List, Status, bytes, count, duration, figure, useFresh, when } from "../parts.js";
 
 const STATUSES = ["queued", "starting", "running", "evaluating", "pausing", "paused", "cancelling", "succeeded", "failed", "cancelled"];
 const SHOWN = 500;
@@ -25,23 +25,22 @@ const text = (job) => [job.name, job.id, job.status, job.spec.model.name_or_path
 
 export function Jobs({ query }) {
   const [status, setStatus] = useState(query.get("status") ?? "");
-  const [search, setSearch] = useState("");
   const [chosen, setChosen] = useState([]);
   const [page, problem] = useFresh(() => get(`/jobs?limit=${SHOWN}${status && `&status=${status}`}`), [status], 2000);
   const toggle = (id) => setChosen((old) => (old.includes(id) ? old.filter((other) => other !== id) : [...old, id]));
   const columns = [
     { name: "Compare", cell: (job) => html`<input type="checkbox" aria-label="Compare ${job.name}" checked=${chosen.includes(job.id)} onChange=${() => toggle(job.id)} />` },
-    { name: "Job", sort: (job) => job.name, cell: (job) => html`<span><a href="#/jobs/${job.id}">${job.name}</a><br /><code class="quiet">${job.id}</code></span>` },
+    { name: "Job", sort: (job) => job.name, cell: (job) => html`<span><a href="#/jobs/${job.id}">${job.name}</a><br /><${Id} text=${job.id} quiet /></span>` },
     { name: "Status", sort: (job) => STATUSES.indexOf(job.status), cell: (job) => html`<span><${Status} status=${job.status} />${job.phase && html`<br /><span class="small quiet">${[job.phase, phaseProgress(job)].filter(Boolean).join(": ")}</span>`}${job.error && html`<br /><code class="small quiet">${job.error.code}</code>`}</span>` },
     { name: "Steps", sort: (job) => job.progress.percent, cell: (job) => (job.progress.total_steps ? html`<span><${Progress} job=${job} /></span>` : "") },
     { name: "Time left", number: true, sort: (job) => job.progress.seconds_remaining, cell: (job) => duration(job.progress.seconds_remaining) },
+    { name: "KL", number: true, sort: (job) => job.result?.distilled?.kl, cell: (job) => figure(job.result?.distilled?.kl) },
     { name: "Teacher", sort: (job) => job.spec.model.name_or_path, cell: (job) => job.spec.model.name_or_path },
     { name: "Created", sort: (job) => job.created_at, cell: (job) => when(job.created_at) },
   ];
   const empty = html`<div class="panel"><${Empty} title=${status ? `No jobs are ${status}.` : "No jobs."}>Jobs distill models. <a href="#/submit">Start one from a recipe</a>.<//></div>`;
-  return html`<div class="head"><h1>Jobs</h1><span class="end"><a class="button" href="#/submit">New job</a></span></div>
-    <div class="toolbar">
-      <${Search} value=${search} onInput=${setSearch} label="Search jobs" />
+  return html`<${Head} title="Jobs"><a class="button" href="#/submit">New job</a><//>
+    <${List} what="jobs" columns=${columns} rows=${page?.data} problem=${problem} empty=${empty} find=${text}>
       <label>Status
         <select value=${status} onChange=${(event) => setStatus(event.target.value)}>
           <option value="">all</option>
@@ -49,9 +48,7 @@ export function Jobs({ query }) {
         </select>
       </label>
       ${chosen.length > 1 && html`<a class="button plain" href="#/runs?jobs=${chosen.join()}">Compare ${chosen.length} runs</a>`}
-    </div>
-    <${Problem} problem=${problem} />
-    ${page ? html`<${Table} caption="Jobs" columns=${columns} rows=${page.data} empty=${empty} search=${search} find=${text} />` : !problem && html`<${Loading} what="jobs" />`}
+    <//>
     ${page?.left_out.length > 0 && html`<p class="problem">Not shown, because this version cannot read them: ${page.left_out.join(", ")}</p>`}
     ${page?.has_more && html`<p class="quiet">Showing the newest ${page.data.length} jobs.</p>`}`;
 }

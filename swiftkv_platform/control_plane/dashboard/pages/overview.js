@@ -2,8 +2,8 @@
 
 import { html } from "../vendor/htm-preact.js";
 import { all, get } from "../api.js";
-import { Empty, Figure, Loading, Meter, Problem, Status, ago, isServing, clockTime, duration, figure, modelName, useFresh } from "../parts.js";
-import { figures, unknownReason, useSamples } from "../rates.js";
+import { Empty, Head, Loading, Meter, Problem, ServingStatus, Status, ago, isServing, clockTime, deploymentName, duration, figure, replicasOf, useFresh } from "../parts.js";
+import { Load } from "../rates.js";
 import { Progress, phaseProgress } from "./jobs.js";
 
 const EVERY_MS = 5000;
@@ -75,20 +75,14 @@ function Cluster({ quota }) {
   </section>`;
 }
 
-function Served({ deployment, models }) {
-  const [samples, problem] = useSamples(deployment.id, EVERY_MS);
-  const now = samples.length > 1 ? figures(samples) : {};
-  const why = unknownReason(deployment, samples, problem);
-  return html`<li>
-    <a href="#/deployments/${deployment.id}">${deployment.route_prefix}</a><${Status} status=${deployment.status} />
-    <span class="sub">${modelName(deployment, models)} · ${deployment.replicas} of max ${deployment.max_replicas} replicas</span>
-    <span class="sub figures">
-      <span><${Figure} value=${now["generated tokens/s"]} why=${why} /> tokens/s</span>
-      <span>TTFT <${Figure} value=${now["time to first token, ms"]} unit="ms" why=${why} /></span>
-      ${isServing(deployment) && html`<a href="#/playground?a=${deployment.id}">Open in playground</a>`}
-    </span>
-  </li>`;
-}
+const Served = ({ deployment, models }) => html`<li>
+  <a href="#/deployments/${deployment.id}">${deploymentName(deployment, models)}</a><${ServingStatus} deployment=${deployment} />
+  <span class="sub">Replicas: ${replicasOf(deployment)}</span>
+  <span class="sub figures">
+    <${Load} deployment=${deployment} />
+    ${isServing(deployment) && html`<a href="#/playground?a=${deployment.id}">Open in playground</a>`}
+  </span>
+</li>`;
 
 const Failures = ({ jobs }) => html`<ul class="items">
   ${jobs.map((job) => html`<li key=${job.id}>
@@ -108,12 +102,12 @@ export function Overview() {
   const [models] = useFresh(() => all("/models"), [deployments?.map(({ model }) => model).join()], null);
   const [quota] = useFresh(() => get("/quota"), [], EVERY_MS);
   const work = jobs && [...jobs.busy, ...jobs.waiting];
-  return html`<div class="head"><h1>Overview</h1><span class="end"><a class="button" href="#/submit">New job</a></span></div>
+  return html`<${Head} title="Overview"><a class="button" href="#/submit">New job</a><//>
     <${Problem} problem=${problem} />
     <div class="tiles">
       <${Tile} name="Running jobs" value=${jobs?.busy.length} href="#/jobs?status=running" />
       <${Tile} name="Queued and paused jobs" value=${jobs?.waiting.length} href="#/jobs?status=queued" />
-      <${Tile} name="Running deployments" value=${deployments?.filter(isServing).length} href="#/deployments" />
+      <${Tile} name="Running deployments" value=${deployments?.filter((item) => isServing(item) && item.unknown_since == null).length} href="#/deployments" />
       <${Tile} name="Recent failures" value=${failed && `${failed.data.length}${failed.has_more ? "+" : ""}`} bad=${failed?.data.length > 0} href="#/jobs?status=failed" />
     </div>
     <div class="halves">

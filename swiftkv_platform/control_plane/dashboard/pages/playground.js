@@ -2,7 +2,7 @@
 
 import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js";
 import { all, stream } from "../api.js";
-import { Empty, Facts, Loading, Problem, isServing, count, figure, modelName, useFresh } from "../parts.js";
+import { Empty, Facts, Head, Pending, Problem, isServing, count, deepTail, deploymentName, figure, useFresh } from "../parts.js";
 
 const FRESH = { turns: [], live: null, problem: null, busy: false };
 const TOOLS = `[{"type": "function", "function": {
@@ -73,7 +73,20 @@ function Results({ calls, onDone }) {
   </form>`;
 }
 
-function Live({ live }) {
+/** Where the tokens of a prompt were computed. `tail`: which tokens run all layers. */
+function PromptTokens({ usage, tail }) {
+  const { prompt_tokens: all, prefill_layers_skipped_tokens: skipped } = usage;
+  const cached = usage.cached_tokens ?? usage.prompt_tokens_details?.cached_tokens;
+  return html`<${Facts} of=${{
+    "prompt tokens": count(all),
+    "from the prefix cache": count(cached),
+    "skipped layers": count(skipped),
+    "ran all layers": skipped == null ? null : count(all - (cached ?? 0) - skipped),
+    "deep tail": tail,
+  }} />`;
+}
+
+function Live({ live, tail }) {
   const { usage, timings } = live;
   const ttft = timings?.ttft_ms ?? live.ttft;
   const tokens = usage?.completion_tokens ?? live.tokens;
@@ -87,17 +100,17 @@ function Live({ live }) {
     ["drafted tokens", count(live.drafted)],
   ];
   return html`<div class="live">${figures.map(([name, value]) => html`<div><strong>${value}</strong><span>${name}</span></div>`)}</div>
-    ${usage && html`<${Facts} of=${{ "prompt tokens": count(usage.prompt_tokens), "of these, tokens that skipped layers": count(usage.prefill_layers_skipped_tokens) }} />`}`;
+    ${usage && html`<${PromptTokens} usage=${usage} tail=${tail} />`}`;
 }
 
-function Talk({ title, talk, onResults }) {
+function Talk({ title, talk, tail, onResults }) {
   const { turns, live, problem, busy } = talk;
   const last = turns.at(-1);
   const place = useRef(null);
   useEffect(() => place.current && (place.current.scrollTop = place.current.scrollHeight), [turns]);
   return html`<section class="panel talk" aria-label=${title}>
     <header><h2>${title}</h2></header>
-    ${live ? html`<${Live} live=${live} />` : ""}
+    ${live ? html`<${Live} live=${live} tail=${tail} />` : ""}
     <div class="turns" ref=${place} tabindex="0" role="log" aria-label="Response of ${title}" aria-busy=${busy}>
       ${turns.map((turn, i) => html`<${Turn} key=${i} turn=${turn} busy=${busy && i === turns.length - 1} />`)}
     </div>
@@ -120,8 +133,11 @@ function request(id, turns, fields, exits) {
   return [`/deployments/${id}/generate`, { ...asked, ...common, stream_interval_s: 0 }];
 }
 
+/** Spec of the student that a deployment serves, if known. */
+const specOf = (models, item) => (item?.engine.swiftkv === false ? null : models?.find(({ id }) => id === item?.model)?.lineage.spec);
+
 /** Whether a deployment's model has an early-exit head, as far as known. */
-const hasExit = (models, item) => item.engine.swiftkv !== false && models?.find(({ id }) => id === item.model)?.lineage.spec?.swiftkv?.early_exit !== false;
+const hasExit = (models, item) => item.engine.swiftkv !== false && specOf(models, item)?.swiftkv?.early_exit !== false;
 
 function Fields({ offersExit, kind, setKind, exit, setExit, tools, setTools, options, both }) {
   return html`<div class="row bottom">
@@ -222,15 +238,12 @@ export function Playground({ query }) {
   }
   const answered = (id) => (results) => begin(fieldsOf(form.current, kind, tools), [id], () => [...talks[id].turns, ...results]);
   const keys = (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && submit(event);
-  const option = (item, chosen) => html`<option value=${item.id} selected=${chosen}>${item.route_prefix} (${modelName(item, known)})</option>`;
-  const name = (id) => {
-    const asked = ready.find((item) => item.id === id);
-    return asked ? `${asked.route_prefix} (${asked.engine.swiftkv === false ? "teacher" : "student"})` : id;
-  };
-  if (!deployments) return html`<div class="head"><h1>Playground</h1></div><${Problem} problem=${problem} />${!problem && html`<${Loading} what="deployments" />`}`;
+  const option = (item, chosen) => html`<option value=${item.id} selected=${chosen}>${deploymentName(item, known)}</option>`;
+  const find = (id) => ready.find((item) => item.id === id);
+  const name = (id) => (find(id) ? deploymentName(find(id), known) : id);
+  if (!deployments) return html`<${Head} title="Playground" /><${Pending} what="deployments" problem=${problem} />`;
   const idle = !ready.length && !Object.keys(talks).length;
-  return html`<div class="head"><h1>Playground</h1>
-      <span class="end legend"><span><span class="exited">exited early</span></span><span><span class="drafted">drafted and verified</span></span></span></div>
+  return html`<${Head} title="Playground"><span class="legend"><span><span class="exited">exited early</span></span><span><span class="drafted">drafted and verified</span></span></span><//>
     <${Problem} problem=${problem ?? refusal} />
     ${!ready.length && html`<div class="panel"><${Empty} title="No running deployment"><a href="#/models">Choose a model to deploy</a>.<//></div><br />`}
     <form class="panel asked" ref=${form} hidden=${idle} onSubmit=${submit}>
@@ -245,5 +258,5 @@ export function Playground({ query }) {
       </div>
     </form>
     <br />
-    <div class="talks">${Object.entries(talks).map(([id, talk]) => html`<${Talk} key=${id} title=${name(id)} talk=${talk} onResults=${answered(id)} />`)}</div>`;
+    <div class="talks">${Object.entries(talks).map(([id, talk]) => html`<${Talk} key=${id} title=${name(id)} talk=${talk} tail=${deepTail(specOf(known, find(id)))} onResults=${answered(id)} />`)}</div>`;
 }

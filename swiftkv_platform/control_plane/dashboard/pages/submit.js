@@ -2,7 +2,7 @@
 
 import { html, useEffect, useMemo, useRef, useState } from "../vendor/htm-preact.js";
 import { all, get, newKey, post, send } from "../api.js";
-import { Loading, Problem, useFresh } from "../parts.js";
+import { Head, Loading, Problem, toast, useFresh } from "../parts.js";
 import { change, parts, rangeOf, read, write } from "../spec/document.js";
 import { Editor } from "../spec/editor.js";
 import { Form } from "../spec/form.js";
@@ -40,6 +40,9 @@ function usePlan(value, json) {
   }, [json]);
   return state;
 }
+
+/** Whether a validation failed for a reason other than the spec. */
+const isTemporary = (problem) => problem instanceof TypeError || problem?.status === 429 || problem?.status >= 500;
 
 /** Errors of the spec, one per field; those of the control plane replace those of the schema. [{field, message}] */
 function findErrors({ problem: unreadable, value }, schema, refusal) {
@@ -82,13 +85,16 @@ function Spec({ start, schema, recipes }) {
   const marks = useMemo(() => faults.map(({ field, message, from }) => ({ ...(field ? rangeOf(spec.doc, parts(field)) : { from: from ?? 0, to: from ?? 0 }), message })), [faults]);
   const latest = useRef(null);
   latest.current = spec.value;
+  const blocked = useRef(false); // the editor keeps its first `submit`
+  blocked.current = findErrors(spec, schema, isTemporary(state.problem) ? null : state.problem).length > 0;
   // One key per spec, so that a second click or a retry submits nothing twice.
   const key = useMemo(newKey, [json]);
   async function submit() {
-    if (latest.current === null || busy) return;
+    if (blocked.current || busy) return;
     setBusy(true);
     try {
       const job = await post("/jobs", latest.current, { "Idempotency-Key": key });
+      toast(`Submitted ${job.name}.`);
       location.hash = `#/jobs/${job.id}`;
     } catch (error) {
       setRefusal(error);
@@ -117,7 +123,7 @@ function Spec({ start, schema, recipes }) {
     </section>
     <${PlanPanel} state=${state} spec=${spec.value} faults=${faults} onShow=${go}>
       <${Problem} problem=${refusal} />
-      <p><button onClick=${submit} disabled=${busy || spec.value === null}>Submit job</button></p>
+      <p><button onClick=${submit} disabled=${busy || blocked.current}>Submit job</button></p>
     <//>
   </div>`;
 }
@@ -141,9 +147,7 @@ const load = async (query) => {
 export function Submit({ query }) {
   const [found, problem] = useFresh(() => load(query), [], null);
   const [page] = useFresh(() => get("/jobs?limit=20"), [], null);
-  return html`<div class="head"><h1>New job</h1>
-      ${found && html`<span class="end"><${Origin} recipes=${found.recipes} jobs=${page?.data} query=${query} chosen=${found.recipe} /></span>`}
-    </div>
+  return html`<${Head} title="New job">${found && html`<${Origin} recipes=${found.recipes} jobs=${page?.data} query=${query} chosen=${found.recipe} />`}<//>
     <${Problem} problem=${problem} />
     ${found ? html`<p class="lead small">${found.words}</p><br /><${Spec} start=${found.start} schema=${found.schema} recipes=${found.recipes} />` : !problem && html`<${Loading} what="recipes" />`}`;
 }

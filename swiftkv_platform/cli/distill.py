@@ -148,7 +148,7 @@ def _run_job(spec: JobSpec, output: Path) -> Path:
         if failure.code == SwiftKVError.code:
             raise  # an unexpected error shows its traceback
         cure = advise_on_failure(failure.code, failure.field, spec, value=failure.value)
-        raise TrainingError(f"{failure.code}: {failure.message}. {cure}", field=failure.field) from error
+        raise TrainingError(f"{failure.code}: {failure.message}. {cure}".rstrip(), field=failure.field) from error
     except BaseException:  # Ctrl-C, or a signal
         _print_what_is_kept(output)
         raise

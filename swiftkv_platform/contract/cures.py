@@ -182,26 +182,15 @@ def advise_on_failure(
         if suggestion is not None:
             suggestions.append(f"{path} is {json.dumps(current, ensure_ascii=False)}: {suggestion}")
     advice = _name_job(cure.advice, job_id)
-    return f"{'; or '.join(suggestions)}. {advice}" if suggestions else advice
-
-
-_LOCAL_WORDS = (
-    (", with training.from set to its last checkpoint (JOB:STEP) if there is one", ""),
-    (" with training.from set to its last checkpoint (JOB:STEP)", ""),
-    ("Clone the job", "Run the command again"),
-    ("clone the job", "run the command again"),
-    ("submit the job again", "run the command again"),
-)
-"""Replacements in advice on a run of `swiftkv distill`, which continues from its last checkpoint by itself."""
+    return " ".join(part for part in ("; or ".join(suggestions) + "." if suggestions else "", advice) if part)
 
 
 def _name_job(advice: str, job_id: str | None) -> str:
-    """Return the advice with the job's id in commands, or for a run without an id."""
+    """Return the advice with the job's id in commands; without an id, only what does not concern a control plane."""
     if job_id is not None:
         return re.sub(r"\bJOB\b", job_id, advice)
-    for words, local in _LOCAL_WORDS:
-        advice = advice.replace(words, local)
-    return re.sub(r"`swiftkv jobs \w+ JOB` (shows|has)", r"The output above \1", advice)
+    sentences = re.split(r"(?<=\.) ", re.sub(r"[;,] (then|and) (clone|submit) [^.]*", "", advice))
+    return " ".join(sentence for sentence in sentences if not re.search(r"\bjob", sentence, re.IGNORECASE))
 
 
 _MAX_FACTOR = 100

@@ -169,6 +169,4 @@ def main(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    from swiftkv_platform.logs import configure_logging
-
-    configure_logging()
+    pass

@@ -12,13 +12,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from swiftkv_platform.cli.context import Json, PrefillLayers
 from swiftkv_platform.cli.output import (
+    configure_logs,
     get_error_console,
     print_json,
     print_line,
     print_result,
     require_extra,
     show_steps,
-    silence_libraries,
 )
 from swiftkv_platform.errors import InvalidInputError
 
@@ -81,7 +81,7 @@ def convert(
     if num_key_value_layers is not None and prefill_reduction is not None:
         message = "use either --num-key-value-layers or --prefill-reduction"
         raise InvalidInputError(message, field="prefill_reduction", value=prefill_reduction)
-    silence_libraries()
+    configure_logs()
     with show_steps("Loading libraries"), require_extra("swiftkv convert"):
         from swiftkv_platform.distillation.calibration_text import read_calibration_text
         from swiftkv_platform.model import convert_checkpoint
@@ -160,7 +160,7 @@ def export(
     json: Json = False,
 ) -> None:
     """Export a student for serving, without the weights that only teacher mode uses, or as an adapter."""
-    silence_libraries()
+    configure_logs()
     with show_steps("Loading libraries"), require_extra("swiftkv export"):
         from swiftkv_platform.distillation.calibration_text import read_calibration_text
         from swiftkv_platform.model import export as run

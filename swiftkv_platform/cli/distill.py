@@ -16,6 +16,7 @@ from swiftkv_platform.cli.jobs import SpecChanges, load_spec, parse_spec_change
 from swiftkv_platform.cli.output import (
     GATE_EXIT_CODE,
     Columns,
+    configure_logs,
     get_error_console,
     print_fields,
     print_items,
@@ -25,7 +26,6 @@ from swiftkv_platform.cli.output import (
     print_table,
     require_extra,
     show_steps,
-    silence_libraries,
 )
 from swiftkv_platform.errors import ConflictError, InvalidInputError, SwiftKVError, TrainingError
 
@@ -133,7 +133,7 @@ def _run_job(spec: JobSpec, output: Path) -> Path:
     from swiftkv_platform.local.terminal import JobDisplay
 
     check_paths_exist(spec)
-    silence_libraries()
+    configure_logs()
     try:
         with JobDisplay(get_error_console()) as display:
             return run_local(spec, output, on_event=display.show_event)
@@ -225,7 +225,7 @@ def evaluate(
         "needle_samples": needle_samples,
     }
     changes = {name: value for name, value in options.items() if value is not None}
-    silence_libraries()
+    configure_logs()
     with show_steps("Loading libraries") as show:
         with require_extra("swiftkv evaluate"):
             from swiftkv_platform.jobs.worker.measure import evaluate_directory

@@ -207,8 +207,11 @@ def show_steps(first: str) -> Iterator[Callable[[str], None]]:
         thread.join()
 
 
-def silence_libraries() -> None:
-    """Turn off progress bars and warnings of libraries, before they are imported; errors stay."""
+def configure_logs() -> None:
+    """Send structured logs to stderr, and turn off progress bars and warnings of libraries before they are imported."""
+    from swiftkv_platform.logs import configure_logging
+
+    configure_logging()
     for name, value in _QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", module=r"(datasets|deepspeed|huggingface_hub|torch|transformers)\b")

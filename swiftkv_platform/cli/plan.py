@@ -10,13 +10,13 @@ import typer
 
 from swiftkv_platform.cli.context import Json, read_spec
 from swiftkv_platform.cli.output import (
+    configure_logs,
     get_console,
     print_json,
     print_line,
     print_table,
     require_extra,
     show_steps,
-    silence_libraries,
 )
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.formats import format_size
@@ -246,7 +246,7 @@ def analyze(
             import matplotlib  # noqa: F401
     from swiftkv_platform.cli.sources import read_model_config, resolve_model_path
 
-    silence_libraries()
+    configure_logs()
     with show_steps(f"Reading the configuration of {model}"):
         config = read_model_config(model)
     with show_steps("Loading libraries"), require_extra("swiftkv analyze"):

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel
 
 from swiftkv_platform.contract.attempts import is_file_id
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.sources.layout import DATA_SUFFIXES
 from swiftkv_platform.specs import JobSpec, TaskSpec, is_path_like
 from swiftkv_platform.specs.evaluation import get_task_name_and_data_dir, is_task_file_name
@@ -107,8 +107,8 @@ Source = ModelSource | FileSource
 
 
 def parse_source(name: str, *, field: str, suffixes: Collection[str] = (), relative_paths: bool = True) -> Source:
-    """Parse a name. Raises `InvalidInputError` for one that no file system, store or hub could have, and for a model
-    without a slash in its name that does not exist here.
+    """Parse a name. Raises `InvalidInputError` for one that no file system, store or hub could have, and `ModelError`
+    for a model without a slash in its name that does not exist here.
 
     Args:
         suffixes: a name with one of these is a path, even if no such file exists.
@@ -128,7 +128,7 @@ def parse_source(name: str, *, field: str, suffixes: Collection[str] = (), relat
         return PathSource(name, _expand_user(name, field))
     # A mistyped path, which the hub would be asked for, with retries. The hub has data sets without an organization.
     if relative_paths and "/" not in name and suffixes != DATA_SUFFIXES:
-        raise InvalidInputError.for_field(
+        raise ModelError.for_field(
             field, name, ": no such file or directory here; a hub id has an organization, e.g. Qwen/Qwen3-0.6B"
         )
     return HubSource(name)

@@ -27,7 +27,10 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prefix_cache_queries": ("Prompt tokens that were looked up in the prefix cache.", ()),
     "prefix_cache_hits": ("Prompt tokens whose KV was in the prefix cache.", ()),
     "tokens_exited": ("Generated tokens that did not go through all layers.", ()),
-    "draft_tokens": ("Tokens drafted by the exit head or from the text, and verified.", ()),
+    "draft_tokens": (
+        "Draft tokens (from the exit head, or copied from earlier text) that were verified.",
+        (),
+    ),
     "accepted_tokens": ("Drafted tokens that were accepted.", ()),
     "prefill_layer_tokens_skipped": ("Prompt tokens that did not go through the layers above layer l.", ()),
     "request_success": ("Finished answers.", ("finished_reason",)),

@@ -183,7 +183,7 @@ class AttemptCheckpoints:
         """Return the key of this attempt's newest complete checkpoint, or else the key to resume from."""
         return next(self._iter_complete(), None) or self._resume_from
 
-    def list_candidates(self) -> list[str]:
+    def list_resumable_checkpoints(self) -> list[str]:
         """Return the newest checkpoint, and fallbacks in case it is damaged: older checkpoints, then those of earlier
         attempts."""
         if self._resume_from is None:

@@ -101,7 +101,9 @@ def _build_trainer(worker: WorkerConfig, checkpoints: AttemptCheckpoints, listen
     spec = worker.request.spec
     stored: StoredInputs = ray.get(worker.prepared)
     local_rank = ray.train.get_context().get_local_rank()
-    parent = worker.request.parent if broadcast_from_rank_0(lambda: not checkpoints.list_candidates()) else None
+    parent = (
+        worker.request.parent if broadcast_from_rank_0(lambda: not checkpoints.list_resumable_checkpoints()) else None
+    )
     with _fetch_inputs(worker, stored, local_rank) as (path, rows):
         _fetch_calibrated_start(worker, stored, path, rows, local_rank)
         prepared = stored.open(rows)

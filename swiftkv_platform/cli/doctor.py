@@ -274,7 +274,7 @@ def check_load(load: float) -> Finding:
     if load <= _MAX_LOAD_PER_CPU * cpus:
         return ok(f"load {load:.1f} on {cpus} CPUs")
     advice = "stop other programs, or give `swiftkv up` more time with SWIFTKV_START_TIMEOUT_S"
-    return warn(f"The load is {load:.1f} on {cpus} CPUs, so starts are slow", advice)
+    return warn(f"The load is {load:.1f} on {cpus} CPUs, so processes start slowly", advice)
 
 
 _PROBE_SOURCE = (

@@ -83,7 +83,7 @@ def status(json: Json = False) -> None:
 def demo(
     model: Annotated[
         str | None,
-        typer.Option(help="Teacher: hub id, directory, or smollm2 (a 135M LLM, an hour). Default: built-in."),
+        typer.Option(help="Teacher: hub id, directory, or smollm2 (135M; takes up to an hour). Default: built-in."),
     ] = None,
     output: Annotated[
         Path | None,

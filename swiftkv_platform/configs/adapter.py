@@ -60,7 +60,7 @@ class AdapterConfig(FrozenModel):
     base: BaseModelReference
     swiftkv: StudentShape
     added: tuple[str, ...]
-    """Tensors of the adapter's files that the base does not have."""
+    """Tensors that are stored whole in the adapter's files, since the base has none of the same name."""
     replaced: tuple[str, ...] = ()
     """Tensors of the adapter's files that replace the base's."""
     dropped: tuple[str, ...] = ()

@@ -24,7 +24,7 @@ from swiftkv_platform.logs import get_logger
 
 _NO_HOLDER = ""
 _MAX_LEASE_EXPIRY_S = 120.0
-"""Max seconds from now until a lease expires, with a margin for clocks that differ."""
+"""Max seconds until a lease expires, with a margin for clock skew. A later expiry shows that a clock was set back."""
 
 
 class Leases(Repository):

@@ -382,7 +382,7 @@ def parse_csv_columns(stream: BinaryIO, file: Path, field: str) -> tuple[str, ..
 
 
 def _make_csv_error(file: Path, line: int, why: str, field: str) -> DataError:
-    accepted = "UTF-8 text with one record a line, names in the first, is accepted"
+    accepted = "UTF-8 text is accepted, with column names in the first line and one record per line after it"
     return make_row_error(field, file, line, f" cannot be read: {why}; {accepted}")
 
 

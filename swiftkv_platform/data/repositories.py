@@ -49,7 +49,7 @@ def read_saved_dataset(location: Path, source: DataSourceSpec, source_field: str
         if source.split not in found:
             raise DataError.for_field(f"{source_field}.split", source.split, f"; {name} has {', '.join(found)}")
         found = found[source.split]
-    return _make_table(name, found, source_field)
+    return _make_dataset_table(name, found, source_field)
 
 
 def read_hub_dataset(name: str, source: DataSourceSpec, source_field: str, boundary: Boundary = UNBOUNDED) -> Table:
@@ -183,9 +183,9 @@ def _is_complete(directory: Path) -> bool:
 
 def _open_split(builder: Any, name: str, source: DataSourceSpec, source_field: str) -> Table:
     if source.streaming:
-        return _make_table(name, builder.as_streaming_dataset(split=source.split), source_field)
+        return _make_dataset_table(name, builder.as_streaming_dataset(split=source.split), source_field)
     builder.download_and_prepare()
-    return _make_table(name, builder.as_dataset(split=source.split), source_field)
+    return _make_dataset_table(name, builder.as_dataset(split=source.split), source_field)
 
 
 @contextmanager
@@ -246,7 +246,7 @@ def _make_hub_error(name: str, field: str, error: Exception | str) -> StorageErr
     )
 
 
-def _make_table(name: str, dataset: Any, source_field: str) -> Table:
+def _make_dataset_table(name: str, dataset: Any, source_field: str) -> Table:
     dataset = _drop_media(dataset)
     columns = dataset.column_names or tuple(next(iter(dataset), {}))
     return Table(name, tuple(columns), partial(_read_rows, dataset, name, source_field), lambda: len(dataset))

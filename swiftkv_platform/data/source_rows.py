@@ -173,17 +173,17 @@ def _open_builtin(source: DataSourceSpec, source_field: str) -> list[Table]:
     if name in _MAKE_PROMPTS_BY_SOURCE:
         is_unseen, is_held_out = source.split == "unseen", source.split == "held_out"
         prompts = make_unseen_chat_prompts() if is_unseen else _MAKE_PROMPTS_BY_SOURCE[name](held_out=is_held_out)
-        return [_make_table(name, "prompt", prompts)]
+        return [_make_prompt_table(name, "prompt", prompts)]
     modules = list(read_standard_library())
     return [
-        _make_table(
+        _make_prompt_table(
             name, "text", [module.text for module in modules if module.is_held_out is held_out], held_out=held_out
         )
         for held_out in (False, True)
     ]
 
 
-def _make_table(origin: str, column: str, texts: Sequence[str], *, held_out: bool | None = None) -> Table:
+def _make_prompt_table(origin: str, column: str, texts: Sequence[str], *, held_out: bool | None = None) -> Table:
     def rows(_columns: Sequence[str] | None) -> Iterator[NumberedRow]:
         return enumerate(({column: text} for text in texts), start=1)
 

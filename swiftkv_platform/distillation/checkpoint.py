@@ -63,7 +63,7 @@ class CheckpointStore(Protocol):
     def report_failure(self, name: str, progress: Progress, error: StorageError) -> None:
         """Report that checkpoint `name` could not be stored; training continues."""
 
-    def list_candidates(self) -> list[str]:
+    def list_resumable_checkpoints(self) -> list[str]:
         """Return the keys of complete checkpoints, in the order to try them when resuming."""
 
     def find_by_step(self, step: int) -> list[str]:
@@ -136,7 +136,7 @@ class Checkpointer:
     def restore(self) -> Progress:
         """Load the newest intact checkpoint; return a new `Progress` if there are no checkpoints. Raises `StorageError`
         if none of the existing ones can be read."""
-        keys = broadcast_from_rank_0(self._store.list_candidates)
+        keys = broadcast_from_rank_0(self._store.list_resumable_checkpoints)
         if not keys:
             return Progress()
         progress = self._load_first_intact(keys)

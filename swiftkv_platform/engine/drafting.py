@@ -55,7 +55,7 @@ class DraftCosts:
     lower_layers: float
     """Cost of layers < l, which run once per draft of the exit head."""
     exit_head: float
-    """Cost of the exit head's logits."""
+    """Cost of computing the exit head's logits."""
     token: float
     """Cost of one more token in a pass."""
     max_step_tokens: int
@@ -149,7 +149,7 @@ class PromptLookup:
         return ()
 
 
-class DraftHistory:
+class AcceptanceHistory:
     """Results of a sequence's drafts."""
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class DraftHistory:
         self.exit_gain.decay()
 
 
-def choose_lookup_size(history: DraftHistory, costs: DraftCosts, num_sequences: int, limit: int) -> int:
+def choose_lookup_size(history: AcceptanceHistory, costs: DraftCosts, num_sequences: int, limit: int) -> int:
     """Return how many tokens of a prompt lookup to draft. The n-th is accepted with probability (acceptance rate)^n."""
     accepted, probability, size = history.lookup_acceptance.value, 1.0, 0
     while size < limit and (probability := probability * accepted) > costs.token * num_sequences:
@@ -194,7 +194,9 @@ def choose_lookup_size(history: DraftHistory, costs: DraftCosts, num_sequences: 
     return size
 
 
-def should_evaluate_exit_head(history: DraftHistory, costs: DraftCosts, num_sequences: int, num_drafting: int) -> bool:
+def should_evaluate_exit_head(
+    history: AcceptanceHistory, costs: DraftCosts, num_sequences: int, num_drafting: int
+) -> bool:
     """Whether evaluating the exit head is worthwhile. Sequences that draft in the same step share the cost."""
     sequences_per_draft = num_sequences / num_drafting
     max_gain = (

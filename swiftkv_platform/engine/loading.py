@@ -23,7 +23,7 @@ from swiftkv_platform.model.configuration import read_config, read_generation_co
 from swiftkv_platform.model.conversion import resolve_dense_model
 from swiftkv_platform.model.decoder import LENGTH_DEPENDENT_ROPE, read_rope_parameters
 from swiftkv_platform.model.families import student_classes  # registers the SwiftKV classes with the Auto classes
-from swiftkv_platform.model.tokenizers import find_highest_token, get_end_ids, has_tokenizer, load_tokenizer
+from swiftkv_platform.model.tokenizers import find_highest_token_id, get_end_ids, has_tokenizer, load_tokenizer
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.model.weights.loading import resolve_tied_head
 from swiftkv_platform.model.weights.quantization import BITS, is_quantized
@@ -51,7 +51,7 @@ class ModelDescription:
         vocab_size: int = self.config.get_text_config().vocab_size
         if self.tokenizer is None:
             return vocab_size
-        return min(max(find_highest_token(self.tokenizer)[1], *self.eos_token_ids, 0) + 1, vocab_size)
+        return min(max(find_highest_token_id(self.tokenizer)[1], *self.eos_token_ids, 0) + 1, vocab_size)
 
     @property
     def has_exit_head(self) -> bool:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from swiftkv_platform.engine.block_manager import BlockTable
 from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer
-from swiftkv_platform.engine.drafting import DraftHistory
+from swiftkv_platform.engine.drafting import AcceptanceHistory
 from swiftkv_platform.engine.grammars import Constraint
 from swiftkv_platform.engine.outputs import FinishReason, RequestMetrics, RequestOutput, StepResult, TokenLogprobs
 from swiftkv_platform.specs.sampling import SamplingParams
@@ -96,9 +96,9 @@ class Sequence:
         self._finished: float | None = None
 
     @cached_property
-    def drafts(self) -> DraftHistory:
+    def drafts(self) -> AcceptanceHistory:
         """Results of drafting, created on first use."""
-        return DraftHistory()
+        return AcceptanceHistory()
 
     @property
     def num_tokens(self) -> int:

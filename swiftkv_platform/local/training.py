@@ -163,7 +163,7 @@ def _plan_local_attempt(spec: JobSpec, store: ObjectStore, output: Path) -> Atte
     if fixed:
         why = (
             f", a directory with an unfinished run of another spec (different: {', '.join(fixed)}); run that spec, "
-            "use another directory, or delete this one"
+            "use another directory, or delete this directory"
         )
         raise ConflictError.for_field("output", str(output), why)
     if attempts.read_artifact_manifest(last.attempt_id) is not None:

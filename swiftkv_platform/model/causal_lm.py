@@ -102,7 +102,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         selection: Any = None
         if exits is not None:
             # A tail of several tokens runs all layers, so that a prompt's last token does not exit.
-            selection, logits_to_keep = exits.select_all_rows if ends_prompt else exits.select_rows, 0
+            selection, logits_to_keep = exits.select_without_exits if ends_prompt else exits.select_rows, 0
         elif tokens is not None and labels is None and not self._outputs_every_token(kwargs):
             requested, logits_of_selection = _select_logits(logits_to_keep, tokens.shape[1])
             if requested is not None and supports_selection(self.config, requested):

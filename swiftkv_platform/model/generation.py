@@ -50,7 +50,7 @@ class ThresholdExits:
         self._rows = (~self._exited).nonzero().squeeze(1) if bool(self._exited.any()) else None
         return TokenSelection(1, rows=self._rows)
 
-    def select_all_rows(self, x: torch.Tensor) -> TokenSelection:
+    def select_without_exits(self, x: torch.Tensor) -> TokenSelection:
         """Select the last token of all rows of `x` [batch, num_tokens, hidden_size]: no row exits in this step."""
         self._exited, self._rows = torch.zeros(len(x), dtype=torch.bool, device=x.device), None
         return TokenSelection(1)

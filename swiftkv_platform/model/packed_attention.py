@@ -223,7 +223,7 @@ class PackedSamples:
         return _AttentionIndices.create(parts, self.device)
 
     @cached_property
-    def _sample_indices(self) -> _AttentionIndices:
+    def _indices_within_samples(self) -> _AttentionIndices:
         """Indices of the samples' queries, keys and values, for samples that share prefixes."""
         samples = zip(self._samples, self.lengths, strict=True)
         return _AttentionIndices.create([(tokens[-length:], tokens) for tokens, length in samples], self.device)
@@ -259,7 +259,7 @@ class PackedSamples:
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
         if self.prefix_lengths is not None:
-            return self._attend_by_index(query, key, value, self._sample_indices, scaling, window)
+            return self._attend_by_index(query, key, value, self._indices_within_samples, scaling, window)
         num_tokens, num_sample_tokens = query.shape[2], sum(self.lengths)
         query, key, value = (tensor[:, :, :num_sample_tokens] for tensor in (query, key, value))
         if self.operator is None:

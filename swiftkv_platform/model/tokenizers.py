@@ -40,7 +40,7 @@ def load_tokenizer(
         with open_tokenizer_view(directory) as view:
             tokenizer = _read_tokenizer(view, directory)
         # Its class or tokenizer_config.json may add tokens that tokenizer.json lacks.
-        token, highest = find_highest_token(tokenizer)
+        token, highest = find_highest_token_id(tokenizer)
     except ModelError as error:
         raise ModelError.for_field(field, str(source), f": its {error.message}") from error
     except Exception as error:  # its text may quote a file
@@ -106,7 +106,7 @@ def max_bytes_per_token(tokenizer: Any) -> int | None:
     return longest * math.prod(shrink for shrink in shrinks if shrink is not None)
 
 
-def find_highest_token(tokenizer: Any) -> tuple[str, int]:
+def find_highest_token_id(tokenizer: Any) -> tuple[str, int]:
     """Return the token with the highest id, and the id; ("", -1) for an empty vocabulary."""
     return max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
 

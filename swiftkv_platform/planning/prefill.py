@@ -206,7 +206,7 @@ class Plan(FrozenModel):
     num_hidden_layers: int
     num_key_value_layers: int
     prefill_layers: tuple[int, ...]
-    """Layers that prompts run through: all layers below l except bypassed ones."""
+    """Layers that skipped prompt tokens run through, e.g. (0, 1, 3): those below l that they do not bypass."""
     key_value_group_size: int
     num_kv_cache_layers: int
     sequence_length: int

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, Field, ValidationError
 
 from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, UnauthenticatedError
-from swiftkv_platform.security.operator_files import OperatorFile
+from swiftkv_platform.security.operator_files import ReloadedFile
 from swiftkv_platform.security.principals import MAX_TIME, NAME_PATTERN, Principal, Scope
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class KeyRing:
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._file = OperatorFile(path, _parse, field="api_keys_file", hint="create it with `swiftkv keys create`")
+        self._file = ReloadedFile(path, _parse, field="api_keys_file", hint="create it with `swiftkv keys create`")
 
     def authenticate(self, authorization: str | None) -> ApiKey:
         """Return the key of an `Authorization: Bearer` header. Raises `UnauthenticatedError`."""

@@ -20,7 +20,7 @@ Content = TypeVar("Content")
 FileStamp = tuple[int, int, int, int] | None
 
 
-class OperatorFile(Generic[Content]):
+class ReloadedFile(Generic[Content]):
     """The last valid version of a file, reloaded when it changes. Raises `InvalidInputError` if its first version is
     invalid.
 

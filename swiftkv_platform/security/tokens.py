@@ -26,7 +26,7 @@ from pydantic import AfterValidator, Field, model_validator
 from swiftkv_platform.errors import UnauthenticatedError
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.security.operator_files import OperatorFile
+from swiftkv_platform.security.operator_files import ReloadedFile
 from swiftkv_platform.security.principals import MAX_TIME, NAME_PATTERN, Principal, Scope
 from swiftkv_platform.specs.documents import load_yaml
 
@@ -310,7 +310,7 @@ class TokenVerifier:
     def __init__(self, path: Path, *, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._keys: dict[tuple[Any, ...], SigningKeys] = {}
-        self._file = OperatorFile(
+        self._file = ReloadedFile(
             path, self._parse, field="oidc_file", hint="it must contain a list `issuers` (docs/operations.md)"
         )
 

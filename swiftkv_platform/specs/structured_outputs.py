@@ -67,7 +67,7 @@ _KINDS_BY_KEYWORD = {
     }.items()
     for keyword in keywords.split()
 }
-"""Kinds of instances that a keyword applies to; others apply to all."""
+"""JSON types that each JSON Schema keyword constrains. Keywords not listed constrain values of every type."""
 _MESSAGE_WORDS = {"pattern": "regex", "type": "Invalid type", "$ref": "Pointer"}
 """Words in compiler messages about a keyword, if not the quoted keyword."""
 

@@ -58,7 +58,7 @@ class SavedLog:
     store: ObjectStore
     key: str
     size: int
-    """Saved bytes, including the line that reports the bytes left out."""
+    """Number of stored bytes, including the line that reports how many were left out."""
     layout: LogLayout
 
     def stream(self, start: int = 0) -> Iterator[bytes]:

@@ -157,5 +157,5 @@ Deployer = Annotated[Caller, require_caller("changing", Scope.DEPLOY)]
 Uploader = Annotated[Caller, Security(get_caller, scopes=[Scope.JOBS_WRITE])]
 """A `Writer` of files. Uploads take long, so `TheUploadParsers` limits them instead."""
 InferenceCaller = Annotated[Caller, Security(get_caller, scopes=[Scope.GENERATE])]
-"""A caller of a deployment, which limits its requests itself."""
+"""A caller of a deployment. The deployment limits its requests, not the control plane."""
 StreamSlot = Annotated[None, Depends(hold_stream)]

@@ -25,7 +25,7 @@ from swiftkv_platform.limits import (
     STORED_JOBS,
     UNFINISHED_JOBS,
 )
-from swiftkv_platform.security.operator_files import OperatorFile
+from swiftkv_platform.security.operator_files import ReloadedFile
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Access, SourceRules
 from swiftkv_platform.specs.documents import load_yaml
@@ -100,7 +100,7 @@ class TenantPolicies:
 
     def __init__(self, path: Path | None = None) -> None:
         hint = f"accepted keys are `default`, `tenants` and, per tenant, {', '.join(TenantPolicy.model_fields)}"
-        self._file = None if path is None else OperatorFile(path, _parse_policies, field="tenants_file", hint=hint)
+        self._file = None if path is None else ReloadedFile(path, _parse_policies, field="tenants_file", hint=hint)
 
     def get(self, tenant: str) -> TenantPolicy:
         """Return the tenant's policy; fields that it does not set come from the policy `default`."""

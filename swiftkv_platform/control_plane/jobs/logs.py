@@ -33,7 +33,7 @@ _MAX_CACHED_EVENTS = 1000
 """Max events of a job that are cached for slow followers."""
 
 
-class EventTail:
+class RecentEvents:
     """Cache of the newest events of one job, for as long as it has followers.
 
     Args:
@@ -99,7 +99,7 @@ class EventFollowers:
     def __init__(self, read: ReadEvents, limiter: TenantConcurrencyLimiter) -> None:
         self._read = read
         self._read_limiter = limiter
-        self._tails: dict[str, tuple[EventTail, asyncio.Task[None]]] = {}
+        self._events_by_job: dict[str, tuple[RecentEvents, asyncio.Task[None]]] = {}
 
     async def follow(
         self, job_id: str, tenant: str, after: str | None, *, has_ended: bool
@@ -117,27 +117,29 @@ class EventFollowers:
                 continue
             if has_ended:
                 return
-            with self._tail(job_id, acquire_read_slot, after) as tail:
-                while not has_ended and (events := await tail.after(after)) is not None:
+            with self._open_events(job_id, acquire_read_slot, after) as recent:
+                while not has_ended and (events := await recent.after(after)) is not None:
                     for event in events:
                         yield event
                         after, has_ended = event.id, has_ended or _is_last_event(event)
 
     @contextmanager
-    def _tail(self, job_id: str, acquire_read_slot: AcquireReadSlot, after: str | None) -> Iterator[EventTail]:
-        """Open the job's tail, which lives from its first follower to its last."""
-        if job_id not in self._tails:
-            tail = EventTail(self._read, acquire_read_slot, job_id, after)
-            self._tails[job_id] = tail, asyncio.create_task(tail.run())
-        tail, task = self._tails[job_id]
-        tail.followers += 1
+    def _open_events(
+        self, job_id: str, acquire_read_slot: AcquireReadSlot, after: str | None
+    ) -> Iterator[RecentEvents]:
+        """Open the job's recent events, which live from its first follower to its last."""
+        if job_id not in self._events_by_job:
+            recent = RecentEvents(self._read, acquire_read_slot, job_id, after)
+            self._events_by_job[job_id] = recent, asyncio.create_task(recent.run())
+        recent, task = self._events_by_job[job_id]
+        recent.followers += 1
         try:
-            yield tail
+            yield recent
         finally:
-            tail.followers -= 1
-            if tail.followers == 0:
+            recent.followers -= 1
+            if recent.followers == 0:
                 task.cancel()
-                del self._tails[job_id]
+                del self._events_by_job[job_id]
 
 
 def _is_last_event(event: Event) -> bool:

@@ -92,7 +92,7 @@ class _PollRecord:
     at: float
     version: int
     empty_polls: int
-    """Polls in a row that found nothing."""
+    """Consecutive polls that found no change."""
     has_more: bool
     number: int
 

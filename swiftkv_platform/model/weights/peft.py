@@ -84,7 +84,9 @@ def merge_adapter(
     try:
         ensure_private_directory(cache)
     except PermissionError as error:
-        raise ModelError.for_field(field, name, f": it cannot be merged in the cache: {error}") from error
+        raise ModelError.for_field(
+            field, name, f": the merged model cannot be written to the cache: {error}"
+        ) from error
     files = _list_adapter_files(adapter)
     if adapter / PEFT_WEIGHTS not in files:
         raise ModelError.for_field(

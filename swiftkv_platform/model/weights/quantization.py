@@ -219,7 +219,7 @@ MAX_MULTIPLIER = 15
 """Maximum multiple of a row's step that an int4 scale can be. The multiple times a 4-bit integer fits into int8, so an
 int4 product can be computed as an int8 product with a scale per row."""
 _PROJECTION_PATTERN = re.compile(r"(.*_proj|.*_with_mqa|w[123])(_decode)?(_swiftkv)?")
-"""Last parts of the names of linear modules in the layers that are quantized."""
+"""Names of the quantized linear modules in each layer, e.g. `q_proj`."""
 _QKV_PATTERN = r".*self_attn\.(?!o_proj)\w+"
 """Projections that make queries, keys and values. vLLM fuses them, so they all have one form."""
 DAMPING = 0.05

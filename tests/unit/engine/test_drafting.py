@@ -5,9 +5,9 @@ import random
 import pytest
 
 from swiftkv_platform.engine.drafting import (
+    AcceptanceHistory,
     ConfidenceCalibration,
     DraftCosts,
-    DraftHistory,
     PromptLookup,
     choose_lookup_size,
     choose_worthwhile_drafts,
@@ -37,14 +37,16 @@ def test_lookup_goes_on_as_the_text_did() -> None:
 
 
 def test_fewer_tokens_are_looked_up_the_more_sequences_wait_for_them() -> None:
-    sizes = [choose_lookup_size(DraftHistory(), COSTS, num_sequences, limit=10) for num_sequences in (1, 2, 4, 8, 16)]
+    sizes = [
+        choose_lookup_size(AcceptanceHistory(), COSTS, num_sequences, limit=10) for num_sequences in (1, 2, 4, 8, 16)
+    ]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 4
     assert sizes[-1] == 0
 
 
 def test_lookup_stops_where_nothing_is_accepted_and_is_tried_again_later() -> None:
-    history = DraftHistory()
+    history = AcceptanceHistory()
     for _ in range(40):
         history.observe(from_text=True, num_drafts=2, num_accepted=0)
     assert choose_lookup_size(history, COSTS, 2, limit=10) == 0
@@ -62,9 +64,9 @@ def test_a_draft_pays_where_it_is_accepted_more_often_than_it_costs() -> None:
     # Beside a sure draft, another one costs only its row: a chance of 0.2 is worth it, 0.1 is not.
     assert set(choose_worthwhile_drafts([1.0, 0.2, 0.9], COSTS, num_sequences=2)) == {0, 1, 2}
     assert set(choose_worthwhile_drafts([1.0, 0.1, 0.9], COSTS, num_sequences=2)) == {0, 2}
-    assert should_evaluate_exit_head(DraftHistory(), COSTS, num_sequences=1, num_drafting=1)
-    assert not should_evaluate_exit_head(DraftHistory(), COSTS, num_sequences=4, num_drafting=1)
-    assert should_evaluate_exit_head(DraftHistory(), COSTS, num_sequences=4, num_drafting=4)
+    assert should_evaluate_exit_head(AcceptanceHistory(), COSTS, num_sequences=1, num_drafting=1)
+    assert not should_evaluate_exit_head(AcceptanceHistory(), COSTS, num_sequences=4, num_drafting=1)
+    assert should_evaluate_exit_head(AcceptanceHistory(), COSTS, num_sequences=4, num_drafting=4)
     assert set(choose_worthwhile_drafts([0.9] * 4, COSTS, num_sequences=4)) == {0, 1, 2, 3}
     assert not choose_worthwhile_drafts([0.9] * 2, COSTS, num_sequences=4)
     draw = random.Random(0)
@@ -76,7 +78,7 @@ def test_a_draft_pays_where_it_is_accepted_more_often_than_it_costs() -> None:
             assert sum(expected[at] for at in chosen) > cost
 
 
-def drafted(history: DraftHistory, confidence: float, *, accepted: bool) -> None:
+def drafted(history: AcceptanceHistory, confidence: float, *, accepted: bool) -> None:
     history.exit_confidences[:] = [confidence]
     history.observe(from_text=False, num_drafts=1, num_accepted=int(accepted))
 
@@ -93,7 +95,7 @@ def test_a_confidence_is_believed_as_far_as_it_proved_right(confidence: float, s
 
 
 def test_a_new_sequence_begins_with_what_the_engine_has_learned() -> None:
-    parent, first, second = ConfidenceCalibration(0.1, 0.999), DraftHistory(), DraftHistory()
+    parent, first, second = ConfidenceCalibration(0.1, 0.999), AcceptanceHistory(), AcceptanceHistory()
     first.use_parent_calibration(parent)
     for _ in range(50):
         drafted(first, 0.5, accepted=True)
@@ -106,7 +108,7 @@ def test_a_new_sequence_begins_with_what_the_engine_has_learned() -> None:
 
 
 def test_drafts_after_the_first_that_was_rejected_say_nothing() -> None:
-    one, two = DraftHistory(), DraftHistory()
+    one, two = AcceptanceHistory(), AcceptanceHistory()
     one.exit_confidences[:], two.exit_confidences[:] = [0.9, 0.8], [0.9, 0.8, 0.99]
     one.observe(from_text=False, num_drafts=2, num_accepted=1)
     two.observe(from_text=False, num_drafts=3, num_accepted=1)
@@ -115,11 +117,11 @@ def test_drafts_after_the_first_that_was_rejected_say_nothing() -> None:
 
 def test_an_exit_head_that_is_never_sure_or_always_wrong_costs_little() -> None:
     """1,000 tokens whose drafts are all rejected cost at most 3% more than `off`."""
-    unsure = DraftHistory()
+    unsure = AcceptanceHistory()
     for _ in range(60):
         unsure.observe_exit_head(0.0)
     assert not should_evaluate_exit_head(unsure, COSTS, 1, 1)
-    history, spent = DraftHistory(), 0.0
+    history, spent = AcceptanceHistory(), 0.0
     history.use_parent_calibration(ConfidenceCalibration(0.1, 0.999))
     for _ in range(1000):
         if not should_evaluate_exit_head(history, COSTS, 1, 1):

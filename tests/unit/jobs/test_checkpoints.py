@@ -60,9 +60,9 @@ def test_an_attempt_goes_on_from_the_newest_and_never_from_a_newer_one_than_told
     before = Checkpoints(store, shard, 1, keep=9)
     three, six, _nine = (before.save(step) for step in (3, 6, 9))
     checkpoints = Checkpoints(store, shard, resume_from=six)
-    assert (checkpoints.find_newest(), checkpoints.list_candidates()) == (six, [six, three])
+    assert (checkpoints.find_newest(), checkpoints.list_resumable_checkpoints()) == (six, [six, three])
     eight = checkpoints.save(8)
-    assert (checkpoints.find_newest(), checkpoints.list_candidates()) == (eight, [eight, six, three])
+    assert (checkpoints.find_newest(), checkpoints.list_resumable_checkpoints()) == (eight, [eight, six, three])
 
 
 def test_an_attempt_that_another_has_superseded_deletes_nothing(store: ObjectStore, shard: Path) -> None:

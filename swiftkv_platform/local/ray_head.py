@@ -113,8 +113,10 @@ def prepare_head(parameters: Any, head: bool) -> None:  # noqa: ARG001 (Ray's si
     from ray._private import services
 
     parameters.ray_client_server_port = None
-    # `ray start` waits 30 s for `get_node`, whatever its settings, and a busy machine takes longer.
-    services.get_node = _retry_until(services.get_node, float(os.environ[_START_TIMEOUT_VARIABLE]))
+    # `ray start` waits 30 s for `get_node`, whatever its settings, and a busy machine takes longer. The function is
+    # private: a version of Ray without it keeps its own wait.
+    if hasattr(services, "get_node"):
+        services.get_node = _retry_until(services.get_node, float(os.environ[_START_TIMEOUT_VARIABLE]))
 
 
 def _retry_until(call: Callable[..., Any], timeout_s: float) -> Callable[..., Any]:

@@ -223,7 +223,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     ),
     "a missing base": (
         change_adapter(base_model_name_or_path="/nowhere/model"),
-        "its base_model_name_or_path is '/nowhere/model', neither a directory nor",
+        "its base_model_name_or_path is '/nowhere/model': no such file or directory",
     ),
     "a relative base": (
         change_adapter(base_model_name_or_path="./base"),

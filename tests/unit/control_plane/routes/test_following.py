@@ -89,7 +89,7 @@ async def test_many_followers_cost_the_reads_of_one(events: Events) -> None:
     for stream in streams:
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
-    assert not followers._tails, "tails end with their last follower"
+    assert not followers._events_by_job, "events are dropped with their last follower"
 
 
 async def test_a_follower_of_a_job_that_has_ended_hears_its_events_and_ends(events: Events) -> None:

@@ -105,7 +105,7 @@ def test_a_failed_job_says_why(server: Server) -> None:
     assert failed["error"] == {"code": "data_error", "message": "no text", "param": field}
     assert cure.startswith(f'{field} is "builtin:python-stdlib": use a valid value. Correct the spec')
     assert list(failed)[:5] == ["id", "object", "name", "status", "error"]
-    assert failed["status_reason"] == {"code": "data_error", "message": "no text", "field": field}
+    assert failed["status_reason"] == {"code": "data_error", "message": "no text", "field": field, "value": None}
 
 
 def stream(server: Server, job_id: str, **headers: str) -> list[tuple[str, dict[str, Any]]]:
@@ -351,15 +351,20 @@ def test_a_job_says_that_no_node_holds_it_or_that_ray_is_away_wherever_it_stands
         "waiting for 1 worker with 1 CPU and 1 GPU: the nodes of this cluster cannot hold them, even when idle; "
         "add a node, or request fewer or smaller workers"
     )
-    assert reason() == {"code": "waiting_for_resources", "message": f"{nowhere}; {rest}", "field": "resources"}
+    assert reason() == {
+        "code": "waiting_for_resources",
+        "message": f"{nowhere}; {rest}",
+        "field": "resources",
+        "value": None,
+    }
     server.cluster.away = True
     server.wait(5)
-    away = {"code": "cluster_unavailable", "message": f"Ray does not answer; {rest}", "field": None}
+    away = {"code": "cluster_unavailable", "message": f"Ray does not answer; {rest}", "field": None, "value": None}
     assert reason() == away, "the nodes are not known"
     server.cluster.away = False
     server.cluster.nodes = [Node({"CPU": 4, "GPU": 1}, {"CPU": 4, "GPU": 1})]
     server.wait(5)
-    assert reason() == {"code": "waiting_for_turn", "message": rest, "field": None}
+    assert reason() == {"code": "waiting_for_turn", "message": rest, "field": None, "value": None}
 
 
 def test_a_job_beyond_its_tenants_quota_says_so(start: Start, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_shapes_that_do_not_fit_the_teacher_are_refused(teacher: dict[str, Any])
 
 def test_an_unreadable_model_is_refused(tmp_path: Path) -> None:
     for config, complaint in (
-        (None, "cannot be read"),
+        (None, "no such file or directory"),
         ("{", "not JSON"),
         ("\ufeff{}", "not JSON"),  # transformers reads neither
         (json.dumps(llama_config(12)).encode("utf-16"), "not JSON"),
@@ -128,8 +128,14 @@ def test_an_unreadable_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_in_an_object_store_is_read_there() -> None:
     objects = {("s3://bucket", "a #1?/config.json"): json.dumps(llama_config(4)).encode()}
+
+    def read(store: str, key: str) -> bytes:
+        if (store, key) not in objects:
+            raise ObjectNotFoundError(f"no object {key!r} in {store}")
+        return objects[store, key]
+
     for name in ("s3://bucket/a #1?", "s3://bucket/a #1?/"):
-        assert check(lambda store, key: objects[store, key], model={"name_or_path": name}).num_key_value_layers == 2
+        assert check(read, model={"name_or_path": name}).num_key_value_layers == 2
 
     def closed(store: str, key: str) -> bytes:
         raise BucketError(f"cannot read {key!r} in {store}: bucket 'bucket' does not exist; create it")

@@ -101,9 +101,8 @@ def _build_trainer(worker: WorkerConfig, checkpoints: AttemptCheckpoints, listen
     spec = worker.request.spec
     stored: StoredInputs = ray.get(worker.prepared)
     local_rank = ray.train.get_context().get_local_rank()
-    parent = (
-        worker.request.parent if broadcast_from_rank_0(lambda: not checkpoints.list_resumable_checkpoints()) else None
-    )
+    resumes = broadcast_from_rank_0(lambda: bool(checkpoints.list_resumable_checkpoints()))
+    parent = None if resumes else worker.request.parent
     with _fetch_inputs(worker, stored, local_rank) as (path, rows):
         _fetch_calibrated_start(worker, stored, path, rows, local_rank)
         prepared = stored.open(rows)

@@ -130,7 +130,7 @@ def run(client: Client, camera: Camera) -> list[str]:
     sweep = client.jobs.create(made)
     waiting = client.jobs.create(spec("python-on-a-gpu", resources={"num_workers": 1, "gpus_per_worker": 1}))
     _until(lambda: client.jobs.get(sweep.id).status == "running", "the sweep did not begin")
-    _until(lambda: "no node" in str(client.jobs.get(waiting.id).status_reason), "no reason was given")
+    _until(lambda: "waiting_for_resources" in str(client.jobs.get(waiting.id).status_reason), "no reason was given")
     with _asked(client, chat.id):
         camera.take("overview", "overview", ready=_rates)
     sweep = _ended(client, sweep)

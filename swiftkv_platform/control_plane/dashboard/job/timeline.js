@@ -1,7 +1,7 @@
 // A timeline of a job's phases and checkpoints. Knows status events, no route.
 
 import { html } from "../vendor/htm-preact.js";
-import { ENDED, duration, when } from "../parts.js";
+import { ENDED, Loading, duration, when } from "../parts.js";
 
 /**
  * The phases of a job from its events: [{status, attempt, from, to, live, saved}], oldest first. A checkpoint belongs to
@@ -22,6 +22,7 @@ export function phasesOf(events, now) {
 /** `ended`: end time of the job, if it has ended. */
 export function Timeline({ events, ended }) {
   const phases = phasesOf(events, ended ?? Date.now() / 1000);
+  if (!events.length) return html`<${Loading} what="phases" />`; // every job has events, which arrive after it
   if (!phases.length) return html`<p class="quiet">No phase has started yet.</p>`;
   const begin = phases[0].from;
   const whole = Math.max(phases.at(-1).to - begin, 1);

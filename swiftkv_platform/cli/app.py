@@ -105,7 +105,7 @@ class LazyCommand(TyperCommand):
         self._entry = entry
 
     @cached_property
-    def loaded(self) -> Any:
+    def imported_command(self) -> Any:
         """The command or group, with the examples of `swiftkv_platform.cli.examples` below its help."""
         module, _, attribute = self._entry.target.partition(":")
         target = getattr(import_module(f"swiftkv_platform.cli.{module}"), attribute)
@@ -121,7 +121,7 @@ class LazyCommand(TyperCommand):
         return command
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        return self.loaded.make_context(info_name, args, parent=parent, **extra)
+        return self.imported_command.make_context(info_name, args, parent=parent, **extra)
 
 
 def _add_examples(command: Any, path: str) -> None:
@@ -145,7 +145,7 @@ def load_commands() -> TyperGroup:
     """Return the command tree with all commands imported, e.g. for the reference page."""
     tree: TyperGroup = typer.main.get_command(app)  # type: ignore[assignment]
     lazy = [command for command in tree.commands.values() if isinstance(command, LazyCommand)]
-    tree.commands = {command.loaded.name: command.loaded for command in lazy}
+    tree.commands = {command.imported_command.name: command.imported_command for command in lazy}
     return tree
 
 

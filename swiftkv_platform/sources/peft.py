@@ -117,9 +117,9 @@ def refuse_other_weights(directory: Path, name: str, *, field: str) -> None:
         raise ModelError.for_field(
             field,
             name,
-            f": its {ADAPTER_FILE} belongs to a PEFT adapter, and {others[0]} is beside it; remove {ADAPTER_FILE} if "
-            f"the weights are merged already, or else move {ADAPTER_FILE} and {PEFT_WEIGHTS} to a directory of their "
-            "own",
+            f": the directory has a PEFT adapter ({ADAPTER_FILE}) and other weights ({others[0]}); if the weights "
+            f"include the adapter, remove {ADAPTER_FILE}, otherwise move {ADAPTER_FILE} and {PEFT_WEIGHTS} to another "
+            "directory",
         )
 
 

@@ -198,7 +198,7 @@ BAD: dict[str, tuple[Write, str]] = {
     "an infinite head": (brought(lambda t: t[HEAD][:1].fill_(float("inf")), tied=True), "lm_head.weight has values"),
     "an adapter beside full weights": (
         brought(files=adapted),
-        "its adapter_config.json belongs to a PEFT adapter, and model.* is beside it; remove .*merged already, or else",
+        r"has a PEFT adapter \(adapter_config.json\) and other weights \(model.*\); .*remove",
     ),
     "an adapter alone": (
         adapter_alone,

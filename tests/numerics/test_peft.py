@@ -273,13 +273,13 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
         change_tensors(lambda tensors: tensors.update({f"base_model.model.{HEAD}": torch.ones(300, 64)})),
         r"its tensors have different numbers of tokens: .*258.*300",
     ),
-    "weights beside it": (
+    "other weights": (
         lambda adapter, base: save_file({"a": torch.ones(2)}, adapter / "model.safetensors"),
-        "belongs to a PEFT adapter, and model.safetensors is beside it; remove adapter_config.json if the weights are",
+        r"other weights \(model.safetensors\); if the weights include the adapter, remove adapter_config.json",
     ),
-    "a student's adapter beside it": (
+    "a student's adapter": (
         lambda adapter, base: save_file({"a": torch.ones(2)}, adapter / "adapter-00001.safetensors"),
-        "belongs to a PEFT adapter, and adapter-00001.safetensors is beside it",
+        r"other weights \(adapter-00001.safetensors\)",
     ),
 }
 

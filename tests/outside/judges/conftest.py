@@ -73,7 +73,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--page", type=Path, help="write what each judge found into this Markdown page")
 
 
-_HEAD = "| judge | asks for | result |\n|---|---|---|\n"
+_HEAD = "| program | tested features | result |\n|---|---|---|\n"
 _BEGIN, _END = "<!-- judges: make judges -->", "<!-- end of judges -->"
 _FOUND = pytest.StashKey[dict[str, list[str]]]()
 _ORDER = ["passed", "failed", "skipped"]

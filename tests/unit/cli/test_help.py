@@ -86,4 +86,4 @@ def test_every_command_has_an_example_that_it_accepts() -> None:
 def test_a_lazy_command_is_imported_once() -> None:
     command = get_command(app).commands["recipes"]  # type: ignore[attr-defined]
     assert isinstance(command, LazyCommand)
-    assert command.loaded is command.loaded
+    assert command.imported_command is command.imported_command

@@ -80,7 +80,7 @@ def _get_credential(request: Request) -> str | None:
     return credential
 
 
-class Gate:
+class RequestAuthenticator:
     """Admits callers by key or token, or all callers without an authenticator. `tenant`: the only admitted tenant;
     None: all."""
 
@@ -93,8 +93,8 @@ class Gate:
     def _check_tenant(self, key: Principal) -> None:
         if self._tenant not in (None, key.tenant):
             raise ForbiddenError(
-                f"key {key.name!r} belongs to tenant {key.tenant!r}, but this deployment to another tenant; use one of "
-                f"{key.tenant!r}",
+                f"key {key.name!r} belongs to tenant {key.tenant!r}, but this deployment to another tenant; use a "
+                f"deployment of {key.tenant!r}",
                 field="Authorization",
             )
 
@@ -132,16 +132,16 @@ class AuthMiddleware(Middleware):
     async def handle(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
         if scope["method"] == "POST":
             request = Request(scope)
-            gate: Gate = request.app.state.gate
+            request_authenticator: RequestAuthenticator = request.app.state.request_authenticator
             try:
-                request.state.caller = await gate.admit_async(request)
+                request.state.caller = await request_authenticator.admit_async(request)
             except SwiftKVError as error:
                 await respond_with_error(error, request.url.path)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
-class HostGuard(Middleware):
+class AllowedHostsMiddleware(Middleware):
     """Refuses requests for unknown hosts at replicas without keys, against DNS rebinding by web pages. `allowed`:
     accepted hosts besides addresses and local names."""
 
@@ -159,39 +159,39 @@ class HostGuard(Middleware):
 
 
 _Header = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
-"""Declares the key in the OpenAPI document; `Gate` reads the header."""
+"""Declares the key in the OpenAPI document; `RequestAuthenticator` reads the header."""
 HAS_API_KEY = Security(APIKeyHeader(name=API_KEY_HEADER, auto_error=False))
 
 
 async def get_caller(request: Request, _header: _Header) -> Caller:
-    """Return the caller. `AuthMiddleware` has admitted callers of POST requests. Raises as `Gate.admit`."""
+    """Return the caller, whom `AuthMiddleware` has admitted for POST. Raises as `RequestAuthenticator.admit`."""
     caller: Caller | None = getattr(request.state, "caller", None)
-    gate: Gate = request.app.state.gate
-    return caller or await gate.admit_async(request)
+    request_authenticator: RequestAuthenticator = request.app.state.request_authenticator
+    return caller or await request_authenticator.admit_async(request)
 
 
 AdmittedCaller = Annotated[Caller, Depends(get_caller)]
 
 
-def require_viewer(request: Request, _header: _Header) -> None:
-    """Raise as `Gate.require_tenant_access`."""
-    gate: Gate = request.app.state.gate
-    gate.require_tenant_access(request)
+def require_tenant_access(request: Request, _header: _Header) -> None:
+    """Raise as `RequestAuthenticator.require_tenant_access`."""
+    request_authenticator: RequestAuthenticator = request.app.state.request_authenticator
+    request_authenticator.require_tenant_access(request)
 
 
-def check_is_viewer(request: Request, header: _Header) -> bool:
+def has_tenant_access(request: Request, header: _Header) -> bool:
     try:
-        require_viewer(request, header)
+        require_tenant_access(request, header)
     except (ForbiddenError, UnauthenticatedError):
         return False
     return True
 
 
-IsViewer = Annotated[bool, Depends(check_is_viewer)]
-ViewerRequired = Annotated[None, Depends(require_viewer)]
+HasTenantAccess = Annotated[bool, Depends(has_tenant_access)]
+TenantAccessRequired = Annotated[None, Depends(require_tenant_access)]
 
 
-class ResponseHeaders(Middleware):
+class ResponseHeadersMiddleware(Middleware):
     """Adds response headers: the replica's name, ignored fields, and the caller's remaining rate limits."""
 
     def __init__(self, app: ASGIApp, replica: str) -> None:
@@ -209,7 +209,7 @@ class ResponseHeaders(Middleware):
                     headers[IGNORED_FIELDS_HEADER] = ", ".join(ignored_fields)
                 quota: Quota | None = state.get("quota")
                 if quota is not None:
-                    headers.update(quota.make_headers())
+                    headers.update(quota.make_rate_limit_headers())
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
@@ -233,7 +233,7 @@ class DeploymentCORS(CORSMiddleware):
         return origin in allowed or "*" in allowed
 
 
-class PathNormalizer(Middleware):
+class PathNormalizerMiddleware(Middleware):
     """Treats `//models` and `/models/` as `/models`, and HEAD as GET without the response's body."""
 
     async def handle(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
@@ -242,10 +242,10 @@ class PathNormalizer(Middleware):
             await self._app({**scope, **changed}, receive, send)
             return
 
-        async def send_head(message: Message) -> None:
+        async def send_without_body(message: Message) -> None:
             await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
-        await self._app({**scope, **changed, "method": "GET"}, receive, send_head)
+        await self._app({**scope, **changed, "method": "GET"}, receive, send_without_body)
 
 
 class Quota:
@@ -259,7 +259,7 @@ class Quota:
     def count_request(self) -> None:
         """Count a request. Raises `RateLimitedError` above the limit, without counting the request."""
         if self._requests is not None:
-            self._require_level(self._requests, 1, "requests")
+            self._require_available(self._requests, 1, "requests")
             self._requests.consume(1)
 
     def reserve_tokens(self, amount: int) -> TokenReservation:
@@ -267,11 +267,11 @@ class Quota:
         if self._tokens is None:
             return TokenReservation()
         amount = min(amount, self._tokens.per_minute)
-        self._require_level(self._tokens, amount, "tokens")
+        self._require_available(self._tokens, amount, "tokens")
         self._tokens.consume(amount)
         return TokenReservation(self._tokens, amount)
 
-    def make_headers(self) -> dict[str, str]:
+    def make_rate_limit_headers(self) -> dict[str, str]:
         """Return OpenAI's `x-ratelimit` headers."""
         headers = {}
         for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
@@ -281,7 +281,7 @@ class Quota:
                 headers[f"x-ratelimit-reset-{name}"] = f"{bucket.seconds_until(bucket.per_minute):.3f}s"
         return headers
 
-    def _require_level(self, bucket: TokenBucket, amount: int, unit: str) -> None:
+    def _require_available(self, bucket: TokenBucket, amount: int, unit: str) -> None:
         wait = bucket.seconds_until(amount)
         if wait > 0.0:
             raise RateLimitedError(

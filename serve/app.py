@@ -30,7 +30,7 @@ from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.metrics import Metrics
 from swiftkv_platform.serve.metrics_export import RayMetricsExport
 from swiftkv_platform.serve.replica_state import ModelVersion, ReplicaState
-from swiftkv_platform.serve.tracing import make_observers
+from swiftkv_platform.serve.tracing import make_request_observers
 from swiftkv_platform.serve.versions import VersionSwapper, load_version
 
 ROUTER = "swiftkv_platform.serve.prefixes.PrefixRouter"
@@ -95,7 +95,7 @@ class Replica:
         self._state = ReplicaState(
             metrics=Metrics(self._export),
             replica=replica,
-            observers=make_observers(with_text=self._args.log_text),
+            observers=make_request_observers(with_text=self._args.log_text),
         )
         self._swapper = VersionSwapper(self._state, self._load)
 
@@ -123,7 +123,7 @@ class Replica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the metrics for `contract.autoscaling.replicas_by_load`."""
-        if self._state.is_empty:
+        if self._state.has_no_model:
             return {WAITING_STEPS: 0.0, KV_CACHE_USAGE: 0.0}
         engine, state = self._state.version.engine, self._state.version.engine.state
         return {

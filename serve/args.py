@@ -85,7 +85,7 @@ class ServeArgs(ReplicasSpec, ReplicaArgs):
     `deployments` entry for `Replica`: `user_config` (`ServedConfig`) and `autoscaling_config`."""
 
     model: str | None = None
-    """Field of `ServedConfig`, as the next three are, for a deployment without `user_config`."""
+    """This and the next three are fields of `ServedConfig`, for a deployment without `user_config`."""
     artifact_uri: str | None = None
     engine: EngineConfig = EngineConfig()
     verify: bool = True

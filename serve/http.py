@@ -26,15 +26,15 @@ from swiftkv_platform.limits import REPLICA_BODIES_BYTES, REPLICA_BODY_STRINGS, 
 from swiftkv_platform.security.principals import Authenticator
 from swiftkv_platform.serve.access import (
     AdmittedCaller,
+    AllowedHostsMiddleware,
     AuthMiddleware,
     Caller,
     DeploymentCORS,
-    Gate,
-    HostGuard,
-    IsViewer,
-    PathNormalizer,
-    ResponseHeaders,
-    ViewerRequired,
+    HasTenantAccess,
+    PathNormalizerMiddleware,
+    RequestAuthenticator,
+    ResponseHeadersMiddleware,
+    TenantAccessRequired,
 )
 from swiftkv_platform.serve.anthropic import make_anthropic_router
 from swiftkv_platform.serve.chat import rename_prompt_errors, tokenize_chat
@@ -145,17 +145,17 @@ def create_http_app(
     )
     add_docs(app)
     app.router.route_class = BodyRoute
-    app.state.gate = Gate(key_ring, tenant)
+    app.state.request_authenticator = RequestAuthenticator(key_ring, tenant)
     app.state.bodies = _make_body_reader(state, max_body_bytes)
     app.add_middleware(InputGuard)
     # The middleware added last runs first: requests are authenticated and counted before their size is checked.
     app.add_middleware(BodyLimit, max_bytes=lambda _path: max_body_bytes or state.body_limits[0])
     app.add_middleware(AuthMiddleware)
     if key_ring is None:
-        app.add_middleware(HostGuard, allowed=allowed_hosts)
-    app.add_middleware(ResponseHeaders, replica=state.replica)
+        app.add_middleware(AllowedHostsMiddleware, allowed=allowed_hosts)
+    app.add_middleware(ResponseHeadersMiddleware, replica=state.replica)
     app.add_middleware(DeploymentCORS, get_allowed=state.get_cors_origins)
-    app.add_middleware(PathNormalizer)
+    app.add_middleware(PathNormalizerMiddleware)
     app.add_middleware(RefusalBackoff, statuses=(413, 429), undelayed_per_minute=UNDELAYED_REFUSALS.default)
     app.add_middleware(SecurityHeaders)
     add_problem_handlers(app, [f"/v1/{route}" for route in ROUTES])
@@ -230,7 +230,7 @@ def create_http_app(
 
     @app.get("/health", openapi_extra=OPEN)
     async def health(
-        is_viewer: IsViewer, revision: Annotated[str, Header(alias=REVISION_HEADER)] = ""
+        has_access: HasTenantAccess, revision: Annotated[str, Header(alias=REVISION_HEADER)] = ""
     ) -> dict[str, object]:
         """Return the status, and for callers of the tenant the served model and the state of a swap.
 
@@ -238,14 +238,14 @@ def create_http_app(
         """
         version, candidate = state.version, state.version.candidate
         requested = state.swap.revision
-        is_viewer |= requested != "" and compare_digest(revision.encode(), requested.encode())
+        has_access |= requested != "" and compare_digest(revision.encode(), requested.encode())
         try:
             version.check_health()
         except EngineDeadError as error:
-            if is_viewer:
+            if has_access:
                 raise
             raise EngineDeadError("the engine is no longer running") from error
-        if not is_viewer:
+        if not has_access:
             return {"status": "ok"}
         return {
             "status": "ok",
@@ -256,7 +256,7 @@ def create_http_app(
         }
 
     @app.get("/metrics")
-    async def metrics(_viewer: ViewerRequired) -> Response:
+    async def metrics(_access: TenantAccessRequired) -> Response:
         """Return the Prometheus metrics of this replica, for callers of its tenant."""
         return Response(state.metrics.render_page(), media_type=CONTENT_TYPE_LATEST)
 

@@ -67,19 +67,19 @@ class Metrics:
         }
         self.registry.register(self)
 
-    def _count(self, name: str, amount: float = 1.0, *, of_model: str | None = None, **labels: str) -> None:
+    def _increment_counter(self, name: str, amount: float = 1.0, *, of_model: str | None = None, **labels: str) -> None:
         """Add to a counter on the replica's page and in the export. `of_model`: label of the exported series; None: the
         served model."""
         counter = self._counters[name]
         (counter.labels(**labels) if labels else counter).inc(amount)
         if self.export is not None:
             model = labels.pop("model", self.model if of_model is None else of_model)
-            self.export.count(name, _COUNTERS[name][0], amount, model, labels)
+            self.export.increment_counter(name, _COUNTERS[name][0], amount, model, labels)
 
-    def _observe(self, name: str, seconds: float, model: str) -> None:
+    def _observe_histogram(self, name: str, seconds: float, model: str) -> None:
         self._histograms[name].observe(seconds)
         if self.export is not None:
-            self.export.observe(name, _HISTOGRAMS[name], _LATENCY_BUCKETS_S, seconds, model)
+            self.export.observe_histogram(name, _HISTOGRAMS[name], _LATENCY_BUCKETS_S, seconds, model)
 
     @property
     def model(self) -> str:
@@ -87,20 +87,20 @@ class Metrics:
 
     def count_load(self, model: str, seconds: Mapping[str, float]) -> None:
         """Count a loaded model. `seconds`: by phase of its loading."""
-        self._count("model_loads", of_model=model)
+        self._increment_counter("model_loads", of_model=model)
         for phase, value in seconds.items():
-            self._count("model_load_seconds", value, of_model=model, phase=phase)
+            self._increment_counter("model_load_seconds", value, of_model=model, phase=phase)
 
     def count_swap(self, outcome: str) -> None:
         """Count a swap by its outcome: `succeeded`, `refused` or `superseded`."""
-        self._count("swaps", outcome=outcome)
+        self._increment_counter("swaps", outcome=outcome)
 
     def count_request(self, model: str) -> None:
         """Count a request, admitted or not. `model`: model chosen for the request."""
-        self._count("requests", model=model)
+        self._increment_counter("requests", model=model)
 
     def count_refusal(self, error: SwiftKVError, model: str) -> None:
-        self._count("rejected_requests", of_model=model, reason=error.code)
+        self._increment_counter("rejected_requests", of_model=model, reason=error.code)
 
     def record_output(self, output: RequestOutput, model: str) -> None:
         metrics = output.metrics
@@ -117,11 +117,11 @@ class Metrics:
             counts["prefix_cache_hits"] = output.num_cached_tokens
             counts["prefill_layer_tokens_skipped"] = output.num_skipped_tokens
         for name, amount in counts.items():
-            self._count(name, amount, of_model=model)
-        self._count("request_success", of_model=model, finished_reason=str(output.finish_reason))
+            self._increment_counter(name, amount, of_model=model)
+        self._increment_counter("request_success", of_model=model, finished_reason=str(output.finish_reason))
         for name, seconds in zip(_HISTOGRAMS, (metrics.ttft, metrics.tpot, metrics.total), strict=True):
             if seconds is not None:
-                self._observe(name, seconds, model)
+                self._observe_histogram(name, seconds, model)
 
     def read_gauges(self) -> list[tuple[str, str, float]]:
         """Return (name, description, value) of each gauge of the engine; empty without an engine."""

@@ -36,13 +36,15 @@ class RayMetricsExport:
         self._metrics: dict[str, Metric] = {}
         self._models: set[str] = set()
 
-    def count(self, name: str, description: str, amount: float, model: str, labels: dict[str, str]) -> None:
+    def increment_counter(self, name: str, description: str, amount: float, model: str, labels: dict[str, str]) -> None:
         if amount <= 0:  # Ray refuses to add 0
             return
         counter = self._get_metric(Counter, name, description, tag_keys=(*_COMMON_LABELS, *labels))
         counter.inc(amount, {**self._make_tags(model), **labels})
 
-    def observe(self, name: str, description: str, buckets: Sequence[float], seconds: float, model: str) -> None:
+    def observe_histogram(
+        self, name: str, description: str, buckets: Sequence[float], seconds: float, model: str
+    ) -> None:
         histogram = self._get_metric(Histogram, name, description, boundaries=list(buckets), tag_keys=_COMMON_LABELS)
         histogram.observe(seconds, self._make_tags(model))
 
@@ -56,7 +58,7 @@ class RayMetricsExport:
                 for name, description, value in metrics.read_gauges():
                     self.set_gauge(name, description, value, metrics.model)
             except Exception:  # such as from an engine that is closing
-                get_logger().exception("gauges not read")
+                get_logger().exception("reading the engine's gauges failed")
             await asyncio.sleep(_GAUGE_INTERVAL_S)
 
     def _get_metric(self, kind: type[M], name: str, description: str, **options: Any) -> M:

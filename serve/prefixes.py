@@ -24,7 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from swiftkv_platform.serve.access import API_KEY_HEADER
 from swiftkv_platform.serve.openai.schemas import CLIENT_LINE
-from swiftkv_platform.serve.proxy import ProbeMiddleware, RoutesGuard
+from swiftkv_platform.serve.proxy import ProbeMiddleware, RouteListBlocker
 from swiftkv_platform.web.middleware import Middleware
 
 SESSION_HEADER = "x-session-id"
@@ -50,7 +50,7 @@ _BLOCK_HASHES = re.compile(rf"{_BLOCK_HASH}(?:\.{_BLOCK_HASH}){{0,{MAX_BLOCKS - 
 
 
 def proxy_middlewares() -> list[MiddlewareEntry]:
-    return [MiddlewareEntry(RoutesGuard), MiddlewareEntry(ProbeMiddleware), MiddlewareEntry(PrefixHeaderMiddleware)]
+    return [MiddlewareEntry(middleware) for middleware in (RouteListBlocker, ProbeMiddleware, PrefixHeaderMiddleware)]
 
 
 def hash_prefixes(body: bytes, tenant: bytes = b"") -> list[str]:

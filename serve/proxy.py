@@ -17,7 +17,7 @@ PROBE_TIMEOUT_S = 2.0
 _NOT_FOUND = PlainTextResponse("there is no such path", 404)
 
 
-class RoutesGuard(Middleware):
+class RouteListBlocker(Middleware):
     """Responds with 404 to Ray's `/-/routes`, which lists the deployments of all tenants without a key."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:

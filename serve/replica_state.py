@@ -32,7 +32,7 @@ _RENDERED_BYTES_PER_TOKEN = 64
 BASE_BODY_BYTES = 1 << 20
 """Max bytes of a request body without prompts: stop strings, schemas, names, spaces."""
 NUM_LONGEST_PROMPTS = 8
-"""Number of prompts of max length that fit into one body."""
+"""Number of prompts of max length that one body may have."""
 ESCAPED_BYTES = 6
 
 
@@ -82,7 +82,7 @@ class ModelVersion:
     """Request fields below `/v1` that the deployment ignores."""
     cors_origins: frozenset[str] = frozenset()
     num_users: int = field(default=0, init=False)
-    """Number of requests before or after their time in the engine."""
+    """Number of requests that need the open engine before or after their generation."""
 
     @cached_property
     def body_limits(self) -> tuple[int, int]:
@@ -102,7 +102,7 @@ class ModelVersion:
         finally:
             self.num_users -= 1
 
-    def has_name(self, name: str) -> bool:
+    def accepts_model_name(self, name: str) -> bool:
         return name == self.card.model or name in self.names
 
     def choose_version(self) -> ModelVersion:
@@ -148,7 +148,7 @@ class ModelVersion:
         await self.engine.aclose()
 
 
-class Observer(Protocol):
+class RequestObserver(Protocol):
     """Listener for the end of requests."""
 
     def on_request_ended(self, collector: OutputCollector, card: ModelCard) -> None:
@@ -167,7 +167,7 @@ class ReplicaState:
         metrics: Metrics | None = None,
         *,
         replica: str = "",
-        observers: Sequence[Observer] = (),
+        observers: Sequence[RequestObserver] = (),
     ) -> None:
         self.swap = SwapState()
         self.replica = replica
@@ -177,7 +177,7 @@ class ReplicaState:
         self.metrics.version = self._version = version
 
     @property
-    def is_empty(self) -> bool:
+    def has_no_model(self) -> bool:
         return self._version is None
 
     @property

@@ -40,7 +40,7 @@ _TEXT_KEYS = ("text", "refusal", "transcript", "stdout", "stderr", "content", "o
 _NAME_KEYS = ("tool_name", "name", "title", "filename")
 """Keys of which a placeholder repeats the first."""
 _TEXT_SOURCES = ("document", "search_result")
-"""Types of parts that are read even in a new message if they have only text."""
+"""Types of parts that are accepted even in a new message if they have only text."""
 
 
 def remove_nulls(part: Any) -> Any:
@@ -57,7 +57,7 @@ class BodyPart(FrozenModel, strict=True, extra="allow"):
 
 
 class TypedPart(BodyPart):
-    """Part of a body with a type. A part of a type that is not served is replaced (see `replace`)."""
+    """Part of a body with a type. A part of a type that is not served is replaced (see `replace_unsupported`)."""
 
     required_keys: ClassVar[Mapping[str, Sequence[str]]]
     """Required keys by served type."""
@@ -80,7 +80,7 @@ class TypedPart(BodyPart):
         if not isinstance(kind, str) or not kind:
             raise ValueError(f"type is {value_if_short(kind)!r}; accepted here: {', '.join(cls.required_keys)}")
         if kind not in cls.required_keys:
-            replacement = cls.replace(part, handler)
+            replacement = cls.replace_unsupported(part, handler)
             replacement._original = part
             return replacement
         if missing := next((name for name in cls.required_keys[kind] if part.get(name) is None), None):
@@ -88,13 +88,13 @@ class TypedPart(BodyPart):
         return handler(part)
 
     @classmethod
-    def replace(cls, part: Mapping[str, Any], validate: Callable[[dict[str, Any]], Self]) -> Self:  # noqa: ARG003
-        """Return the replacement of a part whose type is not served: by default one that has no other field."""
+    def replace_unsupported(cls, part: Mapping[str, Any], validate: Callable[[dict[str, Any]], Self]) -> Self:  # noqa: ARG003
+        """Return the replacement of a part whose type is not served: by default a part with the type only."""
         return cls.model_construct(type=part["type"])  # type: ignore[return-value]  # by pydantic's plugin
 
 
 class TextPart(TypedPart):
-    """A text part of a message. The text of a part of another type, such as an image, is its own, or a placeholder."""
+    """A text part of a message. A part of another type, such as an image, is replaced by its text or a placeholder."""
 
     required_keys: ClassVar[Mapping[str, Sequence[str]]] = {"text": ("text",)}
     text: str = ""
@@ -104,14 +104,14 @@ class TextPart(TypedPart):
         return self.text
 
     @property
-    def is_read(self) -> bool:
-        """Whether the text is all of the part."""
+    def is_text_only(self) -> bool:
+        """Whether the part has nothing but text."""
         if self._original is None:
             return True
         return self._original["type"] in _TEXT_SOURCES and all(is_text for is_text, _ in _find_texts(self._original))
 
     @classmethod
-    def replace(cls, part: Mapping[str, Any], validate: Callable[[dict[str, Any]], Self]) -> Self:
+    def replace_unsupported(cls, part: Mapping[str, Any], validate: Callable[[dict[str, Any]], Self]) -> Self:
         return validate({"type": part["type"], "text": f"\n{describe_part(part)}\n"})  # a message joins its parts
 
 
@@ -375,7 +375,7 @@ class GenerateRequest(SamplingFields):
     logprobs: WholeNumber | None = None
     """Return log-probabilities of each generated token and of this many most probable ones."""
     prompt_logprobs: WholeNumber | None = None
-    """The same for the prompt's tokens, which then run through all layers."""
+    """Return log-probabilities of the prompt's tokens, which then run through all layers."""
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """Unique among the caller's running requests."""
     stream: bool = False

@@ -19,7 +19,7 @@ from swiftkv_platform.serve.args import ReplicaArgs, ServedConfig
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.proxy import is_probe
 from swiftkv_platform.serve.replica_state import ReplicaState
-from swiftkv_platform.serve.tracing import make_observers
+from swiftkv_platform.serve.tracing import make_request_observers
 from swiftkv_platform.serve.versions import load_version
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.web.middleware import Middleware
@@ -50,7 +50,7 @@ async def _run(
     served: ServedConfig, args: ReplicaArgs, listener: socket.socket, on_ready: Callable[[str], None]
 ) -> None:
     credentials = open_credentials(None if args.api_keys_file is None else Path(args.api_keys_file), None)
-    state = ReplicaState(observers=make_observers(with_text=args.log_text))
+    state = ReplicaState(observers=make_request_observers(with_text=args.log_text))
     app = create_http_app(state, key_ring=credentials, allowed_hosts=args.allowed_hosts)
     loaded = asyncio.Event()
     app.add_middleware(LoadingMiddleware, loaded=loaded)
@@ -64,7 +64,7 @@ async def _run(
             host, port = listener.getsockname()[:2]
             on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
         finally:
-            server.should_exit |= state.is_empty
+            server.should_exit |= state.has_no_model
             loaded.set()
 
     @asynccontextmanager
@@ -72,7 +72,7 @@ async def _run(
         yield
         loading.cancel()
         await asyncio.wait({loading})
-        if not state.is_empty:
+        if not state.has_no_model:
             await state.version.engine.aclose()
 
     app.router.lifespan_context = lifespan

@@ -16,7 +16,7 @@ from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.serve.access import Caller
 from swiftkv_platform.serve.collector import OutputCollector
-from swiftkv_platform.serve.replica_state import ModelCard, Observer
+from swiftkv_platform.serve.replica_state import ModelCard, RequestObserver
 from swiftkv_platform.serve.schemas import Timings, Usage
 from swiftkv_platform.traces import open_provider
 
@@ -57,7 +57,7 @@ class RequestLogger:
         get_logger().info("request", **fields, outcome=error.code, field=error.field)
 
 
-def make_observers(*, with_text: bool) -> list[Observer]:
+def make_request_observers(*, with_text: bool) -> list[RequestObserver]:
     """Return the observers of the process's settings. `with_text`: see `RequestLogger`."""
     provider = open_provider("swiftkv-serve")
     return [RequestLogger(with_text=with_text), *([] if provider is None else [RequestTracer(provider)])]

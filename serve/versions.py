@@ -182,7 +182,7 @@ async def _load_model_version(
     loaded = await asyncio.to_thread(load_model, served)
     started = time.monotonic()
     try:
-        await _check_generates(loaded.engine, served)
+        await _check_generation(loaded.engine, served)
     except BaseException:
         await loaded.engine.aclose()
         raise
@@ -201,7 +201,7 @@ async def _load_model_version(
     return version
 
 
-async def _check_generates(engine: EngineFrontend, served: ServedConfig) -> None:
+async def _check_generation(engine: EngineFrontend, served: ServedConfig) -> None:
     """Set the deployment's chat template, if any, and generate a token. Raises `ModelError` for an invalid template or
     log-probabilities that are not finite."""
     from swiftkv_platform.engine import SamplingParams
@@ -259,9 +259,9 @@ class VersionSwapper:
         The first call returns when they are loaded, and raises as `load`. Later calls return at once; if loading fails,
         the previous version stays.
         """
-        if self._state.is_empty:
+        if self._state.has_no_model:
             served = ServedConfig.model_validate(document)
-            self._switch(served, await self._load(served))
+            self._switch_version(served, await self._load(served))
             return
         self._requested = document
         self._state.swap = SwapState(status="loading", revision=str(document.get("revision", "")))
@@ -300,11 +300,11 @@ class VersionSwapper:
             await version.drain()
             return
         # 3. switch
-        self._switch(served, version)
+        self._switch_version(served, version)
         self._state.metrics.count_swap("succeeded")
         log.info("swap_done")
 
-    def _switch(self, served: ServedConfig, version: ModelVersion) -> None:
+    def _switch_version(self, served: ServedConfig, version: ModelVersion) -> None:
         previous = self._state.replace_version(version)
         self._served = served
         self._state.swap = SwapState(revision=served.revision)

@@ -57,10 +57,10 @@ _SHARED_PARAMS = (
 )
 _MAX_SEQS_PER_RESERVED_SLOT = 8
 """Sequences of one caller per slot that is reserved for other callers."""
-_NATIVE_ONLY = "only engine.backend native supports it, and this deployment's is vllm"
+_NATIVE_ONLY = "only engine.backend: native supports it, and this deployment runs vllm"
 
 
-def set_environment(config: EngineConfig) -> None:
+def set_vllm_environment(config: EngineConfig) -> None:
     """Set the environment variables of vLLM's processes. Keeps the operator's values, except `OMP_NUM_THREADS` if
     `num_threads` is given."""
     export_frontend_pid()
@@ -178,7 +178,7 @@ def load_vllm(directory: Path, config: EngineConfig, **overrides: Any) -> VLLMEn
     model = describe_model(directory, config)
     view = create_model_view(directory, Settings().home / "views")  # only checked files, for vLLM's processes
     _require_device(config)
-    set_environment(config)
+    set_vllm_environment(config)
     stats = SchedulerStats()
     try:
         args = AsyncEngineArgs(**make_engine_args(view, config, model) | overrides)
@@ -373,7 +373,7 @@ class VLLMEngine(EngineFrontend):
         self._deliver_outputs([sequence.make_output()])
 
     def _clean_up(self, sequence: Sequence, tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
-        """Forget a sample when its task has ended, even if the task was canceled before its start."""
+        """Remove a sample when its task has ended, even if the task was canceled before its start."""
         self._unfinished.discard(sequence)
         self._waiting_for_first_token.discard(sequence)
         tasks.discard(task)

@@ -28,7 +28,7 @@ from swiftkv_platform.serve.openai.outputs import (
     format_chat_choice,
     format_chat_delta,
     format_prompt_logprobs,
-    make_head,
+    make_common_fields,
     make_usage,
     parse_tool_calls,
     stream_chunks,
@@ -54,7 +54,7 @@ class ChatFieldMap:
     def make_chat_request(self, body: OpenAIFields | None, **fields: Any) -> ChatRequest:
         """Return a chat request with `fields`, and with the fields of `body` that have the same names in both. Raises
         `RequestValidationError`."""
-        served, given = get_served_names(self.route), [] if body is None else body.list_set_fields(ChatRequest)
+        served, given = get_served_names(self.route), [] if body is None else body.list_given_fields(ChatRequest)
         same = {name: getattr(body, name) for name in given if name in served}
         stream_options = StreamOptions(continuous_usage_stats=True) if body is not None and body.stream else None
         try:
@@ -135,7 +135,7 @@ class ChatGeneration:
             def render() -> Response:
                 choices = [format_chat_choice(i, output, vocabulary, top=top) for i, output in enumerate(outputs)]
                 choices = [parse_tool_calls(choice, tool_rules) for choice in choices] if tool_rules else choices
-                head = make_head("chatcmpl", "chat.completion", self.collector, version)
+                head = make_common_fields("chatcmpl", "chat.completion", self.collector, version)
                 head |= {"choices": choices, "usage": make_usage(outputs)}
                 return JSONResponse(convert(head | make_prompt_logprobs_field(self.body, outputs[0], version)))
 
@@ -151,7 +151,7 @@ class ChatGeneration:
             delta = await self.version.render_response(render, [output], self.collector.context.caller.sender)
             return delta if tool_calls is None else tool_calls.convert_delta(delta)
 
-        head = make_head("chatcmpl", "chat.completion.chunk", self.collector, self.version)
+        head = make_common_fields("chatcmpl", "chat.completion.chunk", self.collector, self.version)
         return stream_chunks(self.collector, head, format_chunk, self.body.stream_options or StreamOptions())
 
 
@@ -176,7 +176,7 @@ async def prepare_prompt(
         )
         prompt = await tokenize_chat(
             version.engine,
-            [message.for_template() for message in body.messages],
+            [message.to_template_format() for message in body.messages],
             request.state.caller.sender,
             tools=tool_rules.tools if tool_rules else None,
             add_generation_prompt=body.add_generation_prompt,
@@ -188,7 +188,7 @@ async def prepare_prompt(
 
 
 def require_served_model(model: str, version: ModelVersion) -> None:
-    if not version.has_name(model):
+    if not version.accepts_model_name(model):
         raise ModelNotFoundError.for_field("model", model, f"; the served model is {version.card.model!r}")
 
 
@@ -215,11 +215,11 @@ def make_prompt_logprobs_field(body: OpenAIFields, output: RequestOutput, versio
 
 @dataclass
 class OutputBlock:
-    """A text or a tool call of a completion, for routes that return lists of blocks."""
+    """Text or tool call of a completion, for routes that return lists of blocks."""
 
     index: int
     call: dict[str, Any] | None
-    """The call's `id` and `name`; None for text."""
+    """`id` and `name` of the tool call; None for text."""
     text: str = ""
 
 
@@ -246,15 +246,15 @@ class BlockSplitter:
         calls: Iterable[Mapping[str, Any]] = message.get("tool_calls") or ()
         for call in calls:
             if "id" not in call:  # continues the open call
-                yield from self._append(call["function"]["arguments"])
+                yield from self._append_text(call["function"]["arguments"])
         if text := message.get("content"):
             if not (self._is_open and self.blocks[-1].call is None):
-                yield from self._begin(None)
-            yield from self._append(text)
+                yield from self._begin_block(None)
+            yield from self._append_text(text)
         for call in calls:
             if "id" in call:
-                yield from self._begin({"id": call["id"], "name": call["function"]["name"]})
-                yield from self._append(call["function"]["arguments"])
+                yield from self._begin_block({"id": call["id"], "name": call["function"]["name"]})
+                yield from self._append_text(call["function"]["arguments"])
 
     def finish(self) -> Iterator[BlockEvent]:
         """Yield the end of the open block, if there is one."""
@@ -262,13 +262,13 @@ class BlockSplitter:
             self._is_open = False
             yield "end", self.blocks[-1], ""
 
-    def _begin(self, call: dict[str, Any] | None) -> Iterator[BlockEvent]:
+    def _begin_block(self, call: dict[str, Any] | None) -> Iterator[BlockEvent]:
         yield from self.finish()
         self.blocks.append(OutputBlock(len(self.blocks), call))
         self._is_open = True
         yield "begin", self.blocks[-1], ""
 
-    def _append(self, text: str) -> Iterator[BlockEvent]:
+    def _append_text(self, text: str) -> Iterator[BlockEvent]:
         if text:
             self.blocks[-1].text += text
             yield "append", self.blocks[-1], text

@@ -46,7 +46,7 @@ class RequestField:
     name: str
     treatment: Treatment
     note: str
-    """Details of the support, or the reason for a refusal."""
+    """Supported values, or why the field has no effect or is refused."""
     routes: tuple[Route, ...]
     origin: Origin
     accepted: tuple[Any, ...]
@@ -88,18 +88,18 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
         ("OpenAI", ALL): {
             "model": "the served model's id, or one of its deployment's names",
             "temperature top_p presence_penalty frequency_penalty logit_bias stream": "",
-            "seed": "repeats an answer within one engine",
+            "seed": "reproduces an answer on the same engine",
         },
         ("OpenAI", OPENAI): {"stop": ""},
         ("OpenAI", _ROUTES_WITH_N): {
             "n stream_options response_format": "",
-            "stream_options.include_usage": "a last event with the usage",
+            "stream_options.include_usage": "adds a last event with the token usage",
         },
         ("OpenAI", COMPLETIONS): {
             "prompt": "text, token ids, or a list of either",
             "max_tokens": "0 with `echo` only scores the prompt",
-            "logprobs": "a number of tokens",
-            "echo": "with `logprobs`, includes those of the prompt",
+            "logprobs": "number of most probable tokens",
+            "echo": "with `logprobs`, includes log-probabilities of the prompt",
         },
         ("OpenAI", CHAT): {
             "messages": "parts of type `text`, `input_text`, `output_text` and `refusal`; others as text (see Other "
@@ -126,25 +126,24 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
             "max_tokens": "required",
             "stop_sequences": "",
             "output_config": "`format`; `effort` has no effect",
-            "output_format": "the older name of `output_config.format`",
+            "output_format": "older name of `output_config.format`",
             "tools": "with an `input_schema`; others are skipped",
             "tool_choice": "`auto`, `any`, `tool`, `none`",
         },
         ("vLLM", ALL): {
             "top_k min_p repetition_penalty min_tokens stop_token_ids include_stop_str_in_output ignore_eos "
             "skip_special_tokens structured_outputs": "",
-            "allowed_token_ids": "not with a constraint",
+            "allowed_token_ids": "refused with `structured_outputs` or `response_format`",
             "truncate_prompt_tokens": "keeps the end of the prompt",
-            "priority": "lower goes first",
+            "priority": "lower values are scheduled first",
         },
         ("vLLM", _ROUTES_WITH_N): {
-            "prompt_logprobs": "not in a stream",
+            "prompt_logprobs": "not with `stream: true`",
             "stream_options.continuous_usage_stats": "token usage up to each event, in every event",
         },
         ("vLLM", CHAT): {"add_generation_prompt continue_final_message": ""},
         ("vLLM", CONVERSATIONS): {
-            "chat_template_kwargs": "variables of the template, such as `enable_thinking`; those that it does not use "
-            "have no effect",
+            "chat_template_kwargs": "variables of the template, such as `enable_thinking`; unused ones have no effect",
         },
         ("SwiftKV", ALL): {"early_exit num_lookup_tokens timeout_s": ""},
     },
@@ -157,7 +156,7 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
             "prompt_cache_key": "prefix caching needs no key",
             "prediction": "`num_lookup_tokens` drafts from the prompt",
             "reasoning reasoning_effort": "not passed to the model",
-            "max_tool_calls": "it limits server-side tools, which are skipped",
+            "max_tool_calls": "limits server-side tools, which are skipped",
             "truncation": "a prompt longer than the context is refused; `truncate_prompt_tokens` keeps its end",
         },
         ("OpenAI", _ROUTES_WITH_N): {"stream_options.include_obfuscation": "like all unknown nested keys"},
@@ -169,7 +168,7 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
             "thinking": "not passed to the model",
         },
         ("vLLM", ALL): {
-            "spaces_between_special_tokens": "no spaces are added between them",
+            "spaces_between_special_tokens": "no spaces are added between special tokens",
             "request_id": "",
         },
     },
@@ -197,19 +196,19 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
             "container": "code execution is not supported",
             "mcp_servers": ("MCP servers are not supported; give `tools`", []),
         },
-        ("vLLM", ALL): {"bad_words": ("logit_bias of -100 forbids tokens", [])},
+        ("vLLM", ALL): {"bad_words": ("use a logit_bias of -100 to forbid tokens", [])},
         ("vLLM", _ROUTES_WITH_N): {
             "use_beam_search": ("beam search is not supported", False),
             "length_penalty": ("beam search is not supported", 1, 1.0),
-            "return_token_ids return_tokens_as_token_ids": ("only /generate returns them", False),
+            "return_token_ids return_tokens_as_token_ids": ("only /generate returns token ids", False),
         },
         ("vLLM", COMPLETIONS): {"add_special_tokens": ("send token ids to control special tokens", True)},
         ("vLLM", CHAT): {
-            "add_special_tokens": ("the chat template adds them", False),
+            "add_special_tokens": ("the chat template adds special tokens", False),
             "echo": ("only /v1/completions supports it", False),
             "include_reasoning": ("reasoning is part of the text", True),
         },
-        ("vLLM", CONVERSATIONS): {"enable_thinking": "it belongs in `chat_template_kwargs`"},
+        ("vLLM", CONVERSATIONS): {"enable_thinking": "send `chat_template_kwargs` with `enable_thinking`"},
     },
 }
 
@@ -260,7 +259,7 @@ def _check_field(name: str, value: Any, n: int, field: RequestField | None, rout
     if field is not None and field.treatment is Treatment.REFUSED:
         if not field.accepts(value, n):
             shown = "too long to repeat" if (short := value_if_short(value)) is None else repr(short)
-            message = f"{name} is {shown}; {field.note.replace('`', '')}: leave it out"
+            message = f"{name} is {shown}; leave it out: {field.note.replace('`', '')}"
             raise InvalidInputError(message, field=name, value=short)
     elif (field is None or field.treatment is Treatment.SERVED) and not any_ignored:
         # A served field that the body's model lacks is of another route.

@@ -17,7 +17,14 @@ from swiftkv_platform.serve.collector import OutputCollector
 from swiftkv_platform.serve.openai.schemas import StreamOptions
 from swiftkv_platform.serve.schemas import Usage
 from swiftkv_platform.serve.tools.calling import ToolCallRules
-from swiftkv_platform.serve.tools.parser import CallBegin, ParsedAnswer, ParsedCall, Piece, Text, ToolCallParser
+from swiftkv_platform.serve.tools.parser import (
+    CallStart,
+    CompletionDelta,
+    ParsedAnswer,
+    ParsedCall,
+    TextDelta,
+    ToolCallParser,
+)
 from swiftkv_platform.web.problems import make_error_problem, to_openai_error
 
 if TYPE_CHECKING:
@@ -177,8 +184,8 @@ def _format_chat_logprobs(output: RequestOutput, vocabulary: Vocabulary, first: 
 def parse_tool_calls(choice: dict[str, Any], rules: ToolCallRules) -> dict[str, Any]:
     """Return a complete choice with the tool calls of its text in `tool_calls`."""
     parser, parsed = rules.make_parser(), ParsedAnswer()
-    parsed.add(parser.feed(choice["message"]["content"]))
-    parsed.add(parser.finish())
+    parsed.add_deltas(parser.feed(choice["message"]["content"]))
+    parsed.add_deltas(parser.finish())
     message = {**choice["message"], "content": parsed.text}
     if parsed.calls:
         functions = [{"name": call.name, "arguments": call.arguments} for call in parsed.calls]
@@ -199,31 +206,31 @@ class ToolCallStreams:
         """Convert the next chunk of a choice; call it once per chunk, in order."""
         parser = self._parsers.setdefault(choice["index"], self._rules.make_parser())
         parsed = self._parsed.setdefault(choice["index"], ParsedAnswer())
-        pieces = parser.feed(choice["delta"]["content"])
+        deltas = parser.feed(choice["delta"]["content"])
         if choice["finish_reason"] is not None:
-            pieces += parser.finish()
-        parsed.add(pieces)
+            deltas += parser.finish()
+        parsed.add_deltas(deltas)
         delta = {name: value for name, value in choice["delta"].items() if name != "content"}
         return {
             **choice,
-            "delta": delta | self._format_pieces(pieces),
+            "delta": delta | self._format_deltas(deltas),
             "finish_reason": _select_finish_reason(choice, parsed.calls),
         }
 
-    def _format_pieces(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def _format_deltas(self, deltas: Sequence[CompletionDelta]) -> dict[str, Any]:
         """Return a delta's content and calls, with one entry per call, since clients join deltas by the entry's
         index."""
         text, calls = "", dict[int, dict[str, Any]]()
-        for piece in pieces:
-            if isinstance(piece, Text):
-                text += piece.text
-            elif isinstance(piece, CallBegin):
-                function = {"name": piece.name, "arguments": ""}
+        for delta in deltas:
+            if isinstance(delta, TextDelta):
+                text += delta.text
+            elif isinstance(delta, CallStart):
+                function = {"name": delta.name, "arguments": ""}
                 new_id = self._rules.family.make_id()
-                calls[piece.index] = {"index": piece.index, "id": new_id, "type": "function", "function": function}
+                calls[delta.index] = {"index": delta.index, "id": new_id, "type": "function", "function": function}
             else:
-                call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
-                call["function"]["arguments"] += piece.text
+                call = calls.setdefault(delta.index, {"index": delta.index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += delta.text
         return ({"content": text} if text else {}) | ({"tool_calls": list(calls.values())} if calls else {})
 
 
@@ -246,7 +253,7 @@ FormatChunk = Callable[[int, "RequestOutput", "RequestOutput | None"], Awaitable
 """Function: (choice, output up to now, previous output or None) -> entry of `choices` in the chunk."""
 
 
-def make_head(prefix: str, kind: str, collector: OutputCollector, version: ModelVersion) -> dict[str, Any]:
+def make_common_fields(prefix: str, kind: str, collector: OutputCollector, version: ModelVersion) -> dict[str, Any]:
     """Return the common fields of a response and its chunks: id, object, created, model."""
     request_id = f"{prefix}-{collector.id.removeprefix('gen_')}"
     return {"id": request_id, "object": kind, "created": int(time.time()), "model": version.card.model}

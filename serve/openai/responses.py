@@ -28,8 +28,8 @@ from swiftkv_platform.serve.openai.schemas import (
     Content,
     OpenAIFields,
     Part,
-    limit_schema,
-    number_parts,
+    map_parts_by_path,
+    restrict_schema_to_route,
 )
 from swiftkv_platform.serve.replica_state import ReplicaState
 from swiftkv_platform.serve.schemas import BodyPart, TextPart, TypedPart, WholeNumber, describe_part
@@ -79,7 +79,7 @@ class Item(TypedPart):
     """Result of a call; null if the function returned nothing."""
 
     @classmethod
-    def replace(cls, item: Mapping[str, Any], validate: Callable[[dict[str, Any]], Self]) -> Self:
+    def replace_unsupported(cls, item: Mapping[str, Any], validate: Callable[[dict[str, Any]], Self]) -> Self:
         """Return a function's call or result for an item that is one of another tool, and else a message."""
         kind, call_id = str(item["type"]), item.get("call_id")
         if call_id and kind.endswith("_call"):
@@ -159,7 +159,7 @@ def _to_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class ResponsesRequest(OpenAIFields, json_schema_extra=limit_schema("responses")):
+class ResponsesRequest(OpenAIFields, json_schema_extra=restrict_schema_to_route("responses")):
     """Body of `POST /v1/responses`."""
 
     input: Annotated[
@@ -184,7 +184,7 @@ class ResponsesRequest(OpenAIFields, json_schema_extra=limit_schema("responses")
             role = "tool" if item.type == "function_call_output" else item.role or "assistant"
             if item.replaced_type == "item_reference":  # maybe to the new message
                 role = "user"
-            parts = number_parts(f"input.{number}.content", item.content)
+            parts = map_parts_by_path(f"input.{number}.content", item.content)
             yield role, {f"input.{number}": part for part in parts.values()} if item.replaced_type else parts
 
     def to_chat_request(self) -> ChatRequest:
@@ -270,10 +270,10 @@ def add_responses_route(router: APIRouter, state: ReplicaState) -> None:
 def _convert_completion(body: ResponsesRequest, completion: Mapping[str, Any]) -> dict[str, Any]:
     [choice] = completion["choices"]
     splitter = BlockSplitter.from_message(choice["message"])
-    return _make_response(body, completion, splitter, _to_status(choice["finish_reason"]))
+    return _make_response(body, completion, splitter, _to_response_status(choice["finish_reason"]))
 
 
-def _to_status(reason: str) -> str:
+def _to_response_status(reason: str) -> str:
     return "incomplete" if reason == "length" else "completed"
 
 
@@ -281,11 +281,11 @@ def _make_response(
     body: ResponsesRequest, completion: Mapping[str, Any], splitter: BlockSplitter, status: str
 ) -> dict[str, Any]:
     """Return the current state of a response. `completion`: a chat completion or its newest chunk."""
-    output = [_make_item(block, _get_id(completion), "completed") for block in splitter.blocks]
+    output = [_make_item(block, _get_response_id(completion), "completed") for block in splitter.blocks]
     if output and status != "completed":
         output[-1]["status"] = "incomplete"
     return {
-        "id": f"resp_{_get_id(completion)}",
+        "id": f"resp_{_get_response_id(completion)}",
         "object": "response",
         "created_at": completion["created"],
         "status": status,
@@ -301,19 +301,19 @@ def _make_response(
         "previous_response_id": None,
         "store": False,
         "temperature": body.temperature,
-        "text": _dump(body.text or TextOptions(format=TextFormat(type="text"))),
-        "tool_choice": "auto" if body.tool_choice is None else _dump(body.tool_choice),
-        "tools": [_dump(tool) for tool in body.tools or () if tool.replaced_type is None],
+        "text": _dump_field(body.text or TextOptions(format=TextFormat(type="text"))),
+        "tool_choice": "auto" if body.tool_choice is None else _dump_field(body.tool_choice),
+        "tools": [_dump_field(tool) for tool in body.tools or () if tool.replaced_type is None],
         "top_p": body.top_p,
         "truncation": "disabled",
     }
 
 
-def _dump(value: Any) -> Any:
+def _dump_field(value: Any) -> Any:
     return value if isinstance(value, str) else value.model_dump(exclude_none=True, by_alias=True)
 
 
-def _get_id(completion: Mapping[str, Any]) -> str:
+def _get_response_id(completion: Mapping[str, Any]) -> str:
     return str(completion["id"]).removeprefix("chatcmpl-")
 
 
@@ -333,10 +333,10 @@ def _make_item(block: OutputBlock, response_id: str, status: str) -> dict[str, A
         call = {"call_id": block.call["id"], "name": block.call["name"], "arguments": block.text}
         return {"type": "function_call", "id": f"fc_{response_id}_{block.index}", "status": status, **call}
     message = {"id": f"msg_{response_id}_{block.index}", "status": status, "role": "assistant"}
-    return {"type": "message", **message, "content": [_make_part(block.text)]}
+    return {"type": "message", **message, "content": [_make_text_part(block.text)]}
 
 
-def _make_part(text: str) -> dict[str, Any]:
+def _make_text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
@@ -359,7 +359,7 @@ class _ResponseEvents(EventConverter):
         for event in self.splitter.add_delta(choice["delta"]):
             yield from self._convert_block_event(event, "completed")
         if reason is not None:
-            status = _to_status(reason)
+            status = _to_response_status(reason)
             for event in self.splitter.finish():
                 yield from self._convert_block_event(event, status)
             yield self._make_lifecycle_event(f"response.{status}", chunk, status)
@@ -374,14 +374,14 @@ class _ResponseEvents(EventConverter):
 
     def _convert_block_event(self, event: BlockEvent, status: str) -> Iterator[dict[str, Any]]:
         kind, block, added = event
-        item = _make_item(block, _get_id(self._last), status)
+        item = _make_item(block, _get_response_id(self._last), status)
         position = {"item_id": item["id"], "output_index": block.index}
         text = {**position, "content_index": 0}
         if kind == "begin":
             item = {**item, "status": "in_progress"} | ({"content": []} if block.call is None else {})
             yield self._make_event("response.output_item.added", output_index=block.index, item=item)
             if block.call is None:
-                yield self._make_event("response.content_part.added", **text, part=_make_part(""))
+                yield self._make_event("response.content_part.added", **text, part=_make_text_part(""))
         elif kind == "append" and block.call is None:
             yield self._make_event("response.output_text.delta", **text, delta=added, logprobs=[])
         elif kind == "append":
@@ -389,7 +389,7 @@ class _ResponseEvents(EventConverter):
         else:
             if block.call is None:
                 yield self._make_event("response.output_text.done", **text, text=block.text, logprobs=[])
-                yield self._make_event("response.content_part.done", **text, part=_make_part(block.text))
+                yield self._make_event("response.content_part.done", **text, part=_make_text_part(block.text))
             else:
                 call = {"name": item["name"], "arguments": block.text}
                 yield self._make_event("response.function_call_arguments.done", **position, **call)

@@ -19,8 +19,8 @@ from swiftkv_platform.serve.openai.chat import (
 )
 from swiftkv_platform.serve.openai.outputs import (
     CompletionFormatter,
+    make_common_fields,
     make_event_stream,
-    make_head,
     make_usage,
     stream_chunks,
     stream_events,
@@ -58,7 +58,7 @@ def make_openai_router(state: ReplicaState) -> APIRouter:
             request.state.ignored_fields = body.find_ignored_fields("completions", version.ignored_fields)
             context = make_context(caller, body, request)
             collector = await state.submit(version, list_prompts(body.prompt), body.make_sampling_params(), context)
-        head = make_head("cmpl", "text_completion", collector, version)
+        head = make_common_fields("cmpl", "text_completion", collector, version)
         echo, formatter = body.echo, CompletionFormatter(version.engine.input_processor, echo=body.echo)
         if body.stream:
 

@@ -68,7 +68,7 @@ def _to_parts(content: Any) -> Any:
     raise ValueError("must be text, or a list of parts of type 'text'")
 
 
-def number_parts(path: str, parts: Sequence[TextPart] | None) -> dict[str, TextPart]:
+def map_parts_by_path(path: str, parts: Sequence[TextPart] | None) -> dict[str, TextPart]:
     """Return parts by their path in the body. `path`: of the list."""
     return {f"{path}.{number}": part for number, part in enumerate(parts or ())}
 
@@ -88,7 +88,7 @@ class FunctionCall(BodyPart):
     name: Annotated[str, Field(min_length=1)]
     arguments: CallArguments = ""
 
-    def for_template(self) -> dict[str, Any]:
+    def to_template_format(self) -> dict[str, Any]:
         return {"name": self.name, "arguments": parse_call_arguments(self.arguments)}
 
 
@@ -102,7 +102,7 @@ class ToolCall(TypedPart):
     function: FunctionCall
 
     @classmethod
-    def replace(cls, call: Mapping[str, Any], validate: Callable[[dict[str, Any]], Self]) -> Self:
+    def replace_unsupported(cls, call: Mapping[str, Any], validate: Callable[[dict[str, Any]], Self]) -> Self:
         """Return a function's call for a call of another tool, whose fields are below its type."""
         fields = call.get(call["type"])
         fields = {"name": call["type"], **fields} if isinstance(fields, dict) else {"name": call["type"]}
@@ -193,14 +193,15 @@ class ChatMessage(BodyPart):
             raise ValueError("content is missing; it may be null only with tool_calls")
         return self
 
-    def for_template(self) -> dict[str, Any]:
+    def to_template_format(self) -> dict[str, Any]:
         """Return the message in the format of templates, with valid call arguments as objects."""
         fields: dict[str, Any] = {"role": self.role, "content": self.text_content}
         others = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_text}
         fields |= {name: value for name, value in others.items() if value is not None}
         if self.calls:
             fields["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": call.function.for_template()} for call in self.calls
+                {"id": call.id, "type": "function", "function": call.function.to_template_format()}
+                for call in self.calls
             ]
         return fields
 
@@ -214,7 +215,7 @@ class StreamOptions(BodyPart):
     """Send the token usage up to each event, as in vLLM."""
 
 
-def limit_schema(route: Route) -> Callable[[dict[str, Any]], None]:
+def restrict_schema_to_route(route: Route) -> Callable[[dict[str, Any]], None]:
     """Return a `json_schema_extra` that limits a body's schema to the route's accepted fields."""
 
     def extend(schema: dict[str, Any]) -> None:
@@ -261,7 +262,7 @@ class OpenAIFields(SamplingFields, extra="allow"):
         nested = [*unknown, *unused, *(self._drop_unknown_constraints() if ANY in ignored else ())]
         others = {
             name: getattr(self, name)
-            for name in self.list_set_fields(type(self))
+            for name in self.list_given_fields(type(self))
             if name not in get_served_names(route)
         }
         return find_ignored_fields(route, {**(self.model_extra or {}), **others}, nested, self.n, ignored)
@@ -271,9 +272,8 @@ class OpenAIFields(SamplingFields, extra="allow"):
         return ()
 
     def _check_new_message(self) -> None:
-        """Raise `InvalidInputError` for a part that is not served in what the answer depends on most: instructions, and
-        a new message of the user. In all messages before, and in what comes with the results of tools, the client
-        cannot avoid such parts, which are replaced (see `TextPart`)."""
+        """Raise `InvalidInputError` for a part without text in the instructions or the user's new message. In earlier
+        messages, and next to results of tools, the client cannot avoid such parts. `TextPart` replaces them."""
         # 1. leave out last messages of the assistant, which begin the answer
         messages = [*self.list_messages()]
         while messages and messages[-1][0] == "assistant":
@@ -291,11 +291,11 @@ class OpenAIFields(SamplingFields, extra="allow"):
                 instructions |= parts
         # 3. check their parts
         for path, part in {**instructions, **new}.items():
-            if not part.is_read:
+            if not part.is_text_only:
                 why = "; the model reads text: send text, or leave it out"
                 raise InvalidInputError.for_field(f"{path}.type", part.type, why)
 
-    def list_set_fields(self, kind: type[OpenAIFields]) -> list[str]:
+    def list_given_fields(self, kind: type[OpenAIFields]) -> list[str]:
         """Return the names of the body's set fields that `kind` has too."""
         return [name for name in kind.model_fields if name in self.model_fields_set]
 
@@ -307,7 +307,7 @@ class OpenAIFields(SamplingFields, extra="allow"):
             yield f"structured_outputs.{key}"
 
 
-class CompletionRequest(OpenAIFields, json_schema_extra=limit_schema("completions")):
+class CompletionRequest(OpenAIFields, json_schema_extra=restrict_schema_to_route("completions")):
     """Body of `POST /v1/completions`."""
 
     prompt: PromptField
@@ -329,7 +329,7 @@ class CompletionRequest(OpenAIFields, json_schema_extra=limit_schema("completion
         return self._make_params(max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
 
 
-class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=limit_schema("chat/completions")):
+class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=restrict_schema_to_route("chat/completions")):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -354,7 +354,7 @@ class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=limit_schema("chat
 
     def list_messages(self) -> Iterator[tuple[str, Mapping[str, TextPart]]]:
         for number, message in enumerate(self.messages):
-            yield message.role, number_parts(f"messages.{number}.content", message.content)
+            yield message.role, map_parts_by_path(f"messages.{number}.content", message.content)
 
     def make_sampling_params(self, num_free_tokens: int) -> SamplingParams:
         """Return the sampling parameters. `num_free_tokens`: context left by the prompt. Raises

@@ -63,7 +63,7 @@ class Tool(TypedPart):
     required_keys = {"function": ("function",)}
     function: FunctionTool
 
-    def for_template(self) -> dict[str, Any]:
+    def to_template_format(self) -> dict[str, Any]:
         fields = {name: getattr(self.function, name) for name in FunctionTool.model_fields}
         return {"type": self.type, "function": {name: value for name, value in fields.items() if value is not None}}
 
@@ -179,7 +179,7 @@ def make_tool_call_rules(
     if not functions or choice == "none":
         return None
     # 2. find the family by the chat template, and its markers among the special tokens
-    tools = [tool.for_template() for _, tool in fields.numbered_functions]
+    tools = [tool.to_template_format() for _, tool in fields.numbered_functions]
     family = _find_family(tokenizer, tools, parser)
     # Imports torch, which Serve's controller does not need.
     from swiftkv_platform.model.tokenizers import get_special_ids
@@ -255,12 +255,12 @@ def _make_constraint(
     # 3. make the grammar, and map its lines to tools for error messages
     calls = replace(calls, schemas=schemas, parallel=not is_single)
     make_optional = (
-        calls.make_with_text
+        calls.make_text_with_calls
         if text_constraint is None or is_required
-        else partial(calls.make_with_json, _read_schema(text_constraint))
+        else partial(calls.make_calls_or_json, _read_schema(text_constraint))
     )
-    grammar = calls.make_required() if is_required else make_optional()
-    parts = {line: (names[name], schemas[name]) for line, name in calls.number_lines(grammar).items()}
+    grammar = calls.make_calls_only() if is_required else make_optional()
+    parts = {line: (names[name], schemas[name]) for line, name in calls.map_lines_to_tools(grammar).items()}
     return StructuredOutputs(grammar=grammar, source="tools", parts=parts)
 
 

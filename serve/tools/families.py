@@ -173,16 +173,16 @@ class CallGrammar:
     parallel: bool = True
     """Whether a completion may have several calls."""
 
-    def make_required(self) -> str:
+    def make_calls_only(self) -> str:
         return self._add_call_rules("start: calls")
 
-    def make_with_json(self, schema: Schema) -> str:
+    def make_calls_or_json(self, schema: Schema) -> str:
         """Return the grammar of either calls or JSON with a schema."""
         # Without a marker both begin with a brace, and the lexer cannot backtrack.
         tag = self._to_rule_text(self.layout.tag) if self.layout.marker is None else ""
         return self._add_call_rules(f"start: {tag} calls | answer\nanswer: %json {_dump_schema(schema)}")
 
-    def make_with_text(self) -> str:
+    def make_text_with_calls(self) -> str:
         """Return the grammar of text with calls, in which text never contains the marker; without `parallel` at most
         one call, after the text."""
         marker = self.layout.marker
@@ -211,7 +211,7 @@ class CallGrammar:
             rules.append(f"arguments_{number}: %json {_dump_schema(schema)}")
         return "%llguidance {}\n" + "\n".join(rules) + "\n"
 
-    def number_lines(self, grammar: str) -> dict[int, str]:
+    def map_lines_to_tools(self, grammar: str) -> dict[int, str]:
         """Return the tool by line number, from 1, for the rules of arguments in a grammar of these calls."""
         numbers = {line.partition(":")[0]: number for number, line in enumerate(grammar.splitlines(), start=1)}
         return {numbers[f"arguments_{number}"]: name for number, name in enumerate(self.schemas)}

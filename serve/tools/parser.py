@@ -162,9 +162,9 @@ class _CallReader:
         if first == '"':  # some models write the object as a JSON string
             arguments = yield from _read_string(self._text)
         else:
-            pieces: list[str] = []
-            is_complete = yield from _copy_value(self._text, pieces.append)
-            arguments = "".join(pieces) if is_complete else None
+            parts: list[str] = []
+            is_complete = yield from _copy_value(self._text, parts.append)
+            arguments = "".join(parts) if is_complete else None
             arguments = "{}" if arguments == "null" else arguments
         if arguments is None or not arguments.lstrip().startswith("{"):
             return False
@@ -231,25 +231,25 @@ def _copy_value(text: TextBuffer, emit: Callable[[str], None]) -> Parsing[bool]:
 
 
 @dataclass(frozen=True)
-class Text:
+class TextDelta:
     text: str
 
 
 @dataclass(frozen=True)
-class CallBegin:
+class CallStart:
     index: int
     name: str
 
 
 @dataclass(frozen=True)
-class Arguments:
+class ArgumentsDelta:
     """Next part of a call's arguments, as JSON text."""
 
     index: int
     text: str
 
 
-Piece = Text | CallBegin | Arguments
+CompletionDelta = TextDelta | CallStart | ArgumentsDelta
 
 
 @dataclass
@@ -265,14 +265,14 @@ class ParsedAnswer:
     text: str = ""
     calls: list[ParsedCall] = field(default_factory=list)
 
-    def add(self, pieces: Iterable[Piece]) -> None:
-        for piece in pieces:
-            if isinstance(piece, Text):
-                self.text += piece.text
-            elif isinstance(piece, CallBegin):
-                self.calls.append(ParsedCall(piece.name))
+    def add_deltas(self, deltas: Iterable[CompletionDelta]) -> None:
+        for delta in deltas:
+            if isinstance(delta, TextDelta):
+                self.text += delta.text
+            elif isinstance(delta, CallStart):
+                self.calls.append(ParsedCall(delta.name))
             else:
-                self.calls[piece.index].arguments += piece.text
+                self.calls[delta.index].arguments += delta.text
 
 
 class ToolCallParser(ABC):
@@ -291,23 +291,23 @@ class ToolCallParser(ABC):
     def __init__(self, names: Set[str]) -> None:
         self._names = names
         self._text = TextBuffer()
-        self._pieces: list[Piece] = []
+        self._deltas: list[CompletionDelta] = []
         self._space = ""
         """Held-back whitespace; dropped before a call, and at the end of a completion with calls."""
         self._arguments: list[str] = []
-        """Arguments of the last call that are not in a piece yet."""
+        """Arguments of the last call that are not in a delta yet."""
         self.num_calls = 0
         self._parsing = self._parse()
 
-    def feed(self, text: str) -> list[Piece]:
-        """Append text, and return the new pieces."""
+    def feed(self, text: str) -> list[CompletionDelta]:
+        """Append text, and return the new deltas."""
         self._text.append(text)
-        return self._advance()
+        return self._parse_appended()
 
-    def finish(self) -> list[Piece]:
-        """End the completion, and return the last pieces."""
+    def finish(self) -> list[CompletionDelta]:
+        """End the completion, and return the last deltas."""
         self._text.is_complete = True
-        return self._advance()
+        return self._parse_appended()
 
     def is_tool(self, name: str) -> bool:
         return name in self._names
@@ -315,7 +315,7 @@ class ToolCallParser(ABC):
     def begin_call(self, name: str) -> None:
         self._flush_arguments()
         self._space = ""
-        self._pieces.append(CallBegin(self.num_calls, name))
+        self._deltas.append(CallStart(self.num_calls, name))
         self.num_calls += 1
 
     def add_arguments(self, text: str) -> None:
@@ -329,11 +329,11 @@ class ToolCallParser(ABC):
         """Read calls without marker at the beginning of the completion."""
         yield from ()
 
-    def _advance(self) -> list[Piece]:
+    def _parse_appended(self) -> list[CompletionDelta]:
         next(self._parsing, None)
         self._flush_arguments()
-        pieces, self._pieces = self._pieces, []
-        return pieces
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     def _parse(self) -> Parsing[None]:
         yield from self._read_opening()
@@ -344,7 +344,7 @@ class ToolCallParser(ABC):
                 self._text.position = start
                 self._emit_text(self.marker)
         if self._space and not self.num_calls:
-            self._pieces.append(Text(self._space))
+            self._deltas.append(TextDelta(self._space))
 
     def _read_text(self) -> Parsing[bool]:
         """Emit text up to the marker. Returns whether there is a marker."""
@@ -368,11 +368,11 @@ class ToolCallParser(ABC):
         visible = text.rstrip()
         self._space = text[len(visible) :]
         if visible:
-            self._pieces.append(Text(visible))
+            self._deltas.append(TextDelta(visible))
 
     def _flush_arguments(self) -> None:
         if self._arguments:
-            self._pieces.append(Arguments(self.num_calls - 1, "".join(self._arguments)))
+            self._deltas.append(ArgumentsDelta(self.num_calls - 1, "".join(self._arguments)))
             self._arguments = []
 
     def _skip_closing(self, marker: str) -> Parsing[None]:

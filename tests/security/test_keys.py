@@ -19,7 +19,7 @@ from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key, revoke_key, rotate_key
-from swiftkv_platform.serve.access import Gate
+from swiftkv_platform.serve.access import RequestAuthenticator
 from tests.unit.control_plane.routes.conftest import Start, StillClock
 
 ALL = frozenset({Scope.ADMIN})
@@ -67,7 +67,7 @@ def token(path: Path) -> str:
 @pytest.mark.parametrize("broken", BREAKS)
 def test_a_key_file_that_breaks_serves_on_as_it_was(start: Start, path: Path, token: str, broken: Break) -> None:
     headers = [(b"authorization", f"Bearer {token}".encode())]
-    replica, kept = Gate(KeyRing(path), tenant="acme"), path.read_bytes()
+    replica, kept = RequestAuthenticator(KeyRing(path), tenant="acme"), path.read_bytes()
     client = start("http://swiftkv.example", api_keys_file=path).client
     broken(path)
     with capture_logs() as logs:

@@ -22,7 +22,7 @@ from swiftkv_platform.errors import ForbiddenError, InvalidInputError, Unauthent
 from swiftkv_platform.security.keys import Credentials, create_key, open_credentials
 from swiftkv_platform.security.principals import Scope
 from swiftkv_platform.security.tokens import TokenVerifier
-from swiftkv_platform.serve.access import Gate
+from swiftkv_platform.serve.access import RequestAuthenticator
 from tests.support.fakes.oidc_issuer import Issuer, make_key, public_jwk, write_issuers
 from tests.unit.control_plane.routes.conftest import SPEC, Start
 
@@ -83,18 +83,18 @@ def test_keys_and_tokens_are_taken_side_by_side(issuer: Issuer, oidc_file: Path,
 
 @pytest.mark.parametrize("tenant", ["acme", None])
 async def test_a_replica_answers_tokens_of_its_tenant(issuer: Issuer, oidc_file: Path, tenant: str | None) -> None:
-    gate = Gate(open_credentials(None, oidc_file), tenant=tenant)
+    request_authenticator = RequestAuthenticator(open_credentials(None, oidc_file), tenant=tenant)
 
     def request(**claims: Any) -> Request:
         headers = [(b"authorization", f"Bearer {issuer.token(**claims)}".encode())]
         return Request({"type": "http", "method": "POST", "path": "/generate", "headers": headers, "state": {}})
 
-    assert (await gate.admit_async(request(scope=["swiftkv-user"]))).tenant == "acme"
+    assert (await request_authenticator.admit_async(request(scope=["swiftkv-user"]))).tenant == "acme"
     with pytest.raises(ForbiddenError):
-        await gate.admit_async(request(scope="nothing"))
+        await request_authenticator.admit_async(request(scope="nothing"))
     if tenant is not None:
         with pytest.raises(ForbiddenError, match="to tenant 'other'"):
-            await gate.admit_async(request(tenant="other"))
+            await request_authenticator.admit_async(request(tenant="other"))
 
 
 def test_claims_are_mapped_as_the_file_says(issuer: Issuer, tmp_path: Path) -> None:

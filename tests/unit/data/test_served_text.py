@@ -142,7 +142,7 @@ COUNTED = [2, 4, 8]
 def served(tokenizer: Any, turn: int) -> list[int]:
     """Tokens of the prompt that the chat routes render for the request that message `turn` answers."""
     fields = [{key: value for key, value in message.items() if key != "weight"} for message in SENT[:turn]]
-    messages = [ChatMessage.model_validate(message).for_template() for message in fields]
+    messages = [ChatMessage.model_validate(message).to_template_format() for message in fields]
     return render_chat(tokenizer, messages, tools=[Tool.model_validate(TOOL).model_dump(exclude_none=True)])
 
 

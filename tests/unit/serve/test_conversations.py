@@ -23,7 +23,7 @@ SEEN = [said([PICTURE_URL], "user"), said("A cat."), said("Sure?", "user")]
 
 
 def laid_out(chat: ChatRequest) -> list[Any]:
-    return [message.for_template() for message in chat.messages]
+    return [message.to_template_format() for message in chat.messages]
 
 
 def call_of(name: str, arguments: str = "{}") -> dict[str, Any]:

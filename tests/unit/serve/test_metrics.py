@@ -23,7 +23,7 @@ from swiftkv_platform.engine.outputs import EngineState
 from swiftkv_platform.errors import ClusterUnavailableError, QueueFullError
 from swiftkv_platform.serve.metrics import Metrics
 from swiftkv_platform.serve.metrics_export import RayMetricsExport
-from swiftkv_platform.serve.tracing import RequestTracer, make_observers
+from swiftkv_platform.serve.tracing import RequestTracer, make_request_observers
 from tests.contract.serving.replicas import application, asgi_client, version_of
 from tests.support.rays import free_port
 from tests.support.servers import serving
@@ -228,7 +228,7 @@ async def test_a_request_without_a_trace_begins_one_and_a_late_answer_is_an_erro
 def test_nothing_is_traced_where_no_endpoint_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
-    assert len(make_observers(with_text=False)) == 1
+    assert len(make_request_observers(with_text=False)) == 1
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    tracing: Any = make_observers(with_text=False)[1]
+    tracing: Any = make_request_observers(with_text=False)[1]
     tracing.shutdown()

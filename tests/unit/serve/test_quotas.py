@@ -39,7 +39,7 @@ def test_requests_fill_evenly_and_one_too_many_does_not_count() -> None:
         quota.count_request()
     clock.now += 3600.0
     full = {"limit": "6", "remaining": "6", "reset": "0.000s"}
-    assert quota.make_headers() == {f"x-ratelimit-{name}-requests": value for name, value in full.items()}
+    assert quota.make_rate_limit_headers() == {f"x-ratelimit-{name}-requests": value for name, value in full.items()}
 
 
 def test_tokens_are_held_until_it_is_known_what_an_answer_took() -> None:
@@ -50,7 +50,7 @@ def test_tokens_are_held_until_it_is_known_what_an_answer_took() -> None:
         quota.reserve_tokens(40)
     first.settle(30)
     first.settle(0)
-    assert quota.make_headers()["x-ratelimit-remaining-tokens"] == "70"
+    assert quota.make_rate_limit_headers()["x-ratelimit-remaining-tokens"] == "70"
     quota.reserve_tokens(70).settle(130)
     with pytest.raises(RateLimitedError) as caught:
         quota.reserve_tokens(1)

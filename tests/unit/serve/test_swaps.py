@@ -183,7 +183,7 @@ async def test_a_first_version_that_cannot_be_served_is_an_error(loader: Loader)
     current = ReplicaState()
     with pytest.raises(ModelError, match="it is bad"):
         await VersionSwapper(current, loader.load).request_version(document("bad"))
-    assert current.is_empty
+    assert current.has_no_model
 
 
 async def ask(current: ReplicaState) -> httpx.Response:

@@ -26,7 +26,14 @@ from swiftkv_platform.serve.tools.families import (
     MistralParser,
     detect_family,
 )
-from swiftkv_platform.serve.tools.parser import Arguments, CallBegin, ParsedAnswer, ParsedCall, Text, ToolCallParser
+from swiftkv_platform.serve.tools.parser import (
+    ArgumentsDelta,
+    CallStart,
+    ParsedAnswer,
+    ParsedCall,
+    TextDelta,
+    ToolCallParser,
+)
 from swiftkv_platform.sources.teacher_config import find_builtin_teacher
 from swiftkv_platform.specs.deployment import ToolCallParser as FamilyName
 from swiftkv_platform.specs.job import BUILTIN_TEACHER
@@ -45,10 +52,10 @@ def parse(parser: Parser, pieces: Sequence[str]) -> ParsedAnswer:
     reading, answer, fed = parser(NAMES), ParsedAnswer(), ""
     for piece in pieces:
         fed += piece
-        answer.add(reading.feed(piece))
+        answer.add_deltas(reading.feed(piece))
         begun = max(n for n in range(len(parser.marker)) if fed.endswith(parser.marker[:n]))
         assert answer.calls or len(answer.text) <= len(fed) - begun, "the beginning of a marker was handed on as text"
-    answer.add(reading.finish())
+    answer.add_deltas(reading.finish())
     return answer
 
 
@@ -140,10 +147,10 @@ def test_an_answer_reads_the_same_whole_by_character_and_in_two_at_every_place(
 def test_a_calls_name_comes_first_and_its_arguments_as_they_are_written() -> None:
     reading = HermesParser(NAMES)
     for piece, told in (
-        ('Hm. <tool_call>{"name": "search", "arg', [Text("Hm.")]),
-        ('uments": {"q"', [CallBegin(0, "search"), Arguments(0, '{"q"')]),
-        (': "x', [Arguments(0, ': "x')]),
-        ('"}}</tool_call> ok', [Arguments(0, '"}'), Text(" ok")]),
+        ('Hm. <tool_call>{"name": "search", "arg', [TextDelta("Hm.")]),
+        ('uments": {"q"', [CallStart(0, "search"), ArgumentsDelta(0, '{"q"')]),
+        (': "x', [ArgumentsDelta(0, ': "x')]),
+        ('"}}</tool_call> ok', [ArgumentsDelta(0, '"}'), TextDelta(" ok")]),
     ):
         assert reading.feed(piece) == told
     assert reading.finish() == []
@@ -231,7 +238,8 @@ def test_a_grammar_takes_what_its_family_writes_and_its_parser_reads_it(
     bad = call.replace("1", '"x"')
     one = call.removeprefix(layout.begin).removesuffix(layout.end)
     two = layout.begin + one + layout.between + one + layout.end
-    required, text, answer = grammar.make_required(), grammar.make_with_text(), grammar.make_with_json(SCHEMA)
+    required, text = grammar.make_calls_only(), grammar.make_text_with_calls()
+    answer = grammar.make_calls_or_json(SCHEMA)
     assert takes(required, call)
     assert takes(required, two) is takes(text, two) is parallel
     assert not any(takes(required, each) for each in (bad, "text", "", f"text {call}"))
@@ -274,7 +282,7 @@ def test_a_message_keeps_arguments_that_are_no_object() -> None:
     def told(arguments: str) -> Any:
         function = {"name": "f", "arguments": arguments}
         message = {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": function}]}
-        return ChatMessage.model_validate(message).for_template()["tool_calls"][0]["function"]["arguments"]
+        return ChatMessage.model_validate(message).to_template_format()["tool_calls"][0]["function"]["arguments"]
 
     assert told('{"a": [1]}') == {"a": [1]}
     assert told("") == {}

@@ -311,7 +311,7 @@ class VLLMEngine(EngineFrontend):
             seed = None if is_unseeded else sequence.seed
             params = make_vllm_params(sequence, seed=seed, unknown=self._unknown_token_biases)
             async with (
-                self._turns.hold(sequence.sender, priority=sequence.priority),
+                self._turns.hold_slot(sequence.sender, priority=sequence.priority),
                 aclosing(self.llm.generate(prompt, params, name, priority=sequence.priority)) as outputs,
             ):
                 async for output in outputs:

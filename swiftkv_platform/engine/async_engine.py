@@ -1,4 +1,4 @@
-"""The engine for many callers on one event loop, which a worker thread keeps free by stepping the model."""
+"""The engine for many callers on one event loop. A worker thread steps the model, so that the loop stays free."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def paged_attention(
         query: concatenated queries of all sequences, [1, num_heads, num_tokens, head_dim].
         key: keys of all slots; or, from a model that expands latents (MLA), of the concatenated contexts, [1,
             num_heads, sum of context lengths, head_dim].
-        value: values, likewise.
+        value: values, in the layout of `key`.
         paged: metadata; None: no query attends, and the output is 0.
         sliding_window: number of tokens that a query attends to, including itself; None: all tokens up to itself.
 

@@ -442,7 +442,7 @@ class BypassRows:
         self._parts: tuple[_RowSubset | None, _RowSubset | None] | None = None
 
     @classmethod
-    def for_step(cls, decoder: Any, deep_rows: Sequence[int], num_rows: int) -> BypassRows | None:
+    def make_for_step(cls, decoder: Any, deep_rows: Sequence[int], num_rows: int) -> BypassRows | None:
         """Return the bypass of a step; None if no row bypasses a layer."""
         return cls(deep_rows) if decoder.layer_map.bypassed_layers and len(deep_rows) < num_rows else None
 
@@ -492,7 +492,7 @@ class DeepRowsWriter:
     rows: tuple[int, ...]
 
     @classmethod
-    def for_pass(
+    def make_for_pass(
         cls, decoder: Any, context: DecoderContext, rows: Sequence[int], deep: AbstractSet[int]
     ) -> DeepRowsWriter:
         """Make the writer of a pass that runs `rows`. Rows that are also in `deep` write K and V."""

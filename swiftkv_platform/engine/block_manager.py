@@ -51,7 +51,7 @@ class BlockTable:
 
 
 class BlockManager:
-    """Manager of `num_blocks` blocks of `block_size` tokens, which are reference-counted and reused by prefix.
+    """Allocates `num_blocks` blocks of `block_size` tokens, counts their references and reuses them by prefix.
 
     A sequence gets adjacent blocks if possible: attention on a CPU reads a run of them without a copy.
     """
@@ -118,7 +118,9 @@ class BlockManager:
             self._reference_counts[block] = 0
             self._mark_empty(block)
 
-    def commit(self, table: BlockTable, token_ids: list[int], num_committed_tokens: int, tenant: str) -> None:
+    def cache_full_blocks(
+        self, table: BlockTable, token_ids: list[int], num_committed_tokens: int, tenant: str
+    ) -> None:
         """Add the full blocks of the first `num_committed_tokens` tokens to the prefix cache. Do not count drafts,
         which may still be rejected."""
         if not self._enable_prefix_caching:

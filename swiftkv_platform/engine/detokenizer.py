@@ -107,7 +107,7 @@ class IncrementalDetokenizer:
         whole = not self._has_partial_character and not self.is_stopped and token_id not in self._skipped_token_ids
         self.offsets.append(max(before, self._num_shown - len(self._get_text(token_id))) if whole else before)
 
-    def append_end(self, token_id: int) -> None:
+    def append_stop_token(self, token_id: int) -> None:
         """Add the stop token. It is not part of the text unless a stop string contains it."""
         if token_id in self._skipped_stop_texts or self._include_stop_string:
             self.append(token_id)

@@ -1,4 +1,4 @@
-"""How many tokens to draft, and prompt lookup: drafts found in the text so far. Knows no tensors.
+"""Number of tokens to draft, and prompt lookup, which drafts from earlier text. Knows no tensors.
 
 A draft costs a fraction of a pass, and every sequence of the step waits for it. If it is accepted, its sequence gains
 one token. So a draft is worthwhile if
@@ -73,7 +73,7 @@ class RunningRate:
     def value(self) -> float:
         return (self._prior + self._hits) / (1.0 + self._trials)
 
-    def observe(self, hits: float, trials: float) -> None:
+    def record_trials(self, hits: float, trials: float) -> None:
         if trials:
             self._hits, self._trials = self._hits * DECAY + hits, self._trials * DECAY + trials
 
@@ -107,7 +107,7 @@ class ConfidenceCalibration:
         odds_against = 1.0 / min(confidence, MAX_CONFIDENCE) - 1.0
         return 1.0 / (1.0 + odds_against * math.exp(-self.log_odds_shift))  # sigmoid(logit(confidence) + shift)
 
-    def observe(self, confidence: float, *, accepted: bool) -> None:
+    def learn_from_draft(self, confidence: float, *, accepted: bool) -> None:
         expected = self.estimate_acceptance(confidence)
         self._apply_step((accepted - expected) / (expected * (1.0 - expected) + 0.25))
 
@@ -166,17 +166,17 @@ class AcceptanceHistory:
         if self.exit_calibration.parent is not parent:
             self.exit_calibration = ConfidenceCalibration(0.4, 0.99, parent)
 
-    def observe(self, *, from_text: bool, num_drafts: int, num_accepted: int) -> None:
+    def record_draft_results(self, *, from_text: bool, num_drafts: int, num_accepted: int) -> None:
         num_tried = min(num_accepted + 1, num_drafts)
         if from_text:
-            self.lookup_acceptance.observe(num_accepted, num_tried)
+            self.lookup_acceptance.record_trials(num_accepted, num_tried)
         else:
             for at, confidence in enumerate(self.exit_confidences[:num_tried]):
-                self.exit_calibration.observe(confidence, accepted=at < num_accepted)
+                self.exit_calibration.learn_from_draft(confidence, accepted=at < num_accepted)
 
-    def observe_exit_head(self, gain: float) -> None:
+    def record_exit_head_gain(self, gain: float) -> None:
         """Record an evaluation of the exit head, whose draft should save `gain` passes; 0: it drafted nothing."""
-        self.exit_gain.observe(gain, 1.0)
+        self.exit_gain.record_trials(gain, 1.0)
         if not gain:
             self.exit_calibration.decay()
 
@@ -186,7 +186,7 @@ class AcceptanceHistory:
         self.exit_gain.decay()
 
 
-def choose_lookup_size(history: AcceptanceHistory, costs: DraftCosts, num_sequences: int, limit: int) -> int:
+def choose_num_lookup_tokens(history: AcceptanceHistory, costs: DraftCosts, num_sequences: int, limit: int) -> int:
     """Return how many tokens of a prompt lookup to draft. The n-th is accepted with probability (acceptance rate)^n."""
     accepted, probability, size = history.lookup_acceptance.value, 1.0, 0
     while size < limit and (probability := probability * accepted) > costs.token * num_sequences:

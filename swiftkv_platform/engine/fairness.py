@@ -73,8 +73,8 @@ class FairLimit:
         self._held: Counter[Sender] = Counter()
 
     @contextmanager
-    def hold(self, sender: Sender) -> Iterator[None]:
-        """Count a call of the sender until the block ends. Raises `QueueFullError`."""
+    def limit_call(self, sender: Sender) -> Iterator[None]:
+        """Count a call of the sender while the context is open. Raises `QueueFullError` above the limit."""
         share = find_exceeded_share(sender, 1, self._held, self._most)
         if share is not None:
             raise QueueFullError(
@@ -90,18 +90,18 @@ class FairLimit:
                 del self._held[sender]
 
 
-class _ServedAmounts:
-    """Amounts of service by name. A name counts at least as much as the last chosen one had: idle time is no credit."""
+class _ServiceByName:
+    """Service by name of a tenant or key, at least that of the last chosen name: idle time gives no credit."""
 
     def __init__(self) -> None:
         self._amounts: dict[str, float] = {}
-        self._floor = 0.0
+        self._minimum = 0.0
 
     def __getitem__(self, name: str) -> float:
-        return max(self._amounts.get(name, 0.0), self._floor)
+        return max(self._amounts.get(name, 0.0), self._minimum)
 
-    def raise_floor(self, name: str) -> None:
-        self._floor = self[name]
+    def raise_minimum(self, name: str) -> None:
+        self._minimum = self[name]
 
     def add_service(self, name: str, amount: float) -> None:
         had = self[name]
@@ -115,8 +115,8 @@ class FairOrder:
     """Order of senders: first by the service of their tenant, then by their own."""
 
     def __init__(self) -> None:
-        self._tenants = _ServedAmounts()
-        self._keys: dict[str, _ServedAmounts] = {}
+        self._tenants = _ServiceByName()
+        self._keys: dict[str, _ServiceByName] = {}
 
     def get_rank(self, sender: Sender) -> tuple[float, float]:
         """Return the sort key of a sender: service of its tenant, then its own service; the lowest is next."""
@@ -124,15 +124,15 @@ class FairOrder:
         return self._tenants[sender.tenant], 0.0 if keys is None else keys[sender.key]
 
     def record_choice(self, sender: Sender) -> None:
-        self._tenants.raise_floor(sender.tenant)
-        self._get_key_amounts(sender.tenant).raise_floor(sender.key)
+        self._tenants.raise_minimum(sender.tenant)
+        self._get_key_amounts(sender.tenant).raise_minimum(sender.key)
 
     def record_service(self, sender: Sender, amount: float) -> None:
         self._tenants.add_service(sender.tenant, amount)
         self._get_key_amounts(sender.tenant).add_service(sender.key, amount)
 
-    def _get_key_amounts(self, tenant: str) -> _ServedAmounts:
-        keys = self._keys[tenant] = self._keys.pop(tenant, _ServedAmounts())
+    def _get_key_amounts(self, tenant: str) -> _ServiceByName:
+        keys = self._keys[tenant] = self._keys.pop(tenant, _ServiceByName())
         if len(self._keys) > _MAX_REMEMBERED_NAMES:
             del self._keys[next(iter(self._keys))]
         return keys
@@ -167,7 +167,7 @@ class FairSemaphore:
         return len(self._waiting)
 
     @asynccontextmanager
-    async def hold(self, sender: Sender, *, priority: int = 0) -> AsyncIterator[None]:
+    async def hold_slot(self, sender: Sender, *, priority: int = 0) -> AsyncIterator[None]:
         """Wait for a slot and hold it. A lower `priority` is served first. Raises the error of `close`."""
         release = await self.acquire(sender, priority=priority)
         try:

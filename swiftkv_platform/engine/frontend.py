@@ -16,7 +16,7 @@ from ulid import ULID
 from swiftkv_platform.engine.fairness import FairLimit, FairThreadPool, find_exceeded_share
 from swiftkv_platform.engine.grammars import MAX_CONCURRENT_COMPILATIONS, Constraint, GrammarBudget, GrammarCompiler
 from swiftkv_platform.engine.loading import ModelDescription
-from swiftkv_platform.engine.outputs import EngineState, EventPace, RequestOutput, RequestStream
+from swiftkv_platform.engine.outputs import EngineState, RequestOutput, RequestStream, StreamIntervalController
 from swiftkv_platform.engine.requests import (
     InputProcessor,
     Prompt,
@@ -57,7 +57,7 @@ class AdmittedRequest:
 
 
 class EngineFrontend(ABC):
-    """An engine for coroutines of one event loop; a subclass starts and aborts admitted requests."""
+    """Admits requests to an engine, for coroutines of one event loop. Subclasses start and abort admitted requests."""
 
     backend: Backend
 
@@ -73,7 +73,7 @@ class EngineFrontend(ABC):
         self._compiling = FairLimit(MAX_COMPILING_PER_CALLER, "grammars", "are being compiled")
         self._budgets: OrderedDict[Sender, GrammarBudget] = OrderedDict()
         self._streams: dict[str, RequestStream] = {}
-        self._pace = EventPace()
+        self._interval_controller = StreamIntervalController()
         self._failure: str | None = None
         self._wait_estimator = QueueWaitEstimator()
 
@@ -157,7 +157,7 @@ class EngineFrontend(ABC):
             RateLimitedError: the sender's grammar budget is exhausted.
             EngineDeadError: a step has failed; the engine answers no more requests.
         """
-        if params.structured_outputs is not None and self._get_budget(sender).is_exhausted:
+        if params.structured_outputs is not None and self._get_grammar_budget(sender).is_exhausted:
             await asyncio.sleep(REFUSAL_DELAY_S)
         # 1. check the queue's limits for all prompts, and reserve their places by adding their streams
         self.check_health()
@@ -166,7 +166,7 @@ class EngineFrontend(ABC):
         self._check_admission(len(prompts) * params.n, sender)
         interval_s = self.config.stream_interval_s if interval_s is None else interval_s
         streams = {
-            request_id: RequestStream(self, request_id, params.n, interval_s, self._pace, sender)
+            request_id: RequestStream(self, request_id, params.n, interval_s, self._interval_controller, sender)
             for request_id in prompts
         }
         self._streams |= streams
@@ -272,21 +272,21 @@ class EngineFrontend(ABC):
         wanted = params.structured_outputs
         if wanted is None:
             return None
-        budget = self._get_budget(sender)
+        budget = self._get_grammar_budget(sender)
         budget.raise_if_exhausted(wanted.name)
-        constraint = self.grammar_compiler.find_cached(wanted) or await self._compile_charged(wanted, sender)
+        constraint = self.grammar_compiler.find_cached(wanted) or await self._compile_and_charge(wanted, sender)
         constraint.cpu_time.budget = budget
         return constraint
 
-    def _get_budget(self, sender: Sender) -> GrammarBudget:
+    def _get_grammar_budget(self, sender: Sender) -> GrammarBudget:
         budget = self._budgets[sender] = self._budgets.pop(sender, GrammarBudget())
         if len(self._budgets) > _MAX_CALLERS:
             self._budgets.popitem(last=False)
         return budget
 
-    async def _compile_charged(self, structured_outputs: StructuredOutputs, sender: Sender) -> Constraint:
+    async def _compile_and_charge(self, structured_outputs: StructuredOutputs, sender: Sender) -> Constraint:
         """Compile a grammar. A slow one is charged to the sender's budget, even if it is refused."""
-        budget = self._get_budget(sender)
+        budget = self._get_grammar_budget(sender)
 
         def compile_grammar() -> Constraint:
             self.grammar_compiler.get_vocabulary(structured_outputs)  # made once, so not charged to a caller
@@ -296,7 +296,7 @@ class EngineFrontend(ABC):
             finally:
                 budget.spend(max(time.monotonic() - began - FREE_COMPILE_S, 0.0))
 
-        with self._compiling.hold(sender):
+        with self._compiling.limit_call(sender):
             return await self._compilers.run(sender, compile_grammar)
 
     def _count_queued(self, num_sequences: int) -> int:

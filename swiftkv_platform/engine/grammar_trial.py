@@ -77,7 +77,7 @@ def _convert_grammar(kind: str, text: str, whitespace: str | None) -> str:
     return LLMatcher.grammar_from_lark(text)
 
 
-def start_thread(work: Callable[[], None]) -> threading.Thread:
+def start_large_stack_thread(work: Callable[[], None]) -> threading.Thread:
     """Start a daemon thread with a stack of `THREAD_STACK_BYTES`. The size is a process-wide setting, hence the
     lock."""
     thread = threading.Thread(target=work, name="grammar", daemon=True)
@@ -91,11 +91,11 @@ def start_thread(work: Callable[[], None]) -> threading.Thread:
 
 
 class TrialCompilerError(Exception):
-    """The grammar cannot be compiled, for the reason in the message."""
+    """A grammar cannot be compiled; the message has the reason."""
 
 
 class TrialCompiler:
-    """A process that compiles grammars to find out whether that works. One thread at a time may use it."""
+    """Compiles grammars in a process that may be killed, to find out whether they compile. For one thread at a time."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -116,7 +116,7 @@ class TrialCompiler:
             answer = ""
         if not answer:  # out of memory, or of stack
             self.close()
-            raise TrialCompilerError(f"compiling it takes more than {_MAX_MEMORY_BYTES >> 30} GiB of memory")
+            raise TrialCompilerError(f"compilation takes more than {_MAX_MEMORY_BYTES >> 30} GiB of memory")
         problem = json.loads(answer)
         if problem is not None:
             raise TrialCompilerError(problem)
@@ -135,7 +135,7 @@ class TrialCompiler:
         self._process = process
         if not _read_line(process, _START_TIMEOUT_S):
             self.close()
-            raise TrialCompilerError("its trial process could not be started; see the replica's log")
+            raise TrialCompilerError("the compiler's trial process could not be started; see the replica's log")
         return process
 
 
@@ -164,11 +164,11 @@ def main() -> None:
             try:
                 make_matcher(byte_vocabulary, *json.loads(request))
             except ValueError as error:
-                found.append(str(error) or "it cannot be parsed")
+                found.append(str(error) or "the grammar cannot be parsed")
             else:
                 found.append(None)
 
-        start_thread(work).join()
+        start_large_stack_thread(work).join()
         if not problems:
             break
         sys.stdout.write(json.dumps(problems[0]) + "\n")

@@ -22,7 +22,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from swiftkv_platform.engine.grammar_trial import TrialCompiler, TrialCompilerError, make_matcher, start_thread
+from swiftkv_platform.engine.grammar_trial import (
+    TrialCompiler,
+    TrialCompilerError,
+    make_matcher,
+    start_large_stack_thread,
+)
 from swiftkv_platform.errors import InvalidInputError, QueueFullError, RateLimitedError
 from swiftkv_platform.limits import GRAMMAR_SECONDS_PER_MINUTE
 from swiftkv_platform.specs.engine import EngineConfig
@@ -79,8 +84,8 @@ class GrammarBudget:
             with self._lock:
                 wait = self._bucket.seconds_until(CALLER_BURST_S / 2)
             raise RateLimitedError(
-                f"{name} cannot be enforced now: this caller's grammars have used up their CPU time, "
-                f"{CALLER_BURST_S:g} s, {CALLER_S_PER_MINUTE} s per minute and {1e3 * FREE_S_PER_TOKEN:g} ms per "
+                f"{name} cannot be enforced now: this caller's grammars have used up their CPU time of "
+                f"{CALLER_BURST_S:g} s plus {CALLER_S_PER_MINUTE} s per minute and {1e3 * FREE_S_PER_TOKEN:g} ms per "
                 f"token; write grammars without ambiguity, and try again in {wait:.0f} s",
                 field=name,
                 retry_after_s=wait,
@@ -117,7 +122,7 @@ class GrammarCpuTime:
         return self._charged_s > 0.0 and (self.budget is None or self.budget.spent_s > SLOW_CALLER_S)
 
     @contextmanager
-    def measure(self) -> Iterator[None]:
+    def measure_time(self) -> Iterator[None]:
         began = time.thread_time()
         try:
             yield
@@ -160,7 +165,7 @@ class Constraint:
                 f"{self.name} is too complex to be enforced further: it has taken {self.cpu_time.spent_s:.1f} s for "
                 f"{self.cpu_time.num_tokens} tokens; the limit is {BASE_S_PER_REQUEST:g} s and {MAX_S_PER_TOKEN:g} s "
                 f"per token for a request, and {CALLER_BURST_S:g} s and {FREE_S_PER_TOKEN:g} s per token for all "
-                "grammars of a caller; write it without ambiguity, with fewer choices per step"
+                "grammars of a caller; write a grammar without ambiguity, with fewer choices per step"
             )
         return None
 
@@ -169,31 +174,31 @@ class Constraint:
         complete or has failed, only end-of-sequence tokens are allowed."""
         if not output_token_ids:
             return self._first_mask
-        with self.cpu_time.measure():
-            self._advance_to(output_token_ids)
+        with self.cpu_time.measure_time():
+            self._advance_matcher(output_token_ids)
             # The request ends when its CPU time is exhausted, so any mask will do.
             return self._first_mask if self.cpu_time.is_exhausted else self._matcher.compute_bitmask()
 
-    def count_allowed(self, output_token_ids: Sequence[int], drafted: Sequence[int]) -> int:
+    def count_allowed_tokens(self, output_token_ids: Sequence[int], drafted: Sequence[int]) -> int:
         """Return how many tokens of `drafted`, from its start, the grammar allows after `output_token_ids`."""
-        with self.cpu_time.measure():
-            self._advance_to(output_token_ids)
+        with self.cpu_time.measure_time():
+            self._advance_matcher(output_token_ids)
             return 0 if self.cpu_time.is_exhausted else self._matcher.validate_tokens(list(drafted))
 
     def get_forced_tokens(self, output_token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return tokens of the text that must follow `output_token_ids`, e.g. an object's keys. Other tokenizations are
         possible."""
-        with self.cpu_time.measure():
-            self._advance_to(output_token_ids)
+        with self.cpu_time.measure_time():
+            self._advance_matcher(output_token_ids)
             return () if self.cpu_time.is_exhausted else tuple(self._matcher.compute_ff_tokens())
 
     def is_complete(self, output_token_ids: Sequence[int]) -> bool:
         """Whether only the end of sequence may follow `output_token_ids`."""
-        with self.cpu_time.measure():
-            self._advance_to(output_token_ids)
+        with self.cpu_time.measure_time():
+            self._advance_matcher(output_token_ids)
         return self._matcher.is_stopped() and self.failure is None
 
-    def _advance_to(self, output_token_ids: Sequence[int]) -> None:
+    def _advance_matcher(self, output_token_ids: Sequence[int]) -> None:
         if self._matcher.is_error() or self.cpu_time.is_exhausted:
             return
         output_token_ids, known = list(output_token_ids), self._consumed
@@ -283,8 +288,8 @@ class GrammarCompiler:
                 _compile_slots.release()
 
         try:
-            self._compile_trial(structured_outputs)
-            thread = start_thread(compile_grammar)
+            self._check_in_trial_process(structured_outputs)
+            thread = start_large_stack_thread(compile_grammar)
         except BaseException:
             _compile_slots.release()
             raise
@@ -295,7 +300,7 @@ class GrammarCompiler:
             raise outcome[0]
         return outcome[0]
 
-    def _compile_trial(self, structured_outputs: StructuredOutputs) -> None:
+    def _check_in_trial_process(self, structured_outputs: StructuredOutputs) -> None:
         """Raise `InvalidInputError` if the grammar cannot be compiled, or takes too long."""
         trial = _idle_trial_compilers.pop()
         try:

@@ -162,13 +162,13 @@ class StepCache:
         return self.read(layer)
 
     def write(self, first: torch.Tensor, second: torch.Tensor, layer: int) -> None:
-        """Write the step's tokens, like `update`."""
+        """Write the step's tokens as `update` does, and return nothing."""
         stored_first, stored_second = self.cache.layers[layer]
         stored_first.write(self.slots, first[0])
         stored_second.write(self.slots, second[0])
 
     def read(self, layer: int) -> tuple[PagedTensor, PagedTensor] | tuple[torch.Tensor, torch.Tensor]:
-        """Return the layer's contents, like `update`, without writing."""
+        """Return what `update` returns, without writing."""
         stored_first, stored_second = self.cache.layers[layer]
         if self.cache.expands_contexts:
             return self._read_context(stored_first)[None], self._read_context(stored_second)[None]

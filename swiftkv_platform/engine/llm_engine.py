@@ -21,7 +21,7 @@ from swiftkv_platform.engine.loading import LoadedModel, ModelDescription, check
 from swiftkv_platform.engine.memory import compute_num_blocks, make_cache, make_largest_step, measure_memory
 from swiftkv_platform.engine.model_runner import ModelRunner
 from swiftkv_platform.engine.outputs import EngineState, RequestOutput, StepResult
-from swiftkv_platform.engine.ranks import AllocateMessage, Leader, LeadingDecoder
+from swiftkv_platform.engine.ranks import AllocateMessage, BroadcastingDecoder, RankProcesses
 from swiftkv_platform.engine.requests import InputProcessor, Prompt, TokenizedRequest, check_request_id
 from swiftkv_platform.engine.scheduler import ScheduledSequence, Scheduler
 from swiftkv_platform.engine.sequence import Sequence
@@ -47,16 +47,16 @@ def show_progress_bar(total: int, *, shown: bool | None) -> Iterator[Callable[[]
 class LLMEngine:
     """Generates text with a model, dense or SwiftKV, for many requests at a time."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig, leader: Leader | None = None) -> None:
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, rank_processes: RankProcesses | None = None) -> None:
         self.config = config
-        self._leader = leader
+        self._rank_processes = rank_processes
         self.description: ModelDescription = loaded
         self.max_model_len = loaded.context_length
         self.model_config = loaded.config
         self.tokenizer = loaded.tokenizer
         """transformers' tokenizer; None if the model's directory has none."""
         self._drafting = DraftPlanner(estimate_draft_costs(loaded.model))
-        decoder = None if leader is None else LeadingDecoder(loaded.model.model, leader)
+        decoder = None if rank_processes is None else BroadcastingDecoder(loaded.model.model, rank_processes)
         self._runner = ModelRunner(
             loaded.model,
             self._make_cache(loaded, config),
@@ -106,20 +106,20 @@ class LLMEngine:
         check_tensor_parallel_size(path, config)
         model_directory = fetch_model_directory(str(path), field="model")
         with open_merged_model(model_directory) as (weights, _):  # an adapter is merged once for all ranks
-            leader = Leader.start(str(weights), config)
+            rank_processes = RankProcesses.start(str(weights), config)
             try:
-                loaded = load_model(path, config, leader.ranks, weights=Path(weights))
-                leader.wait_until_loaded()
-                return cls(loaded, config, leader)
+                loaded = load_model(path, config, rank_processes.ranks, weights=Path(weights))
+                rank_processes.wait_until_loaded()
+                return cls(loaded, config, rank_processes)
             except BaseException:
-                leader.close()
+                rank_processes.close()
                 raise
 
     def _make_cache(self, loaded: LoadedModel, config: EngineConfig, num_blocks: int | None = None) -> KVCache:
         """Make the KV cache, here and on the other ranks."""
         cache = make_cache(loaded, config, num_blocks)
-        if self._leader is not None:
-            self._leader.send_message(AllocateMessage(cache.num_blocks))
+        if self._rank_processes is not None:
+            self._rank_processes.send_message(AllocateMessage(cache.num_blocks))
         return cache
 
     def _measure_num_blocks(self, loaded: LoadedModel, config: EngineConfig) -> int:
@@ -130,8 +130,8 @@ class LLMEngine:
 
     def close(self) -> None:
         """End the processes of the other ranks, if any. The engine cannot generate afterwards."""
-        if self._leader is not None:
-            self._leader.close()
+        if self._rank_processes is not None:
+            self._rank_processes.close()
 
     def add_request(
         self,
@@ -261,7 +261,7 @@ class LLMEngine:
             sequence.apply_result(result)
             if result.error is None:
                 uncommitted = sequence.num_tokens - sequence.num_computed_tokens
-                self._scheduler.commit(
+                self._scheduler.commit_tokens(
                     sequence, min(item.num_scheduled_tokens + result.num_accepted_tokens, uncommitted)
                 )
                 if not sequence.can_generate and sequence.num_computed_tokens == sequence.num_tokens:

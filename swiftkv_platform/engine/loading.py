@@ -89,7 +89,7 @@ def load_model(
     model = _read_model(weights or directory, config, ranks)
     tokenizer = _read_tokenizer(directory, model.config)
     context_length = _get_context_length(path, model.config, config)
-    _fix_rotary_factors(model, context_length)
+    _pin_short_rotary_factors(model, context_length)
     return LoadedModel(
         config=model.config,
         tokenizer=tokenizer,
@@ -183,7 +183,7 @@ def _get_context_length(path: str | Path, model_config: Any, config: EngineConfi
     return config.max_model_len or length
 
 
-def _fix_rotary_factors(model: Any, max_model_len: int) -> None:
+def _pin_short_rotary_factors(model: Any, max_model_len: int) -> None:
     """Use RoPE's factors of short sequences always. transformers would choose them by each batch's longest sequence.
 
     Cached keys contain the factors with which they were computed. A sequence that outgrows the limit would have to

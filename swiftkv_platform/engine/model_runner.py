@@ -34,7 +34,7 @@ from swiftkv_platform.engine.batch import (
 from swiftkv_platform.engine.kv_cache import KVCache
 from swiftkv_platform.engine.native_layers import NativeLayer
 from swiftkv_platform.engine.outputs import NOT_FINITE_MESSAGE, StepResult
-from swiftkv_platform.engine.ranks import LeadingDecoder
+from swiftkv_platform.engine.ranks import BroadcastingDecoder
 from swiftkv_platform.engine.sampler import SamplingRow, choose_tokens, compute_logprobs
 from swiftkv_platform.engine.scheduler import ScheduledSequence
 from swiftkv_platform.engine.speculative import (
@@ -96,7 +96,7 @@ class ModelRunner:
         # 1. run layers < l over all tokens
         batch = make_batch(scheduled, self._cache)
         context = self._make_context(batch.inputs)
-        bypass = BypassRows.for_step(self._decoder, batch.deep_rows, context.num_tokens)
+        bypass = BypassRows.make_for_step(self._decoder, batch.deep_rows, context.num_tokens)
         x = self._decoder.run_lower(context, bypass)  # [1, num_tokens, hidden_size]
         # 2. find sequences that exit early, and the rows that run through layers >= l
         exits = compute_exit_logits(self._model, x, scheduled, batch)
@@ -125,14 +125,14 @@ class ModelRunner:
     def _draft_tokens(self, x: torch.Tensor, scheduled: Sequence[ScheduledSequence], batch: Batch) -> ExitDrafts:
         """Draft with the exit head, for the sequences with a draft from the scheduler."""
 
-        def lower(inputs: ModelInputs) -> torch.Tensor:
+        def run_lower(inputs: ModelInputs) -> torch.Tensor:
             context = self._make_context(inputs)
             drafted: torch.Tensor = self._decoder.run_lower(context)  # all drafts are deep tokens
             if not self._has_own_deep_kv:
                 write_and_read_shared_key_values(self._decoder, drafted, context)
             return drafted
 
-        return draft_from_exit_head(self._model, x, scheduled, batch, self._drafting.costs, lower, self._cache)
+        return draft_from_exit_head(self._model, x, scheduled, batch, self._drafting.costs, run_lower, self._cache)
 
     def _write_shared_kv(self, x: torch.Tensor, context: DecoderContext, deep: set[int]) -> Sequence[Any]:
         """Write K and V of all layers >= l from x to the cache, except for `deep` rows with their own K and V. Returns
@@ -140,7 +140,7 @@ class ModelRunner:
         if not self._has_own_deep_kv:
             return write_and_read_shared_key_values(self._decoder, x, context)
         others = [row for row in range(x.shape[1]) if row not in deep]
-        if others and isinstance(self._decoder, LeadingDecoder):
+        if others and isinstance(self._decoder, BroadcastingDecoder):
             self._decoder.write_shared_key_values(x, context, others)
         elif others:
             write_shared_key_values(self._decoder, x, context, others)
@@ -160,7 +160,7 @@ class ModelRunner:
         if not rows:
             return RowLogits({}, x.new_empty(0, self._model.config.vocab_size, dtype=torch.float32))
         kept = inputs.select_rows(rows)
-        writer = DeepRowsWriter.for_pass(self._decoder, context, rows, deep) if self._has_own_deep_kv else None
+        writer = DeepRowsWriter.make_for_pass(self._decoder, context, rows, deep) if self._has_own_deep_kv else None
         hidden = self._decoder.run_student_upper(x, context, selection=kept, shared=shared, deep=writer)
         return self._compute_logits(hidden, rows, logits_rows)
 
@@ -199,7 +199,7 @@ class ModelRunner:
         context = self._make_context(make_inputs(spans, self._cache), hidden)
         if self._has_own_deep_kv:
             writing = {at for at, row in enumerate(rows) if row >= num_rows or row in deep}
-            writer = DeepRowsWriter.for_pass(self._decoder, context, range(len(rows)), writing)
+            writer = DeepRowsWriter.make_for_pass(self._decoder, context, range(len(rows)), writing)
             hidden = self._decoder.run_student_upper(hidden, context, deep=writer)
         else:
             hidden = self._decoder.run_student_upper(

@@ -146,8 +146,8 @@ INITIAL_EVENT_S = 0.0005
 """CPU seconds of an event before the first measurement."""
 
 
-class EventPace:
-    """Interval between a stream's events: 0 for one stream, and longer with more streams.
+class StreamIntervalController:
+    """Sets the interval between a stream's events: 0 for one stream, and longer with more streams.
 
     While the event loop sends an event, all other streams wait. So each stream collects tokens for an interval:
 
@@ -197,7 +197,7 @@ class RequestStream:
     the outputs of all samples as they come, each with its index.
 
     Args:
-        interval_s: seconds between outputs; infinite: only finished outputs; None: the interval of `pace`.
+        interval_s: seconds between outputs; infinite: only finished outputs; None: the interval of `controller`.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class RequestStream:
         request_id: str,
         num_samples: int,
         interval_s: float | None,
-        pace: EventPace,
+        controller: StreamIntervalController,
         sender: Sender,
     ) -> None:
         self.request_id = request_id
@@ -219,9 +219,9 @@ class RequestStream:
         self._unread: dict[tuple[int, int], RequestOutput] = {}
         self._due: deque[RequestOutput] = deque()
         self._due_at = math.inf if interval_s == math.inf else 0.0
-        self._pace = pace
-        self._num_paced = 0 if interval_s == math.inf else num_samples
-        pace.add_sequences(self._num_paced)
+        self._interval_controller = controller
+        self._num_counted = 0 if interval_s == math.inf else num_samples
+        controller.add_sequences(self._num_counted)
         self._arrived, self._urgent = asyncio.Event(), asyncio.Event()
         self._open = self._failed = self._closed = False
 
@@ -246,14 +246,14 @@ class RequestStream:
             self._urgent.clear()
         output = self._due.popleft()
         self._unfinished -= output.finished
-        if self._num_paced:
-            self._pace.record_event()
-            self._remove_from_pace(output.finished)
+        if self._num_counted:
+            self._interval_controller.record_event()
+            self._remove_from_controller(output.finished)
         return output
 
-    def _remove_from_pace(self, num_samples: int) -> None:
-        self._pace.remove_sequences(num_samples)
-        self._num_paced -= num_samples
+    def _remove_from_controller(self, num_samples: int) -> None:
+        self._interval_controller.remove_sequences(num_samples)
+        self._num_counted -= num_samples
 
     async def _wait_for_interval(self) -> None:
         """Wait until the interval since the last output has passed, or a sample is finished."""
@@ -262,7 +262,7 @@ class RequestStream:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(None if math.isinf(self._due_at) else self._due_at):
                     await self._urgent.wait()
-        self._due_at = now() + (self._pace.interval_s if self._interval_s is None else self._interval_s)
+        self._due_at = now() + (self._interval_controller.interval_s if self._interval_s is None else self._interval_s)
 
     @property
     def num_sequences(self) -> int:
@@ -273,7 +273,7 @@ class RequestStream:
         """Drop further outputs, and abort unfinished samples within one step. Further calls do nothing."""
         if not self._closed:
             self._closed = True
-            self._remove_from_pace(self._num_paced)
+            self._remove_from_controller(self._num_counted)
             self._engine.drop_stream(self.request_id, abort=self._unfinished > 0)
 
     def start_delivery(self) -> None:

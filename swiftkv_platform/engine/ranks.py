@@ -101,12 +101,12 @@ class WriteSharedMessage:
     rows: tuple[int, ...]
 
 
-class LeadingDecoder:
+class BroadcastingDecoder:
     """Rank 0's decoder: announces each pass to the other ranks, then runs it."""
 
-    def __init__(self, decoder: Any, leader: Leader) -> None:
+    def __init__(self, decoder: Any, rank_processes: RankProcesses) -> None:
         self._decoder = decoder
-        self._leader = leader
+        self._rank_processes = rank_processes
         self._x: torch.Tensor | None = None
 
     def run_lower(self, context: DecoderContext, bypass: BypassRows | None = None) -> torch.Tensor:
@@ -140,7 +140,7 @@ class LeadingDecoder:
     def write_shared_key_values(self, x: torch.Tensor, context: DecoderContext, rows: Sequence[int]) -> None:
         """Write K and V from x on all ranks, for `rows` of the last pass of layers < l."""
         assert x is self._x, "x is not the output of the last `run_lower`"
-        self._leader.send_message(WriteSharedMessage(tuple(rows)))
+        self._rank_processes.send_message(WriteSharedMessage(tuple(rows)))
         write_shared_key_values(self._decoder, x, context, rows)
 
     def _announce_pass(
@@ -153,7 +153,7 @@ class LeadingDecoder:
         deep_rows: tuple[int, ...] = (),
     ) -> None:
         is_known = is_upper and hidden is self._x
-        self._leader.send_message(
+        self._rank_processes.send_message(
             PassMessage(
                 is_upper=is_upper,
                 attention=context.layer_arguments["paged"].copy_without_device_tensors(),
@@ -163,10 +163,10 @@ class LeadingDecoder:
             )
         )
         if not is_known:
-            self._leader.ranks.broadcast(hidden)
+            self._rank_processes.ranks.broadcast(hidden)
 
 
-class Leader:
+class RankProcesses:
     """Rank 0's connections to the processes of the other ranks."""
 
     def __init__(
@@ -250,12 +250,12 @@ def run_announced_passes(connection: Connection, model: Any, make_cache: Any, ra
             kept = None if message.selected_rows is None else inputs.select_rows(message.selected_rows)
             if has_own_deep_kv:
                 rows = range(hidden.shape[1]) if message.selected_rows is None else message.selected_rows
-                writer = DeepRowsWriter.for_pass(decoder, context, rows, set(message.deep_rows))
+                writer = DeepRowsWriter.make_for_pass(decoder, context, rows, set(message.deep_rows))
                 decoder.run_student_upper(hidden, context, selection=kept, deep=writer)
                 continue
             decoder.run_student_upper(hidden, context, selection=kept, shared=read_shared_key_values(decoder, context))
         else:
-            x = decoder.run_lower(context, BypassRows.for_step(decoder, message.deep_rows, context.num_tokens))
+            x = decoder.run_lower(context, BypassRows.make_for_step(decoder, message.deep_rows, context.num_tokens))
             if not has_own_deep_kv:
                 write_and_read_shared_key_values(decoder, x, context)
 

@@ -203,7 +203,7 @@ class InputProcessor:
         return frozenset(token for token in token_ids if token < self._vocab_size)
 
     def decode(self, token_ids: abc.Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        assert self._tokenizer is not None, "checked before"
+        assert self._tokenizer is not None, "`validate` refuses text without a tokenizer"
         text: str = self._tokenizer.decode(
             token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
@@ -277,7 +277,7 @@ class InputProcessor:
             )
 
     def _tokenize_text(self, text: str) -> list[int]:
-        assert self._tokenizer is not None, "checked before"
+        assert self._tokenizer is not None, "`validate` refuses text without a tokenizer"
         token_ids: list[int] = self._tokenizer(text, return_attention_mask=False)["input_ids"]
         return token_ids
 
@@ -289,7 +289,7 @@ def _make_empty_prompt_error(prompt: Prompt) -> InvalidInputError:
 def check_request_id(request_id: str, used: abc.Container[str]) -> None:
     if request_id in used:
         raise InvalidInputError(
-            f"request_id {request_id!r} is in use; give each running request its own",
+            f"request_id {request_id!r} is in use; give each running request its own id",
             field="request_id",
             value=request_id,
         )
@@ -322,7 +322,7 @@ class TokenizerThreads:
 
     async def run_unadmitted(self, call: Callable[[], ResultT], num_bytes: int, sender: Sender) -> ResultT:
         """Run `call` without an admitted request. Raises `QueueFullError`, and as `run`."""
-        with self._waiting.hold(sender):
+        with self._waiting.limit_call(sender):
             return await self.run(call, num_bytes, sender)
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ def _get_sampling_method(params: SamplingParams) -> _SamplingMethod:
     if params.temperature == 0.0:
         return _sample_greedy
     limited = params.top_k or params.top_p < 1.0 or params.min_p > 0.0
-    return _sample_truncated if limited else _sample_all
+    return _sample_truncated if limited else _sample_from_all_tokens
 
 
 def _sample_greedy(logits: torch.Tensor, _rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -77,7 +77,7 @@ def _argmax(scores: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(scores.numpy().argmax(axis=-1)) if scores.device.type == "cpu" else scores.argmax(dim=-1)
 
 
-def _sample_all(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+def _sample_from_all_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Sample from all tokens. A CPU samples row by row, so that the noise stays in its cache."""
     (temperatures,) = _make_columns([[row.params.temperature for row in rows]], logits.device)
     keys = _compute_noise_keys(rows, logits.device)
@@ -85,13 +85,14 @@ def _sample_all(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tens
     step = 1 if logits.device.type == "cpu" else len(rows)
     parts = [slice(start, start + step) for start in range(0, len(rows), step)]
     return torch.cat(
-        [_argmax(logits[part] / temperatures[part] + gumbel_noise(keys[part], token_ids)) for part in parts]
+        [_argmax(logits[part] / temperatures[part] + compute_gumbel_noise(keys[part], token_ids)) for part in parts]
     )
 
 
 def _sample_truncated(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     kept, token_ids = truncate_logits(logits, [row.params for row in rows])
-    best = (kept + gumbel_noise(_compute_noise_keys(rows, logits.device), token_ids)).argmax(dim=-1, keepdim=True)
+    noise = compute_gumbel_noise(_compute_noise_keys(rows, logits.device), token_ids)
+    best = (kept + noise).argmax(dim=-1, keepdim=True)
     return token_ids.gather(-1, best).squeeze(-1)
 
 
@@ -195,7 +196,7 @@ def _adjust_logits(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.T
     _add_biases(logits, rows)
     _penalize_repetition(logits, rows)
     _penalize_outputs(logits, rows)
-    _restrict_to_allowed(logits, rows)
+    _restrict_to_allowed_tokens(logits, rows)
     _exclude_tokens(logits, rows)
     return logits
 
@@ -233,7 +234,7 @@ def _penalize_outputs(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None
         logits.index_put_((at, tokens), -(frequency * counts + presence), accumulate=True)
 
 
-def _restrict_to_allowed(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+def _restrict_to_allowed_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     entries = [(i, token, 0.0) for i, row in enumerate(rows) for token in row.params.allowed_token_ids or ()]
     if entries:
         at, tokens, _ = _make_entry_tensors(entries, logits.device)
@@ -281,7 +282,7 @@ def _compute_noise_key(row: SamplingRow) -> int:
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "big", signed=True)
 
 
-def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+def compute_gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Return Gumbel noise [num_keys, num_tokens] as a function of keys [num_keys] and token ids, [num_tokens] or
     [num_keys, num_tokens], all int64. It can be computed for some tokens only, and is the same on every device.
 

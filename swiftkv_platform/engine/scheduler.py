@@ -112,9 +112,9 @@ class Scheduler:
         # 1. choose sequences; throttled grammars run only if nothing else does
         self._num_steps += 1
         self._throttle.begin_step()
-        scheduled = self._choose_sequences(lambda grammar: not grammar.is_slow or self._throttle.try_step(grammar))
+        scheduled = self._choose_sequences(lambda grammar: not grammar.is_slow or self._throttle.try_grammar(grammar))
         if not scheduled:
-            scheduled = self._choose_sequences(lambda grammar: self._throttle.try_step(grammar, alone=True))
+            scheduled = self._choose_sequences(lambda grammar: self._throttle.try_grammar(grammar, alone=True))
         # 2. charge the senders
         for sequence, num_tokens in scheduled.items():
             self._last_step[sequence] = self._num_steps
@@ -146,12 +146,12 @@ class Scheduler:
             self._start_waiting(scheduled)
         return scheduled
 
-    def commit(self, sequence: Sequence, num_tokens: int) -> None:
+    def commit_tokens(self, sequence: Sequence, num_tokens: int) -> None:
         """Record that the KV of `num_tokens` more tokens is final, and free the blocks of rejected drafts."""
         sequence.num_computed_tokens += num_tokens
         assert sequence.num_computed_tokens <= sequence.num_tokens
         num_shared = min(sequence.num_computed_tokens, sequence.num_shareable_tokens)
-        self._blocks.commit(sequence.block_table, sequence.token_ids, num_shared, sequence.sender.tenant)
+        self._blocks.cache_full_blocks(sequence.block_table, sequence.token_ids, num_shared, sequence.sender.tenant)
         self._blocks.shrink(sequence.block_table, sequence.num_tokens)
 
     def assert_consistent(self) -> None:
@@ -237,7 +237,7 @@ class Scheduler:
             if running is not None and not self._is_served_before(sequence, running):
                 return
             while not self._try_to_start(sequence, scheduled):
-                victim = self._choose_victim_for(sequence)
+                victim = self._choose_victim_for_start(sequence)
                 if victim is None:
                     return
                 scheduled.pop(victim, None)
@@ -279,7 +279,7 @@ class Scheduler:
         scheduled[sequence] = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
         return True
 
-    def _choose_victim_for(self, sequence: Sequence) -> Sequence | None:
+    def _choose_victim_for_start(self, sequence: Sequence) -> Sequence | None:
         """Return a sequence to preempt, so that `sequence` can start although its sender runs none; None if there is
         none.
 
@@ -328,7 +328,7 @@ class SlowGrammarThrottle:
         self._debt_s = min(max(debt_s, 0.0), MAX_SLOW_GRAMMAR_DEBT_S)
         self._began, self._spent_before = now, {}
 
-    def try_step(self, cpu_time: GrammarCpuTime, *, alone: bool = False) -> bool:
+    def try_grammar(self, cpu_time: GrammarCpuTime, *, alone: bool = False) -> bool:
         """Return whether a slow grammar may run in this step, and count it. `alone`: nothing else runs, so the debt
         does not matter."""
         if self._debt_s > 0.0 and not alone:

@@ -205,7 +205,7 @@ class Sequence:
         self.token_ids.append(token_id)
         if token_id in self.stop_token_ids:
             if self._detokenizer:
-                self._detokenizer.append_end(token_id)
+                self._detokenizer.append_stop_token(token_id)
             self.stop_reason = token_id if token_id in self.params.stop_token_ids else None
             self.finish("stop")
             return

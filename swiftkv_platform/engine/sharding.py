@@ -120,7 +120,7 @@ def shard_model(model: Any, ranks: TensorParallelGroup) -> None:
         if not isinstance(child, nn.Linear) or name.removesuffix("_swiftkv") in ROW_PARALLEL_MODULES:
             setattr(parent, name, _AllReduced(child, ranks))
     if ranks.rank > 0:
-        _drop_vocabulary(model)
+        _drop_embedding_and_heads(model)
 
 
 class _AllReduced(nn.Module):
@@ -184,7 +184,7 @@ def _keep_shard(module: nn.Module, leaf: str, spec: ShardSpec, ranks: TensorPara
     setattr(module, leaf, nn.Parameter(own, requires_grad=False))
 
 
-def _drop_vocabulary(model: Any) -> None:
+def _drop_embedding_and_heads(model: Any) -> None:
     """Replace embedding and heads by stubs in the model's dtype. Only rank 0 embeds tokens and computes logits."""
     model.model.embed_tokens = nn.Embedding(1, 1, dtype=model.dtype)
     for name in ("lm_head", "exit_head"):

@@ -22,7 +22,7 @@ from swiftkv_platform.engine.drafting import (
     ConfidenceCalibration,
     Draft,
     DraftCosts,
-    choose_lookup_size,
+    choose_num_lookup_tokens,
     choose_worthwhile_drafts,
     should_evaluate_exit_head,
 )
@@ -87,13 +87,13 @@ class DraftPlanner:
         forced = () if constraint is None else constraint.get_forced_tokens(sequence.output_token_ids)[:limit]
         if forced:
             return forced  # other tokens are unlikely
-        size = choose_lookup_size(sequence.drafts, self.costs, num_sequences, limit)
+        size = choose_num_lookup_tokens(sequence.drafts, self.costs, num_sequences, limit)
         if size == 0:
             sequence.drafts.lookup_acceptance.decay()
             return ()
         found = sequence.drafts.lookup.propose_tokens(sequence.token_ids, size)
         if found and constraint is not None:
-            return found[: constraint.count_allowed(sequence.output_token_ids, found)]
+            return found[: constraint.count_allowed_tokens(sequence.output_token_ids, found)]
         return found
 
 
@@ -140,7 +140,7 @@ def draft_from_exit_head(
             acceptance[index] *= sequence.drafts.exit_calibration.estimate_acceptance(confidence)
         gains = choose_worthwhile_drafts([acceptance[index] for index in active], costs, len(batch.next_token_rows))
         for at, sequence in enumerate(sequences):
-            sequence.drafts.observe_exit_head(gains.get(at, 0.0))
+            sequence.drafts.record_exit_head_gain(gains.get(at, 0.0))
         chosen = list(gains)
         if not chosen:
             break
@@ -189,7 +189,7 @@ def accept_drafts(
     pairs = zip(drafted, tokens, strict=False)
     num_accepted = next((at for at, (draft, token) in enumerate(pairs) if draft != token), len(drafted))
     if drafted:
-        sequence.drafts.observe(from_text=from_text, num_drafts=len(drafted), num_accepted=num_accepted)
+        sequence.drafts.record_draft_results(from_text=from_text, num_drafts=len(drafted), num_accepted=num_accepted)
     return StepResult(
         token_ids=list(tokens[: num_accepted + 1]), num_draft_tokens=len(drafted), num_accepted_tokens=num_accepted
     )

@@ -84,7 +84,7 @@ def check_text(engine: LLMEngine, params: SamplingParams, output: RequestOutput)
     answer = list(output.token_ids)
     if output.finish_reason == "length":
         assert len(answer) == params.max_tokens
-        assert engine.grammar_compiler.compile(wanted).count_allowed([], answer) == len(answer)
+        assert engine.grammar_compiler.compile(wanted).count_allowed_tokens([], answer) == len(answer)
         return
     assert output.finish_reason == "stop"
     text = output.text

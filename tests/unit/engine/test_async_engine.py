@@ -23,7 +23,7 @@ from swiftkv_platform.engine import (
 )
 from swiftkv_platform.engine import outputs as engine_outputs
 from swiftkv_platform.engine.frontend import QueueWaitEstimator
-from swiftkv_platform.engine.outputs import EventPace, RequestStream
+from swiftkv_platform.engine.outputs import RequestStream, StreamIntervalController
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -146,44 +146,44 @@ async def test_streams_together_collect_tokens(adaptive: AsyncLLMEngine, monkeyp
     assert [[len(output.token_ids) for output in own] for own in outputs] == [[1, 12]] * 2
     assert [output async for output in whole][-1].finished
     assert len((await answer(adaptive, [1], replace(GREEDY, max_tokens=1))).token_ids) == 1
-    assert adaptive._pace.interval_s == 0.0, "without requests the interval is 0"
+    assert adaptive._interval_controller.interval_s == 0.0, "without requests the interval is 0"
 
 
 async def test_a_stream_that_is_left_holds_up_nobody(adaptive: AsyncLLMEngine) -> None:
     params = replace(LONG, n=3)
     left = await adaptive.submit([1], params)
     assert (await anext(left)).index == 0
-    assert adaptive._pace.interval_s > 0.0
+    assert adaptive._interval_controller.interval_s > 0.0
     left.close()
-    assert adaptive._pace.interval_s == 0.0
+    assert adaptive._interval_controller.interval_s == 0.0
 
 
 def test_the_interval_grows_with_streams_and_with_what_an_event_takes() -> None:
     now = 0.0
-    pace = EventPace(lambda: now)
+    controller = StreamIntervalController(lambda: now)
 
     def send(num_events: int, each_s: float) -> None:
         nonlocal now
         for _ in range(num_events):
             now += each_s
-            pace.record_event()
+            controller.record_event()
 
-    pace.add_sequences(1)
+    controller.add_sequences(1)
     send(engine_outputs.EVENTS_PER_MEASUREMENT + 1, 0.0002)
-    assert pace.interval_s == 0.0, "events of a single stream delay no other"
+    assert controller.interval_s == 0.0, "events of a single stream delay no other"
     intervals = []
     for _ in range(4):
-        pace.add_sequences(1)
-        intervals.append(pace.interval_s)
+        controller.add_sequences(1)
+        intervals.append(controller.interval_s)
     assert intervals == pytest.approx(
         [others * 0.0002 / engine_outputs.MAX_EVENT_TIME_SHARE for others in (1, 2, 3, 4)]
     )
     send(engine_outputs.EVENTS_PER_MEASUREMENT, 0.0001)
-    assert pace.interval_s == pytest.approx(intervals[-1] / 2)
-    pace.add_sequences(1000)
-    assert pace.interval_s == engine_outputs.MAX_EVENT_INTERVAL_S
-    pace.remove_sequences(1004)
-    assert pace.interval_s == 0.0
+    assert controller.interval_s == pytest.approx(intervals[-1] / 2)
+    controller.add_sequences(1000)
+    assert controller.interval_s == engine_outputs.MAX_EVENT_INTERVAL_S
+    controller.remove_sequences(1004)
+    assert controller.interval_s == 0.0
 
 
 async def test_a_caller_of_whole_answers_is_woken_once_for_each_sample(engine: AsyncLLMEngine) -> None:
@@ -217,7 +217,7 @@ async def refusal(engine: AsyncLLMEngine, num_prompts: int = 1) -> QueueFullErro
 async def test_a_full_queue_knows_how_long_its_places_are_taken(swiftkv_dir: Path) -> None:
     now = [100.0]
     async with queued(swiftkv_dir, now, max_num_waiting=2) as engine:
-        assert (await refusal(engine)).retry_after_s == 1.0, "the pace is not known yet"
+        assert (await refusal(engine)).retry_after_s == 1.0, "no completion is known yet"
         for _ in range(8):
             engine._wait_estimator.record_completions(1, is_full=True)
             now[0] += 5.0

@@ -9,7 +9,7 @@ from swiftkv_platform.engine.drafting import (
     ConfidenceCalibration,
     DraftCosts,
     PromptLookup,
-    choose_lookup_size,
+    choose_num_lookup_tokens,
     choose_worthwhile_drafts,
     should_evaluate_exit_head,
 )
@@ -37,9 +37,7 @@ def test_lookup_goes_on_as_the_text_did() -> None:
 
 
 def test_fewer_tokens_are_looked_up_the_more_sequences_wait_for_them() -> None:
-    sizes = [
-        choose_lookup_size(AcceptanceHistory(), COSTS, num_sequences, limit=10) for num_sequences in (1, 2, 4, 8, 16)
-    ]
+    sizes = [choose_num_lookup_tokens(AcceptanceHistory(), COSTS, num, limit=10) for num in (1, 2, 4, 8, 16)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 4
     assert sizes[-1] == 0
@@ -48,10 +46,10 @@ def test_fewer_tokens_are_looked_up_the_more_sequences_wait_for_them() -> None:
 def test_lookup_stops_where_nothing_is_accepted_and_is_tried_again_later() -> None:
     history = AcceptanceHistory()
     for _ in range(40):
-        history.observe(from_text=True, num_drafts=2, num_accepted=0)
-    assert choose_lookup_size(history, COSTS, 2, limit=10) == 0
+        history.record_draft_results(from_text=True, num_drafts=2, num_accepted=0)
+    assert choose_num_lookup_tokens(history, COSTS, 2, limit=10) == 0
     num_tokens = 0
-    while choose_lookup_size(history, COSTS, 2, limit=10) == 0:
+    while choose_num_lookup_tokens(history, COSTS, 2, limit=10) == 0:
         history.lookup_acceptance.decay()
         num_tokens += 1
     assert 10 < num_tokens < 200
@@ -80,7 +78,7 @@ def test_a_draft_pays_where_it_is_accepted_more_often_than_it_costs() -> None:
 
 def drafted(history: AcceptanceHistory, confidence: float, *, accepted: bool) -> None:
     history.exit_confidences[:] = [confidence]
-    history.observe(from_text=False, num_drafts=1, num_accepted=int(accepted))
+    history.record_draft_results(from_text=False, num_drafts=1, num_accepted=int(accepted))
 
 
 @pytest.mark.parametrize(("confidence", "share"), [(0.9, 0.6), (0.5, 0.9), (0.3, 0.3)])
@@ -89,7 +87,7 @@ def test_a_confidence_is_believed_as_far_as_it_proved_right(confidence: float, s
     assert reliability.estimate_acceptance(confidence) == pytest.approx(confidence)
     found = []
     for _ in range(600):
-        reliability.observe(confidence, accepted=draw.random() < share)
+        reliability.learn_from_draft(confidence, accepted=draw.random() < share)
         found.append(reliability.estimate_acceptance(confidence))
     assert sum(found[300:]) / 300 == pytest.approx(share, abs=0.07)
 
@@ -110,8 +108,8 @@ def test_a_new_sequence_begins_with_what_the_engine_has_learned() -> None:
 def test_drafts_after_the_first_that_was_rejected_say_nothing() -> None:
     one, two = AcceptanceHistory(), AcceptanceHistory()
     one.exit_confidences[:], two.exit_confidences[:] = [0.9, 0.8], [0.9, 0.8, 0.99]
-    one.observe(from_text=False, num_drafts=2, num_accepted=1)
-    two.observe(from_text=False, num_drafts=3, num_accepted=1)
+    one.record_draft_results(from_text=False, num_drafts=2, num_accepted=1)
+    two.record_draft_results(from_text=False, num_drafts=3, num_accepted=1)
     assert one.exit_calibration.log_odds_shift == two.exit_calibration.log_odds_shift < 0.0
 
 
@@ -119,7 +117,7 @@ def test_an_exit_head_that_is_never_sure_or_always_wrong_costs_little() -> None:
     """1,000 tokens whose drafts are all rejected cost at most 3% more than `off`."""
     unsure = AcceptanceHistory()
     for _ in range(60):
-        unsure.observe_exit_head(0.0)
+        unsure.record_exit_head_gain(0.0)
     assert not should_evaluate_exit_head(unsure, COSTS, 1, 1)
     history, spent = AcceptanceHistory(), 0.0
     history.use_parent_calibration(ConfidenceCalibration(0.1, 0.999))
@@ -128,7 +126,7 @@ def test_an_exit_head_that_is_never_sure_or_always_wrong_costs_little() -> None:
             history.decay_exit_statistics()
             continue
         gains = choose_worthwhile_drafts([history.exit_calibration.estimate_acceptance(0.95)], COSTS, 1)
-        history.observe_exit_head(gains.get(0, 0.0))
+        history.record_exit_head_gain(gains.get(0, 0.0))
         spent += COSTS.exit_head
         if gains:
             spent += COSTS.lower_layers + COSTS.token

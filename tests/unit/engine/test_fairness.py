@@ -68,7 +68,7 @@ async def test_a_newcomer_waits_for_one_turn_only(newcomer: Sender) -> None:
 
     async def work(sender: Sender) -> None:
         nonlocal now
-        async with turns.hold(sender):
+        async with turns.hold_slot(sender):
             for _ in range(3):  # until the others wait
                 await asyncio.sleep(0)
             now += 1.0

@@ -48,8 +48,8 @@ def test_a_constraint_follows_any_answer_it_is_asked_about(engine: LLMEngine) ->
     for answer in ("", "a", "abb", "a", "abc", "", "abc", "abb"):
         assert allowed(one, answer) == set(expected[answer])
         assert one.is_complete(ids(answer)) == (answer == "abc")
-    assert one.count_allowed(ids("a"), ids("bbxb")) == 2
-    assert one.count_allowed([], ids("x")) == 0
+    assert one.count_allowed_tokens(ids("a"), ids("bbxb")) == 2
+    assert one.count_allowed_tokens([], ids("x")) == 0
     assert allowed(one, "") == set(ids("a")), "counting allowed drafts changes nothing"
     assert allowed(one, "ab") == set(expected["a"])
     assert allowed(other, "") == set(ids("a")), "answers of one constraint have separate states"
@@ -169,13 +169,13 @@ def test_many_properties_many_choices_and_operators_are_followed(engine: LLMEngi
     properties = {f"property_{at}": {"type": ["string", "null"]} for at in range(200)}
     constraint = compiled(engine, json={"type": "object", "properties": properties})
     answer = ids('{"property_3": "text", "property_77": null, "property_199": "a\\n"}')
-    assert constraint.count_allowed([], answer) == len(answer)
+    assert constraint.count_allowed_tokens([], answer) == len(answer)
     sums = compiled(engine, grammar='start: e\ne: e "+" e | e "*" e | "(" e ")" | /[0-9]/')
     answer = ids("(1+2)*3+4*(5+6)+7")
-    assert sums.count_allowed([], answer) == len(answer)
+    assert sums.count_allowed_tokens([], answer) == len(answer)
     special = compiled(engine, choice=(*(f"choice {at}" for at in range(4095)), r"/\n^$.*+?()[]{}|#&~-"))
     for choice in ("choice 4094", r"/\n^$.*+?()[]{}|#&~-"):
-        assert special.count_allowed([], ids(choice)) == len(choice)
+        assert special.count_allowed_tokens([], ids(choice)) == len(choice)
     assert (constraint.failure, sums.failure, special.failure) == (None, None, None)
 
 
@@ -184,7 +184,7 @@ def test_an_answer_ends_where_its_grammar_does(engine: LLMEngine) -> None:
     samples = engine.generate([[1]], params)[0].samples
     assert {sample.text for sample in samples} <= {"ab", "é\n\"'😀"}
     assert all(sample.finish_reason == "stop" for sample in samples)
-    assert compiled(engine, choice=("é\n\"'😀",)).count_allowed([], ids("é\n\"'😀")) == 9
+    assert compiled(engine, choice=("é\n\"'😀",)).count_allowed_tokens([], ids("é\n\"'😀")) == 9
     cut = SamplingParams(max_tokens=3, structured_outputs=StructuredOutputs(regex="a{9}"))
     assert [engine.generate([[1]], cut)[0].finish_reason, engine.generate([[1]], cut)[0].text] == ["length", "aaa"]
 

@@ -10,8 +10,8 @@ from swiftkv_platform.engine.sampler import (
     SamplingRow,
     _adjust_logits,
     choose_tokens,
+    compute_gumbel_noise,
     compute_logprobs,
-    gumbel_noise,
     truncate_logits,
 )
 
@@ -152,10 +152,10 @@ def test_logprobs_hold_the_token_and_the_best_ones() -> None:
 
 def test_noise_is_gumbel_noise_that_belongs_to_its_key_and_token() -> None:
     keys = torch.tensor([3, -(1 << 62), 1 << 40])
-    noise = gumbel_noise(keys, TOKENS)
+    noise = compute_gumbel_noise(keys, TOKENS)
     for index, key in enumerate(keys):
-        assert torch.equal(noise[index], gumbel_noise(key[None], TOKENS)[0])
-        assert torch.equal(noise[index, 5:9], gumbel_noise(key[None], TOKENS[None, 5:9])[0])
+        assert torch.equal(noise[index], compute_gumbel_noise(key[None], TOKENS)[0])
+        assert torch.equal(noise[index, 5:9], compute_gumbel_noise(key[None], TOKENS[None, 5:9])[0])
     uniform = (-(-noise.double()).exp()).exp().sort(dim=-1).values  # the Gumbel distribution function
     expected = (torch.arange(200_000) + 0.5) / 200_000
     assert (uniform - expected).abs().max() < 0.005  # Kolmogorov-Smirnov statistic, beyond the 0.01% quantile
@@ -163,6 +163,6 @@ def test_noise_is_gumbel_noise_that_belongs_to_its_key_and_token() -> None:
     assert torch.corrcoef(noise)[0, 1:].abs().max() < 0.01
     assert torch.corrcoef(torch.stack([noise[:, :-1].flatten(), noise[:, 1:].flatten()]))[0, 1].abs() < 0.01
     # Noise of neighbouring keys draws tokens by their probabilities.
-    tokens = (LOGITS + gumbel_noise(torch.arange(20_000), torch.arange(len(PROBS)))).argmax(dim=-1)
+    tokens = (LOGITS + compute_gumbel_noise(torch.arange(20_000), torch.arange(len(PROBS)))).argmax(dim=-1)
     shares = torch.bincount(tokens, minlength=len(PROBS)) / len(tokens)
     torch.testing.assert_close(shares, PROBS, atol=0.015, rtol=0)

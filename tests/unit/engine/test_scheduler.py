@@ -97,7 +97,7 @@ class Line:
 
     def _compute(self, item: ScheduledSequence) -> None:
         sequence, reaches_last_token = item.sequence, item.reaches_last_token
-        self.scheduler.commit(sequence, item.num_scheduled_tokens)
+        self.scheduler.commit_tokens(sequence, item.num_scheduled_tokens)
         if reaches_last_token:
             sequence.append_token(0)
         if sequence.status is SequenceStatus.FINISHED:
@@ -300,7 +300,7 @@ def test_drafts_take_the_tokens_and_blocks_that_are_left() -> None:
     (item,) = line.scheduler.schedule()
     assert item.draft.size == 6
     assert line.blocks.num_free_blocks < free
-    line.scheduler.commit(sequence, item.num_scheduled_tokens)
+    line.scheduler.commit_tokens(sequence, item.num_scheduled_tokens)
     line.scheduler.assert_consistent()
     assert line.blocks.num_free_blocks == free
 
@@ -332,7 +332,7 @@ class Followed:
 
     def take(self, seconds: float) -> None:
         """Keep the engine's thread busy with this constraint for a time."""
-        with self.cpu_time.measure():
+        with self.cpu_time.measure_time():
             end = time.thread_time() + seconds
             while time.thread_time() < end:
                 pass
@@ -372,7 +372,7 @@ def test_turns_take_their_share_of_the_time() -> None:
     now, num_turns, slow = 0.0, 0, GrammarCpuTime()
     turns = SlowGrammarThrottle(lambda: now)
     for _ in range(1000):
-        if turns.try_step(slow):
+        if turns.try_grammar(slow):
             num_turns += 1
             slow.spent_s += 0.03
             now += 0.03

@@ -15,7 +15,7 @@ import torch
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.engine.loading import load_model
 from swiftkv_platform.engine.memory import get_layer_shapes
-from swiftkv_platform.engine.ranks import Leader
+from swiftkv_platform.engine.ranks import RankProcesses
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, export, export_adapter
 from swiftkv_platform.model.weights.adapters import check_adapter_base
@@ -86,7 +86,7 @@ def test_random_schedules_of_two_ranks_give_the_tokens_of_the_plain_forward(tmp_
             check_outputs(subject, arrivals, finished)
             seen += count_events([output for one in finished.values() for output in one])
         assert all(seen[kind] for kind in ("cached", "exited", "accepted")), seen
-        [process] = engine._leader._processes
+        [process] = engine._rank_processes._processes
         engine.add_request([1, 2, 3])
         process.kill()
         process.wait()
@@ -159,14 +159,14 @@ def test_an_adapter_is_put_together_once_for_all_ranks(tmp_path: Path) -> None:
 def test_a_rank_that_dies_while_it_loads_fails_the_start(tiny_teacher: Path) -> None:
     processes: list[Any] = []
 
-    def start(*arguments: Any) -> Leader:
+    def start(*arguments: Any) -> RankProcesses:
         leader = real_start(*arguments)
         processes.extend(leader._processes)
         processes[0].kill()
         return leader
 
-    real_start = Leader.start
-    with patch.object(Leader, "start", start), pytest.raises(OSError, match="rank 1 of tensor_parallel_size 2"):
+    real_start = RankProcesses.start
+    with patch.object(RankProcesses, "start", start), pytest.raises(OSError, match="rank 1 of tensor_parallel_size 2"):
         LLMEngine.from_pretrained(tiny_teacher, EngineConfig(tensor_parallel_size=2))
     assert [process.poll() is not None for process in processes] == [True]
 

@@ -221,7 +221,7 @@ def test_ranks_of_a_shared_model_wait_for_nothing_but_the_token(family: str, dra
             shard_model(model, rank_of(number))
         parts.append(LoadedModel(model.config, None, frozenset(), 256, prepare_model(model, config, DEVICE), "digest"))
     here, there = Pipe()
-    leader = ranks.Leader(rank_of(0), [here], [])
+    leader = ranks.RankProcesses(rank_of(0), [here], [])
     with make_drafts_free():
         engine = LLMEngine(parts[0], config, leader)
     exits = EarlyExit("lossless", 0.0, num_draft_tokens=drafting) if drafting else EarlyExit("off")

@@ -137,7 +137,7 @@ def test_an_answer_reads_the_same_whole_by_character_and_in_two_at_every_place(
     for at in range(len(answer)):
         assert parse(parser, [answer[:at], answer[at:]]) == expected
         so_far = ParsedAnswer()
-        so_far.add(parser(NAMES).feed(answer[:at]))
+        so_far.add_deltas(parser(NAMES).feed(answer[:at]))
         assert text.startswith(so_far.text), "later pieces take back no text"
         assert [call.name for call in so_far.calls] == [call.name for call in calls[: len(so_far.calls)]]
         for call, whole in zip(so_far.calls, calls, strict=False):

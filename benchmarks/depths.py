@@ -61,14 +61,14 @@ from swiftkv_platform.evaluation.quality import DEFAULT_WORKERS, HeldOutTotals
 from swiftkv_platform.evaluation.report import build_exit_bins, build_quality_bins
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
 from swiftkv_platform.jobs.worker.measure import Evaluation
-from swiftkv_platform.jobs.worker.prepare import AttemptAnswers, prepare, write
+from swiftkv_platform.jobs.worker.prepare import AttemptAnswers, prepare_run, write_worker_answers
 from swiftkv_platform.jobs.worker.setup import (
     calibrate,
     distribute_model,
     get_task_device,
     load_student,
     load_tokenizer,
-    open_lazy,
+    open_lazy_student,
     resolve_teacher,
 )
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
@@ -149,27 +149,27 @@ class TrainingRuns:
         self._directory = directory
         self.path = resolve_teacher(spec.model, directory)
         """Path of the teacher."""
-        _, self.data = prepare(spec, directory / "rows", answers=answers)
+        _, self.data = prepare_run(spec, directory / "rows", answers=answers)
         self._starts: dict[str, Checkpoint] = {}
 
     def train(self, spec: JobSpec, directory: Path | None) -> TrainedRun:
         """Calibrate and train, from the newest checkpoint in `directory` if it has one. The model's tensors are stored
         there; None: do not train."""
-        plan, _ = prepare(spec, self._directory / "rows")
+        plan, _ = prepare_run(spec, self._directory / "rows")
         start, notes = self._calibrate_start(plan.spec), _TrainingListener()
         end = start if directory is None else self._train(plan.spec, plan.total_steps, start, directory, notes)
         return TrainedRun(plan.spec, start, end, notes.tokens, tuple(notes.notes))
 
     def load(self, spec: JobSpec, tensors: Mapping[str, Tensor]) -> Any:
         """Load a student with these tensors and its teacher's projections."""
-        student = load_student(prepare(spec, self._directory / "rows")[0].spec, self.path)
+        student = load_student(prepare_run(spec, self._directory / "rows")[0].spec, self.path)
         load_trained_tensors(student, tensors)
         return student.to(get_task_device(spec)).eval()
 
     def compare_on_held_out(self, spec: JobSpec, tensors: Mapping[str, Tensor]) -> HeldOutTotals:
         """Compare a student with these tensors to its teacher, on the held-out rows."""
         device = get_task_device(spec)
-        lazy = open_lazy(spec, self.path, device=device)
+        lazy = open_lazy_student(spec, self.path, device=device)
         measured = EvaluationModel(lazy, spec.distillation, sharded=False, device=device)
         measured.load_tensors(tensors)
         totals: HeldOutTotals = measured(
@@ -214,16 +214,16 @@ class StoredParts(NoResultStore):
     of_point: Path
     of_teacher: Path
 
-    def get(self, name: str, /) -> bytes | None:
+    def load_result(self, name: str, /) -> bytes | None:
         file = self._get_file(name)
         return file.read_bytes() if file.is_file() else None
 
-    def put(self, name: str, data: bytes) -> None:
+    def store_result(self, name: str, data: bytes) -> None:
         file = self._get_file(name)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data)
 
-    def progress(self, name: str, done: int, total: int) -> None:
+    def report_progress(self, name: str, done: int, total: int) -> None:
         if done == total:
             print(f"  {name} is measured", flush=True)
 
@@ -369,7 +369,7 @@ def main() -> int:
     teacher = args.directory / "teacher-needles.json"
     with tempfile.TemporaryDirectory(dir=args.directory) as name, init_single_process_group(Path(name)):
         if any(source.complete is not None for source in spec.data.sources):
-            write(request, store_uri, worker=0)
+            write_worker_answers(request, store_uri, worker=0)
         runs_by_value = RunsByDecodeKeyValue(spec, Path(name), AttemptAnswers(open_store(store_uri), request))
         tokenizer = load_tokenizer(spec, runs_by_value[spec.swiftkv.decode_key_value].path)
         needles = [Needles.create(tokenizer, length, args.needle_samples) for length in args.needle_lengths]

@@ -27,11 +27,11 @@ from swiftkv_platform.contract.attempts import (
 from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.contract.verdicts import describe_undecided_gates
 from swiftkv_platform.errors import ProtocolError, StorageError, SwiftKVError
-from swiftkv_platform.jobs.attempt.events import Reporter
+from swiftkv_platform.jobs.attempt.events import EventReporter
 from swiftkv_platform.jobs.driver import (
     check_store_is_shared,
     evaluate_on_workers,
-    generate_data,
+    generate_answers,
     publish_copy,
     train,
     warn_if_too_large,
@@ -88,7 +88,7 @@ def run_attempt(store: ObjectStore, request: AttemptRequest) -> Failure | None:
         distill(store, request)
     except StoppedError as stopped:
         if stopped.reason is ReasonCode.PAUSED:
-            Reporter(store, request.attempt_id, "driver").send_status("paused")
+            EventReporter(store, request.attempt_id, "driver").send_status("paused")
             return None
         failure = Failure(stopped.reason, "stopped on request during training; the last checkpoint is complete")
         _send_error_event(failure, store, request.attempt_id)
@@ -106,7 +106,7 @@ def _report_error(error: Exception, store: ObjectStore, attempt: AttemptId) -> F
 
 
 def _send_error_event(failure: Failure, store: ObjectStore, attempt: AttemptId) -> None:
-    Reporter(store, attempt, "driver").send_error(
+    EventReporter(store, attempt, "driver").send_error(
         failure.message, code=failure.code, field=failure.field, value=failure.value, retryable=failure.retryable
     )
 
@@ -125,17 +125,17 @@ def distill(
 
 
 def _run_phases(store: ObjectStore, request: AttemptRequest, on_trained: Callable[[str], None]) -> Manifest | None:
-    reporter = Reporter(store, request.attempt_id, "driver")
+    reporter = EventReporter(store, request.attempt_id, "driver")
     reporter.send_status("running")
     check_store_is_shared(store)
     # a job that only publishes a model
     if request.spec.is_publish_only:
-        assert request.parent is not None, "a spec that only publishes names a model"
+        assert request.parent is not None, "a job that only publishes has a parent"
         publish_copy(store, request, reporter, request.parent.key)
         return None
     # 1. completions of the teacher, if the data needs them
     warn_if_too_large(reporter, request.spec)
-    generate_data(store, request, reporter)
+    generate_answers(store, request, reporter)
     # 2. prepare, train and evaluate
     if request.spec.sweep is not None:
         manifest = run_sweep(store, request, reporter)
@@ -149,16 +149,17 @@ def _run_phases(store: ObjectStore, request: AttemptRequest, on_trained: Callabl
         reporter.send_message(f"undecided quality gates: {'; '.join(open_gates)}", level="warn", undecided=open_gates)
     if open_gates and request.spec.publish.publication is not None:
         reporter.send_message(
-            "not published, because a quality gate is undecided; publish it with `swiftkv models publish`", level="warn"
+            "not published, because a quality gate is undecided; to publish anyway, use `swiftkv models publish`",
+            level="warn",
         )
     else:
         _try_to_publish(store, request, reporter)
     reporter.send_artifact(request.attempt_id.artifact_prefix, manifest)
-    _clean_up(store, request)
+    _delete_intermediate_objects(store, request)
     return manifest
 
 
-def _try_to_publish(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -> None:
+def _try_to_publish(store: ObjectStore, request: AttemptRequest, reporter: EventReporter) -> None:
     """Copy the model to the target in the spec. A failure is reported, but does not fail the job."""
     try:
         publish_copy(store, request, reporter, request.attempt_id.artifact_prefix)
@@ -173,7 +174,7 @@ def _try_to_publish(store: ObjectStore, request: AttemptRequest, reporter: Repor
         reporter.send_message(message, level="error", code=failure.code)
 
 
-def _clean_up(store: ObjectStore, request: AttemptRequest) -> None:
+def _delete_intermediate_objects(store: ObjectStore, request: AttemptRequest) -> None:
     """Delete inputs and trial checkpoints after success, unless there is a later attempt. Storage errors are logged."""
     attempts = AttemptStore(store)
     try:

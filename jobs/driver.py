@@ -21,11 +21,11 @@ from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs.attempt.events import (
     STOP_POLL_INTERVAL_S,
-    Reporter,
+    EventReporter,
     make_progress_callback,
     read_stop_request,
-    report_placed,
-    report_waiting,
+    report_workers_requested,
+    report_workers_started,
 )
 from swiftkv_platform.jobs.attempt.stored import (
     StoredInputs,
@@ -62,13 +62,13 @@ class TrainedCheckpoint(NamedTuple):
 
 
 def train(
-    store: ObjectStore, request: AttemptRequest, reporter: Reporter, *, rows_store: ObjectStore | None = None
+    store: ObjectStore, request: AttemptRequest, reporter: EventReporter, *, rows_store: ObjectStore | None = None
 ) -> TrainedCheckpoint:
     """Train from the newest checkpoint, if any. `rows_store`: store of the prepared rows; None: `store`."""
     # 1. check the spec and prepare the rows
     rows_uri = (rows_store or store).uri
-    report_waiting(reporter, request.spec, "prepare")
-    plan_ref, prepared = make_task(prepare, request.spec.resources, num_returns=2).remote(request, rows_uri)
+    report_workers_requested(reporter, request.spec, "prepare")
+    plan_ref, prepared = make_task(prepare_run, request.spec.resources, num_returns=2).remote(request, rows_uri)
     from swiftkv_platform.jobs.ray_train import fit  # takes seconds, while the task runs
 
     plan: RunPlan = wait_for_task(plan_ref, store, request)
@@ -90,7 +90,7 @@ def train(
     checkpoint = find_finished_checkpoint(store, request, plan.total_steps)
     if checkpoint is None:
         settled = request.model_copy(update={"spec": plan.spec})
-        report_waiting(reporter, request.spec, "train", num_workers=request.spec.resources.min_workers)
+        report_workers_requested(reporter, request.spec, "train", num_workers=request.spec.resources.min_workers)
         checkpoint = fit(WorkerConfig(settled, store.uri, plan.total_steps, prepared, plan.flops_per_token))
     return TrainedCheckpoint(checkpoint, prepared)
 
@@ -98,7 +98,7 @@ def train(
 def evaluate_on_workers(
     store: ObjectStore,
     request: AttemptRequest,
-    reporter: Reporter,
+    reporter: EventReporter,
     checkpoint: str,
     prepared: ray.ObjectRef,
     *,
@@ -108,7 +108,7 @@ def evaluate_on_workers(
     `StoppedError` on a stop request. `is_trial`: publish only the report."""
     resources = request.spec.resources
     num_workers = choose_group_size(resources)
-    report_waiting(reporter, request.spec, "evaluate", num_workers=num_workers)
+    report_workers_requested(reporter, request.spec, "evaluate", num_workers=num_workers)
     bundle = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
     if resources.accelerator_type:
         bundle[f"accelerator_type:{resources.accelerator_type}"] = 0.001
@@ -132,31 +132,31 @@ def evaluate_on_workers(
     raise AssertionError("the last failure is raised")
 
 
-def publish_copy(store: ObjectStore, request: AttemptRequest, reporter: Reporter, key: str) -> None:
+def publish_copy(store: ObjectStore, request: AttemptRequest, reporter: EventReporter, key: str) -> None:
     """Copy a model to the target in the spec, if the spec has one. Idempotent."""
     target = request.spec.publish.publication
     if target is None:
         return
-    report_waiting(reporter, request.spec, "publish")
-    url = wait_for_task(make_task(publish, request.spec.resources).remote(request, store.uri, key), store, request)
+    report_workers_requested(reporter, request.spec, "publish")
+    url = wait_for_task(make_task(copy_model, request.spec.resources).remote(request, store.uri, key), store, request)
     reporter.send_message(f"published to {url}", published={"to": target.to, "url": url})
 
 
 def save_model(store: ObjectStore, request: AttemptRequest, checkpoint: str, directory: Path) -> None:
     """Write the trained student of a checkpoint to a directory of this machine, without an evaluation."""
     wait_for_task(
-        make_task(save, request.spec.resources).remote(request, store.uri, checkpoint, directory), store, request
+        make_task(write_model, request.spec.resources).remote(request, store.uri, checkpoint, directory), store, request
     )
 
 
-def generate_data(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -> None:
+def generate_answers(store: ObjectStore, request: AttemptRequest, reporter: EventReporter) -> None:
     """Generate the teacher's answers to the prompts in the data, if any, on all workers."""
     if all(source.complete is None for source in request.spec.data.sources):
         return
     reporter.send_message("the teacher generates answers to the prompts in the data")
     resources = request.spec.resources
-    report_waiting(reporter, request.spec, "write")
-    task = make_task(write, resources)
+    report_workers_requested(reporter, request.spec, "write")
+    task = make_task(write_answers, resources)
     shares = [task.remote(request, store.uri, worker) for worker in range(resources.max_workers)]
     num_tokens = sum(wait_for_task(share, store, request) for share in shares)
     reporter.send_message(f"the teacher generated {num_tokens} tokens")
@@ -178,7 +178,7 @@ def build_task_options(resources: ResourcesSpec) -> dict[str, Any]:
 def wait_for_task(task: ray.ObjectRef, store: ObjectStore, attempt: AttemptRequest) -> Any:
     """Wait for a task's result, without a timeout. Cancels the task and raises `StoppedError` on a stop request."""
     try:
-        return _wait_for_all([task], store, attempt)
+        return _wait_for_all_tasks([task], store, attempt)
     except StoppedError:
         ray.cancel(task, force=True)
         raise
@@ -213,24 +213,24 @@ def _run_evaluation_group(
     prepared: ray.ObjectRef,
     is_trial: bool,
 ) -> Manifest:
-    """Run `evaluate` on all workers of a group, and return worker 0's result."""
+    """Run `evaluate_student` on all workers of a group, and return worker 0's result."""
     resources, size = request.spec.resources, group.bundle_count
 
-    def options_of_rank(rank: int) -> dict[str, Any]:
+    def make_rank_options(rank: int) -> dict[str, Any]:
         return {"max_retries": 0, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, rank)}
 
     each = {"num_cpus": resources.cpus_per_worker, "num_gpus": resources.gpus_per_worker}
-    tasks = [ray.remote(_pick_rendezvous_address).options(num_cpus=0, **options_of_rank(0)).remote()]
+    tasks = [ray.remote(_pick_rendezvous_address).options(num_cpus=0, **make_rank_options(0)).remote()]
     try:
-        address = _wait_for_all(tasks, store, request)
-        worker = ray.remote(evaluate)
+        address = _wait_for_all_tasks(tasks, store, request)
+        worker = ray.remote(evaluate_student)
         tasks = [
-            worker.options(**each, **options_of_rank(rank)).remote(
+            worker.options(**each, **make_rank_options(rank)).remote(
                 request, store.uri, checkpoint, prepared, GroupMember(rank, size, address), is_trial
             )
             for rank in range(size)
         ]
-        manifest: Manifest = _wait_for_all(tasks, store, request)
+        manifest: Manifest = _wait_for_all_tasks(tasks, store, request)
         return manifest
     except BaseException:
         _, running = ray.wait(tasks, num_returns=len(tasks), timeout=0)  # cancelling an ended task may end this process
@@ -239,7 +239,7 @@ def _run_evaluation_group(
         raise
 
 
-def _wait_for_all(tasks: list[ray.ObjectRef], store: ObjectStore, request: AttemptRequest) -> Any:
+def _wait_for_all_tasks(tasks: list[ray.ObjectRef], store: ObjectStore, request: AttemptRequest) -> Any:
     """Wait for all tasks, and return the first one's result. Raises the error of a failed task."""
     pending = tasks
     while pending:
@@ -285,12 +285,12 @@ def check_fits_machine(resources: ResourcesSpec, machine: Mapping[str, float]) -
     """
     kinds = [name.partition(":")[2] for name in machine if name.startswith("accelerator_type:")]
     if resources.accelerator_type is not None and resources.accelerator_type not in kinds:
-        has = f"; this machine has {', '.join(kinds) or 'no GPU'}, leave it out"
+        has = f"; this machine has {', '.join(kinds) or 'no GPU'}; leave accelerator_type out"
         raise InvalidInputError.for_field("resources.accelerator_type", resources.accelerator_type, has)
     gib = 1 << 30
     for field, name, unit, unit_size in (("gpus", "GPU", "GPUs", 1), ("memory", "memory", "GiB of free memory", gib)):
         each = getattr(resources, f"{field}_per_worker") or 0
-        has = f"; this machine has {machine.get(name, 0.0) / unit_size:.3g} {unit}, use fewer"
+        has = f"; this machine has {machine.get(name, 0.0) / unit_size:.3g} {unit}; use fewer"
         if each > machine.get(name, 0.0):
             raise InvalidInputError.for_field(f"resources.{field}_per_worker", each, has)
         if each * resources.min_workers > machine.get(name, 0.0):
@@ -298,7 +298,7 @@ def check_fits_machine(resources: ResourcesSpec, machine: Mapping[str, float]) -
             raise InvalidInputError.for_field("resources.num_workers", resources.min_workers, needs)
 
 
-def warn_if_too_large(reporter: Reporter, spec: JobSpec) -> None:
+def warn_if_too_large(reporter: EventReporter, spec: JobSpec) -> None:
     """Warn if the cluster has too few resources for the job. Ray would wait silently, since the cluster might grow."""
     available = ray.cluster_resources()
     for name, amount in sum_worker_resources(spec).items():
@@ -310,25 +310,25 @@ def warn_if_too_large(reporter: Reporter, spec: JobSpec) -> None:
             )
 
 
-def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
+def write_answers(request: AttemptRequest, store_uri: str, worker: int) -> int:
     """Generate a worker's share of the teacher's answers, unless the rows are prepared already. Returns the tokens."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="write", worker=worker)
-    from swiftkv_platform.jobs.worker.prepare import write as run
+    from swiftkv_platform.jobs.worker.prepare import write_worker_answers as run
 
     store = open_store(store_uri)
-    report_placed(store, request, "write")
+    report_workers_started(store, request, "write")
     return 0 if find_prepared_rows(store, request) is not None else run(request, store_uri, worker)
 
 
-def prepare(request: AttemptRequest, store_uri: str) -> tuple[RunPlan, StoredInputs]:
+def prepare_run(request: AttemptRequest, store_uri: str) -> tuple[RunPlan, StoredInputs]:
     """Check the spec, and prepare the rows unless an earlier attempt has prepared them."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="prepare")
     from swiftkv_platform.jobs.worker.prepare import AttemptAnswers
-    from swiftkv_platform.jobs.worker.prepare import prepare as run
+    from swiftkv_platform.jobs.worker.prepare import prepare_run as run
     from swiftkv_platform.jobs.worker.setup import get_access
 
     store = open_store(store_uri)
-    report_placed(store, request, "prepare")
+    report_workers_started(store, request, "prepare")
     with _trace_phase(request, "prepare"), tempfile.TemporaryDirectory(prefix="rows-") as workspace:
         rows = Path(workspace) / "rows"
         key = find_prepared_rows(store, request)
@@ -353,7 +353,7 @@ def publish_trial(
     return run(request, store_uri, spec, trial_store_uri, trial, files)
 
 
-def evaluate(
+def evaluate_student(
     request: AttemptRequest, store_uri: str, checkpoint: str, stored: StoredInputs, member: GroupMember, is_trial: bool
 ) -> Manifest | None:
     """Evaluate the student with the other workers, and publish it; for a trial, publish only the report."""
@@ -369,7 +369,7 @@ def evaluate(
         return run(request, store_uri, checkpoint, prepared)
 
 
-def save(request: AttemptRequest, store_uri: str, checkpoint: str, directory: Path) -> None:
+def write_model(request: AttemptRequest, store_uri: str, checkpoint: str, directory: Path) -> None:
     """Write the trained student, see `save_model`."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="save")
     from swiftkv_platform.jobs.worker.evaluate import save_trained_student
@@ -377,16 +377,16 @@ def save(request: AttemptRequest, store_uri: str, checkpoint: str, directory: Pa
     save_trained_student(request, store_uri, checkpoint, directory)
 
 
-def publish(request: AttemptRequest, store_uri: str, key: str) -> str:
+def copy_model(request: AttemptRequest, store_uri: str, key: str) -> str:
     """Copy the model at `key` to the target in the spec. Returns the address of the copy."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="publish")
     store = open_store(store_uri)
-    report_placed(store, request, "publish")
+    report_workers_started(store, request, "publish")
     from swiftkv_platform.reports.model_card import render_model_card
     from swiftkv_platform.storage.publishing import publish as run
 
     spec = request.spec.publish.publication
-    assert spec is not None, "called for a spec that publishes"
+    assert spec is not None, "the spec has a target to publish to"
     return run(
         store,
         key,
@@ -421,7 +421,7 @@ def _join_evaluation(
     from swiftkv_platform.model.workers import Workers
 
     if member.rank == 0:
-        report_placed(open_store(store_uri), request, "evaluate")
+        report_workers_started(open_store(store_uri), request, "evaluate")
     with join_process_group(member, request.spec.resources), shared_workspace("rows") as workspace:
         rows, workers = workspace.path / "rows", Workers()
         if workspace.is_downloader:

@@ -153,7 +153,7 @@ class FakeInputs:
             model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
         return model.eval()
 
-    def fill(self, module: nn.Module) -> None:
+    def make_fake_parameters(self, module: nn.Module) -> None:
         """Give every parameter of `module` that is on the meta device a fake tensor on the CPU."""
         for part in module.modules():
             for leaf, parameter in part._parameters.items():
@@ -169,7 +169,7 @@ class FakeInputs:
         return known
 
     def drop_tied_parameter(self, made: nn.Parameter) -> None:
-        """Drop a parameter that `fill` has made, so that no module is tied to it any more."""
+        """Drop a parameter that `make_fake_parameters` has made, so that no module is tied to it any more."""
         for empty in [empty for empty, known in self._tied.items() if known is made]:
             del self._tied[empty]
 
@@ -226,18 +226,18 @@ class FakeWeights:
         self.model = model
         self._fakes = fakes
 
-    def attach(self, _module: nn.Module) -> None:
+    def map_parameters(self, _module: nn.Module) -> None:
         """Do nothing: fake weights do not differ by model."""
 
-    def fill(self, module: nn.Module, *, with_added: bool = True, read: bool = True) -> None:
+    def load_parameters(self, module: nn.Module, *, with_added: bool = True, read: bool = True) -> None:
         """Give storage to the parameters of `module` that are on the meta device."""
         del with_added, read
-        self._fakes.fill(module)
+        self._fakes.make_fake_parameters(module)
 
-    def fill_shards(self, _root: nn.Module) -> None:
+    def load_shards(self, _root: nn.Module) -> None:
         """Write nothing: shards have their storage."""
 
-    def release(self, module: nn.Module) -> None:
+    def free_parameters(self, module: nn.Module) -> None:
         """Put the parameters of `module` back on the meta device."""
         for part in module.modules():
             for leaf, parameter in part._parameters.items():
@@ -305,11 +305,11 @@ class DryRun(FrozenModel):
 
 def dry_run(spec: JobSpec, config: Mapping[str, Any]) -> DryRun:
     """Run a job's phases without data, weights and machines. `config`: the teacher's `config.json`. Raises
-    `InvalidInputError` for DDP and DeepSpeed, which copy by address, and fake tensors have none."""
+    `InvalidInputError` for DDP and DeepSpeed, since fake tensors have no memory addresses."""
     strategy = spec.sharding.strategy
     if strategy != "fsdp2":
-        why = ", whose buffers need memory addresses, which fake tensors do not have"
-        instead = "fsdp2 can be run dry, and `swiftkv jobs validate` plans the others by formula"
+        why = ", which needs memory addresses, and the tensors of a dry run have none"
+        instead = "use fsdp2, or plan by formula with `swiftkv jobs validate`"
         raise InvalidInputError.for_field("sharding.strategy", strategy, f"{why}; {instead}")
     spec = _resolve_spec(spec, config)
     values = {key: value for key, value in clean_config(config).items() if key != "quantization_config"}
@@ -352,7 +352,7 @@ def _run_train(spec: JobSpec, config: Any, fakes: FakeInputs) -> tuple[Memory, t
         remembers = make_training_setup(spec).searches_rate and not spec.resources.gpus_per_worker
         restore_weights = strategy.snapshot_weights() if remembers else None
         remembered = tracker.bytes_alive - parameters - optimizer
-        tracker.restart()
+        tracker.restart_tracking()
         hook = register_optimizer_step_pre_hook(
             lambda optimizer, *_: gradients.append(_count_gradient_bytes(optimizer))
         )
@@ -441,7 +441,7 @@ class MemoryTracker(MemTracker):
             self._bytes[name] += max((tensor.nbytes for tensor in _flatten_tensors((args, kwargs))), default=0)
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
-    def restart(self) -> None:
+    def restart_tracking(self) -> None:
         self._peak_mem.clear()
         self._calls.clear()
         self._bytes.clear()

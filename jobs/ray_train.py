@@ -47,7 +47,7 @@ class _Trainer(TorchTrainer):  # type: ignore[misc]  # Ray is untyped
         return [callback for callback in callbacks if not isinstance(callback, DatasetsCallback)]
 
 
-def scaling_config(resources: ResourcesSpec) -> ScalingConfig:
+def make_scaling_config(resources: ResourcesSpec) -> ScalingConfig:
     """Return the workers to request from Ray Train."""
     elastic = resources.min_workers < resources.max_workers
     on_gpu = resources.gpus_per_worker > 0
@@ -83,7 +83,7 @@ def fit(worker: WorkerConfig) -> str:
             train_loop_config={"worker": worker},
             # Gloo transfers objects and reduces sharded parameters in host memory.
             torch_config=_Config(backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo"),
-            scaling_config=scaling_config(resources),
+            make_scaling_config=make_scaling_config(resources),
             run_config=RunConfig(
                 name=f"{worker.request.job_id}-{worker.request.attempt}",
                 storage_path=scratch,

@@ -34,7 +34,7 @@ from swiftkv_platform.contract.verdicts import read_gate_verdict
 from swiftkv_platform.errors import InvalidInputError, QualityGateError, TrainingError
 from swiftkv_platform.jobs.attempt.events import (
     STOP_POLL_INTERVAL_S,
-    Reporter,
+    EventReporter,
     checkpoint_on_sigterm,
     follow_events,
     read_stop_request,
@@ -58,7 +58,7 @@ class TrialOutcome:
     error: str | None = None
 
 
-def run_sweep(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -> Manifest:
+def run_sweep(store: ObjectStore, request: AttemptRequest, reporter: EventReporter) -> Manifest:
     """Run all trials that no earlier attempt has finished, and publish the model of the best one.
 
     Raises:
@@ -90,7 +90,7 @@ def run_sweep(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -
     reporter.send_message(f"selected trial {trial.name}: {why}")
     reporter.send_status("evaluating")
     manifest = outcomes[trial.name].manifest
-    assert manifest is not None, "a trial within the budget has a report"
+    assert manifest is not None, "the selected trial has a report"
     task = make_task(publish_trial, trial.spec.resources)
     trial_uri = _open_trial_store(store, request, trial).uri
     published: Manifest = wait_for_task(
@@ -104,7 +104,7 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> TrialOut
     follow those of earlier trials."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, trial=trial.name)
     store = open_store(store_uri)
-    reporter = Reporter(store, request.attempt_id, f"trial-{trial.name}")
+    reporter = EventReporter(store, request.attempt_id, f"trial-{trial.name}")
     trial_store = _open_trial_store(store, request, trial)
     attempts = AttemptStore(trial_store)
     own = request.model_copy(
@@ -117,7 +117,7 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> TrialOut
     attempts.write_request(own)
     num_trials = len(expand_sweep(request.spec))
 
-    def forward(event: AttemptEvent) -> None:
+    def forward_event(event: AttemptEvent) -> None:
         match event:
             case MetricsEvent():
                 total = event.data["total_steps"]
@@ -129,7 +129,7 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> TrialOut
             case PlacementEvent():
                 reporter.send_placement(event.data)
             case SteeringEvent():
-                reporter.send_course(f"[{trial.name}] {event.message}", event.data)
+                reporter.send_steering_decision(f"[{trial.name}] {event.message}", event.data)
             case ProgressEvent():
                 data = event.data
                 part, eta = f"{trial.name}: {data['part']}", data.get("eta_s")
@@ -137,13 +137,13 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> TrialOut
             case MessageEvent() | TrackingEvent():
                 reporter.send_message(f"[{trial.name}] {event.message}", level=event.level, **event.data)
 
-    with follow_events(attempts, own, forward):
+    with follow_events(attempts, own, forward_event):
         try:
             checkpoint, prepared = train(
-                trial_store, own, Reporter(trial_store, own.attempt_id, "driver"), rows_store=store
+                trial_store, own, EventReporter(trial_store, own.attempt_id, "driver"), rows_store=store
             )
         except Exception as error:
-            if not _is_trial_failure(error):
+            if not _is_caused_by_trial(error):
                 raise
             message = explain_failure(error).message
             trial_store.put_bytes(_make_failure_key(request.attempt_id), message.encode())
@@ -152,7 +152,7 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> TrialOut
     return TrialOutcome(manifest)
 
 
-def _is_trial_failure(error: Exception) -> bool:
+def _is_caused_by_trial(error: Exception) -> bool:
     """Whether an error is caused by the trial's values, such as a too high learning rate, and not by the job."""
     cause = find_root_cause(error)
     if isinstance(cause, InvalidInputError):
@@ -161,10 +161,10 @@ def _is_trial_failure(error: Exception) -> bool:
 
 
 def _run_trials(
-    store: ObjectStore, request: AttemptRequest, trials: tuple[Trial, ...], reporter: Reporter
+    store: ObjectStore, request: AttemptRequest, trials: tuple[Trial, ...], reporter: EventReporter
 ) -> dict[str, TrialOutcome]:
     sweep = request.spec.sweep
-    assert sweep is not None, "called for sweeps"
+    assert sweep is not None, "the spec has a sweep"
     outcomes: dict[str, TrialOutcome] = {}
     for trial in trials:
         before = _find_earlier_outcome(store, request, trial)

@@ -55,7 +55,7 @@ sigterm_received = threading.Event()
 """Set when this worker process receives SIGTERM."""
 
 
-class Reporter:
+class EventReporter:
     """Writes the events of one process, under a unique name. Thread-safe.
 
     Args:
@@ -100,7 +100,7 @@ class Reporter:
         data = {"phase": phase, "part": part, "done": done, "total": total, "eta_s": eta_s}
         self._write_event(ProgressEvent, f"{phase}: {part} {done} of {total}{left}", data)
 
-    def send_course(self, message: str, data: SteeringData) -> None:
+    def send_steering_decision(self, message: str, data: SteeringData) -> None:
         """Report a steering decision; a rollback is a warning."""
         self._write_event(SteeringEvent, message, data, "warn" if data["action"] == "rollback" else "info")
 
@@ -120,7 +120,7 @@ class MetricsBuffer:
     flush. While the store is unavailable, points wait in the queue and training continues.
     """
 
-    def __init__(self, reporter: Reporter, total_steps: int, *, interval_s: float = 1.0) -> None:
+    def __init__(self, reporter: EventReporter, total_steps: int, *, interval_s: float = 1.0) -> None:
         self._reporter = reporter
         self._total_steps = total_steps
         self._interval_s = interval_s
@@ -187,7 +187,7 @@ class MetricsBuffer:
 class PhaseProgressReporter:
     """Writes progress events of a phase's parts, with a time estimate."""
 
-    def __init__(self, reporter: Reporter, phase: str) -> None:
+    def __init__(self, reporter: EventReporter, phase: str) -> None:
         self._reporter = reporter
         self._phase = phase
         self._started: dict[str, tuple[float, int]] = {}
@@ -213,24 +213,25 @@ def make_progress_callback(
     store: ObjectStore, request: AttemptRequest, phase: str, part: str
 ) -> Callable[[int, int], None]:
     """Return a callback (done, total) that reports the progress of a phase with a single part."""
-    return partial(PhaseProgressReporter(Reporter(store, request.attempt_id, f"{phase}-progress"), phase).report, part)
+    reporter = EventReporter(store, request.attempt_id, f"{phase}-progress")
+    return partial(PhaseProgressReporter(reporter, phase).report, part)
 
 
-def report_waiting(reporter: Reporter, spec: JobSpec, phase: str, *, num_workers: int = 1) -> None:
+def report_workers_requested(reporter: EventReporter, spec: JobSpec, phase: str, *, num_workers: int = 1) -> None:
     """Report that a phase requests its workers."""
     reporter.send_placement(
-        {"phase": name_phase(phase, spec.name), "state": "waiting", "needs": _describe_request(spec, num_workers)}
+        {"phase": name_phase(phase, spec.name), "state": "waiting", "needs": _describe_resources(spec, num_workers)}
     )
 
 
-def report_placed(store: ObjectStore, request: AttemptRequest, phase: str) -> None:
+def report_workers_started(store: ObjectStore, request: AttemptRequest, phase: str) -> None:
     """Report that the calling worker of a phase has started."""
-    Reporter(store, request.attempt_id, phase).send_placement(
+    EventReporter(store, request.attempt_id, phase).send_placement(
         {"phase": name_phase(phase, request.spec.name), "state": "placed"}
     )
 
 
-def _describe_request(spec: JobSpec, num_workers: int) -> str:
+def _describe_resources(spec: JobSpec, num_workers: int) -> str:
     import ray  # imported here so that evaluation and calibration run without ray
 
     resources, cluster = spec.resources, ray.cluster_resources()
@@ -281,12 +282,12 @@ def checkpoint_on_sigterm(store: ObjectStore, request: AttemptRequest) -> Iterat
         yield
         return
 
-    def announce() -> None:
+    def request_checkpoint() -> None:
         get_logger().warning("preempted")
         with suppress(StorageError):  # then the attempt ends with the existing checkpoints
             AttemptStore(store).announce_preemption(request.attempt_id)
 
-    before = _handle_first_sigterm(announce)
+    before = _handle_first_sigterm(request_checkpoint)
     try:
         yield
     finally:

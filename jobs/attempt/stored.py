@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from swiftkv_platform.contract.attempts import HELD_OUT_KL, AttemptId, AttemptRequest, Manifest, ManifestFile, Parent
 from swiftkv_platform.distillation.steering import Progress, choose_model_step
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError, StorageError
-from swiftkv_platform.jobs.attempt.events import PhaseProgressReporter, Reporter
+from swiftkv_platform.jobs.attempt.events import EventReporter, PhaseProgressReporter
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import (
@@ -84,7 +84,7 @@ class StoredInputs:
 
     def publish_calibrated_start(self, tensors: Path) -> None:
         """Upload the calibrated start, weight files in the directory `tensors`."""
-        assert self.calibrated_start_key is not None, "called for a job that calibrates"
+        assert self.calibrated_start_key is not None, "only jobs that calibrate have a calibrated start"
         publish_directory(
             open_store(self.store_uri), tensors, self.calibrated_start_key, kind="data", lineage={}, metrics={}
         )
@@ -103,7 +103,7 @@ class StoredInputs:
 def find_prepared_rows(store: ObjectStore, request: AttemptRequest) -> str | None:
     """Return the key of the rows that this attempt or an earlier one has prepared, since a resumed run must use the
     same rows; None if there are none."""
-    return _find_newest(store, request, lambda attempt: attempt.data_prefix)
+    return _find_newest_key(store, request, lambda attempt: attempt.data_prefix)
 
 
 def publish_rows(store: ObjectStore, request: AttemptRequest, directory: Path) -> str:
@@ -114,7 +114,7 @@ def publish_rows(store: ObjectStore, request: AttemptRequest, directory: Path) -
 
 def find_calibrated_start(store: ObjectStore, request: AttemptRequest) -> str | None:
     """Return the key of the calibrated start from this attempt or an earlier one; None if there is none."""
-    return _find_newest(store, request, lambda attempt: attempt.start_prefix(request.spec.name))
+    return _find_newest_key(store, request, lambda attempt: attempt.start_prefix(request.spec.name))
 
 
 def make_calibrated_start_key(request: AttemptRequest) -> str | None:
@@ -124,7 +124,7 @@ def make_calibrated_start_key(request: AttemptRequest) -> str | None:
     return request.attempt_id.start_prefix(request.spec.name) if calibrates else None
 
 
-def _find_newest(store: ObjectStore, request: AttemptRequest, prefix: Callable[[AttemptId], str]) -> str | None:
+def _find_newest_key(store: ObjectStore, request: AttemptRequest, prefix: Callable[[AttemptId], str]) -> str | None:
     keys = (prefix(attempt) for attempt in reversed(request.attempt_id.list_until_this()))
     return next((key for key in keys if is_complete(store, key)), None)
 
@@ -246,7 +246,7 @@ def find_finished_checkpoint(store: ObjectStore, request: AttemptRequest, total_
     """Return the checkpoint that becomes the model if no training is left: the run of `resume_from` has ended, or the
     job trains no steps after its parent. None otherwise."""
     if total_steps == 0:
-        assert request.parent is not None, "a spec without a parent trains"
+        assert request.parent is not None, "without a parent, a job trains"
         return request.parent.key
     if request.resume_from is None:
         return None
@@ -286,9 +286,9 @@ class StoredResults:
         self._store = store
         self._attempt = request.attempt_id
         self._digest = hashlib.sha256(checkpoint.encode()).hexdigest()[:16]
-        self._progress = PhaseProgressReporter(Reporter(store, request.attempt_id, "evaluation"), "evaluate")
+        self._progress = PhaseProgressReporter(EventReporter(store, request.attempt_id, "evaluation"), "evaluate")
 
-    def get(self, name: str) -> bytes | None:
+    def load_result(self, name: str) -> bytes | None:
         kept = read_newest_object(
             self._store, self._attempt, lambda attempt: attempt.evaluation_key(self._digest, name)
         )
@@ -296,16 +296,16 @@ class StoredResults:
             self._progress.start_part(name)
         return kept
 
-    def put(self, name: str, data: bytes) -> None:
+    def store_result(self, name: str, data: bytes) -> None:
         self._store.put_bytes(self._attempt.evaluation_key(self._digest, name), data)
 
-    def progress(self, name: str, done: int, total: int) -> None:
+    def report_progress(self, name: str, done: int, total: int) -> None:
         self._progress.report(name, done, total)
 
 
 def fetch_parent(store: ObjectStore, parent: Parent, directory: Path) -> None:
     """Download a parent's files and verify them against its manifest. Raises `ModelError` if the parent is deleted."""
-    with _raise_if_parent_missing(parent):
+    with _report_missing_parent(parent):
         fetch_directory(store, parent.key, directory)
 
 
@@ -316,7 +316,7 @@ def open_parent(store: ObjectStore, parent: Parent, directory: Path, *, is_downl
         directory: destination of a checkpoint's index.
         is_downloader: whether this worker downloads the index for its machine.
     """
-    with _raise_if_parent_missing(parent):
+    with _report_missing_parent(parent):
         files = StoredDirectory(store, parent.key)
         if is_downloader and parent.kind == "checkpoint":
             from swiftkv_platform.distillation.partial_reads import INDEX_FILE
@@ -326,7 +326,7 @@ def open_parent(store: ObjectStore, parent: Parent, directory: Path, *, is_downl
 
 
 @contextmanager
-def _raise_if_parent_missing(parent: Parent) -> Iterator[None]:
+def _report_missing_parent(parent: Parent) -> Iterator[None]:
     try:
         yield
     except ObjectNotFoundError as error:

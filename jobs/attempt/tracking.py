@@ -40,7 +40,7 @@ class TrackedRun:
         spec, self._store, self._request = request.spec, store, request
         directory = Settings().home / "tracking" / request.job_id
         tracker = WandbTracker(spec.tracking.wandb, directory, name=spec.name)
-        self._report_info = partial(_try_on_info, on_info or (lambda _info: None))
+        self._report_info = partial(_try_to_report_run, on_info or (lambda _info: None))
         self._tracker = BackgroundTracker(tracker, on_info=self._report_info)
         self._tracker.start(request.run_id, spec.model_dump(mode="json"))
 
@@ -91,7 +91,7 @@ class TrackedRun:
         return join_key(self._request.attempt_id.tracking_prefix, directory.name)
 
 
-def _try_on_info(on_info: Callable[[TrackingInfo], None], info: TrackingInfo) -> bool:
+def _try_to_report_run(on_info: Callable[[TrackingInfo], None], info: TrackingInfo) -> bool:
     """Call `on_info`; return whether it succeeded."""
     try:
         on_info(info)

@@ -210,7 +210,7 @@ class _ProgressReporter(NoResultStore):
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
 
-    def progress(self, name: str, done: int, total: int) -> None:
+    def report_progress(self, name: str, done: int, total: int) -> None:
         self._report(f"Measuring {name}: {done} of {total}")
 
 

@@ -38,7 +38,7 @@ from swiftkv_platform.distillation.sequence_parallel import check_head_counts
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.evaluation.harness.run import check_tasks
 from swiftkv_platform.evaluation.quality import select_evaluation_rows
-from swiftkv_platform.jobs.attempt.events import PhaseProgressReporter, Reporter
+from swiftkv_platform.jobs.attempt.events import EventReporter, PhaseProgressReporter
 from swiftkv_platform.jobs.attempt.stored import read_newest_object
 from swiftkv_platform.jobs.values import RunPlan
 from swiftkv_platform.jobs.worker.served_teacher import ServedAnswer, ServedTeacher
@@ -49,7 +49,7 @@ from swiftkv_platform.jobs.worker.setup import (
     get_free_bytes,
     get_task_device,
     load_tokenizer,
-    open_lazy,
+    open_lazy_student,
     resolve_teacher,
     set_up_process,
     uses_validation_rows,
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from swiftkv_platform.engine import LLMEngine, RequestOutput
 
 
-def prepare(
+def prepare_run(
     spec: JobSpec,
     rows: Path,
     *,
@@ -100,7 +100,7 @@ def prepare(
     with tempfile.TemporaryDirectory(prefix="prepare-") as directory:
         workspace = Path(directory)
         path = resolve_teacher(spec.model, workspace, access=access)
-        lazy = open_lazy(spec, path)
+        lazy = open_lazy_student(spec, path)
         student = lazy.model
         if spec.publish.adapter:
             check_can_be_base(lazy.base, "publish.adapter")
@@ -198,21 +198,21 @@ class AttemptAnswers:
         self._store = store
         self._attempt = request.attempt_id
 
-    def get(self, key: str) -> bytes | None:
+    def load_answers(self, key: str) -> bytes | None:
         return read_newest_object(self._store, self._attempt, lambda attempt: attempt.answers_key(key))
 
-    def put(self, key: str, data: bytes) -> None:
+    def store_answers(self, key: str, data: bytes) -> None:
         self._store.put_bytes(self._attempt.answers_key(key), data)
 
 
-def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
+def write_worker_answers(request: AttemptRequest, store_uri: str, worker: int) -> int:
     """Generate and store the answers of worker `worker`; return their number of tokens. Raises `ModelError` if teacher
     or tokenizer cannot be read, `DataError` if prompts cannot be read."""
     spec = request.spec
     set_up_process(spec)
     store = open_store(store_uri)
     answers, num_tokens = AttemptAnswers(store, request), 0
-    reporter = Reporter(store, request.attempt_id, f"write-{worker}")
+    reporter = EventReporter(store, request.attempt_id, f"write-{worker}")
     progress = PhaseProgressReporter(reporter, "write")
     with tempfile.TemporaryDirectory(prefix="write-") as directory:
         workspace = Path(directory)
@@ -236,7 +236,7 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
                 field = f"data.sources[{index}]"
                 connect = cache(partial(ServedTeacher, source.complete, f"{field}.complete", tokenizer))
                 is_served = source.complete.endpoint is not None
-                num_tokens += write_answers(
+                num_tokens += write_source_answers(
                     prompts,
                     answers,
                     connect if is_served else load_engine,
@@ -263,7 +263,7 @@ def _load_engine(spec: JobSpec, path: str) -> LLMEngine:
     return LLMEngine.from_pretrained(path, EngineConfig(dtype=spec.model.dtype))
 
 
-def write_answers(
+def write_source_answers(
     source: PromptSource,
     store: CompletionStore,
     load_engine: Callable[[], LLMEngine | ServedTeacher],
@@ -283,7 +283,7 @@ def write_answers(
     progress(num_done, num_prompts)
     for shard in islice(source.plan_shards(), worker, None, num_workers):
         num_done += len(shard.prompts)
-        if store.get(shard.key) is not None:
+        if store.load_answers(shard.key) is not None:
             continue
         engine = engine or load_engine()
         answers = _generate_answers(engine, shard, source)
@@ -292,7 +292,7 @@ def write_answers(
             json.dumps({"prompt_token_ids": a.prompt_token_ids, "token_ids": a.token_ids, "text": a.text})
             for a in answers
         ]
-        store.put(shard.key, "".join(f"{line}\n" for line in lines).encode())
+        store.store_answers(shard.key, "".join(f"{line}\n" for line in lines).encode())
         progress(num_done, num_prompts)
     return num_tokens
 

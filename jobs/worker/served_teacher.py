@@ -1,4 +1,4 @@
-"""A teacher that a server runs (`data.sources[].complete.endpoint`), asked through OpenAI's completions API."""
+"""A teacher behind an OpenAI completions API (`data.sources[].complete.endpoint`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ServedTeacher:
     """
 
     def __init__(self, settings: CompletionSpec, field: str, tokenizer: Any) -> None:
-        assert settings.endpoint is not None, "validated together with `model`"
+        assert settings.endpoint is not None, "the spec requires `model` with `endpoint`"
         self._settings, self._field, self._tokenizer = settings, field, tokenizer
         self._client = openai.OpenAI(
             base_url=settings.endpoint,
@@ -66,7 +66,7 @@ class ServedTeacher:
             GenerationError: the server cannot be reached, or fails after all retries.
         """
         with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as pool:
-            waiting = [pool.submit(self._ask, *request) for request in zip(prompts, parameters, strict=True)]
+            waiting = [pool.submit(self._send_prompt, *request) for request in zip(prompts, parameters, strict=True)]
             try:
                 completions = [each.result() for each in waiting]
             finally:
@@ -76,11 +76,11 @@ class ServedTeacher:
     def describe_usage(self) -> str:
         """Describe what the server has counted so far, which it may charge for."""
         return (
-            f"{self._settings.endpoint} has counted {self._num_prompt_tokens} prompt tokens and "
+            f"{self._settings.endpoint} counted {self._num_prompt_tokens} prompt tokens and "
             f"{self._num_completion_tokens} completion tokens of {self._settings.model}"
         )
 
-    def _ask(self, prompt: list[int], parameters: SamplingParams) -> Completion:
+    def _send_prompt(self, prompt: list[int], parameters: SamplingParams) -> Completion:
         """Send a request, in a thread of its own."""
         asks_token_ids = self._returns_token_ids
         try:
@@ -95,11 +95,11 @@ class ServedTeacher:
             )
         except openai.BadRequestError as error:
             if not asks_token_ids or "return_token_ids" not in error.message:
-                raise self._explain(error) from error
+                raise self._explain_error(error) from error
             self._returns_token_ids = False
-            return self._ask(prompt, parameters)
+            return self._send_prompt(prompt, parameters)
         except openai.OpenAIError as error:
-            raise self._explain(error) from error
+            raise self._explain_error(error) from error
 
     def _read_answer(self, completion: Completion, parameters: SamplingParams) -> ServedAnswer:
         if completion.usage is not None:
@@ -113,7 +113,7 @@ class ServedTeacher:
                 token_ids.append(self._tokenizer.eos_token_id)
         return ServedAnswer(token_ids, choice.text)
 
-    def _explain(self, error: openai.OpenAIError) -> InvalidInputError | GenerationError:
+    def _explain_error(self, error: openai.OpenAIError) -> InvalidInputError | GenerationError:
         endpoint, model, field = self._settings.endpoint, self._settings.model, f"{self._field}.endpoint"
         if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
             why = f", which rejects the key; set {API_KEY_VARIABLE} in the workers' environment"

@@ -243,7 +243,7 @@ def load_student(spec: JobSpec, path: str) -> Any:
     return make_student(path, spec.swiftkv.request, dtype=get_compute_dtype(spec), revision=spec.model.revision)
 
 
-def open_lazy(
+def open_lazy_student(
     spec: JobSpec, path: str, start: Mapping[str, Tensor] | None = None, *, device: torch.device | str = "cpu"
 ) -> LazyStudent:
     """Open the student in the spec's dtype without reading weights.
@@ -266,11 +266,11 @@ def distribute_model(spec: JobSpec, path: str, start: Mapping[str, Tensor] | Non
     """Load teacher and student, and distribute them over the workers of the default process group. If parameters are
     sharded, a worker reads only its shards, module by module. `start`: initial values of the student's own tensors;
     None: copied from the teacher."""
-    lazy = open_lazy(spec, path, start) if spec.sharding.shards_parameters else None
+    lazy = open_lazy_student(spec, path, start) if spec.sharding.shards_parameters else None
     student = lazy.model if lazy else load_student(spec, path)
     model = DistillationModel.from_spec(student, spec, device=device)
     if lazy is not None:
-        lazy.attach(model)
+        lazy.map_parameters(model)
     elif start is not None:
         load_trained_tensors(student, start)
     if spec.training.compile:
@@ -324,7 +324,7 @@ def calibrate(
     batches = iter_calibration_batches(
         rows, spec.swiftkv.calibration_tokens, seed=spec.training.seed, share=workers.rank, num_shares=workers.size
     )
-    source = open_lazy(spec, path, device=device)
+    source = open_lazy_student(spec, path, device=device)
     writer = ShardWriter(directory, "calibrated")
     tensors = calibrate_streamed(
         source,

@@ -33,11 +33,11 @@ from swiftkv_platform.distillation.strategy import Strategy
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.errors import StorageError, TrainingError
 from swiftkv_platform.jobs.attempt.events import (
+    EventReporter,
     MetricsBuffer,
-    Reporter,
     StopRequestWatcher,
     make_progress_callback,
-    report_placed,
+    report_workers_started,
     sigterm_received,
 )
 from swiftkv_platform.jobs.attempt.stored import (
@@ -78,9 +78,9 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> TrainingResult:
     configure_logging(job_id=request.job_id, attempt=request.attempt, rank=rank)
     store = open_store(worker.store_uri)
     if rank == 0:
-        report_placed(store, request, "train")
+        report_workers_started(store, request, "train")
     set_up_process(spec)
-    listener: _Listener = _RankZero(store, worker) if rank == 0 else _Listener()
+    listener: _Listener = _RankZeroListener(store, worker) if rank == 0 else _Listener()
     checkpoints = AttemptCheckpoints(
         store, request, keep=spec.checkpoint.keep, on_commit=listener.on_commit, on_failure=listener.on_failure
     )
@@ -200,14 +200,14 @@ class _Listener:
     def close(self) -> None: ...
 
 
-class _RankZero(_Listener):
+class _RankZeroListener(_Listener):
     """Reports steps and checkpoints as events, tracked metrics and log lines. Steps do not wait for the store or the
     checkpoint thread."""
 
     def __init__(self, store: ObjectStore, worker: WorkerConfig) -> None:
         super().__init__()
         request = worker.request
-        self._reporter = Reporter(store, request.attempt_id, "rank0")
+        self._reporter = EventReporter(store, request.attempt_id, "rank0")
         self._run = TrackedRun(store, request, self._reporter.send_tracking)
         self._telemetry = Telemetry(request.spec, worker.flops_per_token, ray.train.torch.get_device())
         self._metrics = MetricsBuffer(self._reporter, worker.total_steps)
@@ -238,7 +238,7 @@ class _RankZero(_Listener):
     def on_steering(self, note: SteeringNote) -> None:
         get_logger().info("steering", note=note.message)
         with suppress(StorageError):  # training continues while the store is unavailable
-            self._reporter.send_course(note.message, note.data)
+            self._reporter.send_steering_decision(note.message, note.data)
 
     def _trace_first_step(self, started: float) -> None:
         labels = {"job_id": self._request.job_id, "attempt": self._request.attempt}

@@ -30,10 +30,10 @@ _PROMPTS_PER_SHARD = 64
 class CompletionStore(Protocol):
     """Shards of completions by key."""
 
-    def get(self, key: str) -> bytes | None:
+    def load_answers(self, key: str) -> bytes | None:
         """Return a shard; None if it is missing."""
 
-    def put(self, key: str, data: bytes) -> None: ...
+    def store_answers(self, key: str, data: bytes) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class PromptSource:
     def read_teacher_completions(self, store: CompletionStore) -> Iterator[Completion]:
         """Yield all completions, prompt by prompt. Raises `StorageError` if a shard is missing."""
         for shard in self.plan_shards():
-            data = store.get(shard.key)
+            data = store.load_answers(shard.key)
             if data is None:
                 raise StorageError(
                     f"the teacher's completions {shard.key} are missing; the next attempt writes them again"

@@ -53,11 +53,11 @@ _TRAINED_STATE_OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=Fals
 class WeightSource(Protocol):
     """Source of the values of a model on the meta device."""
 
-    def fill(self, module: nn.Module, *, read: bool = True) -> None:
+    def load_parameters(self, module: nn.Module, *, read: bool = True) -> None:
         """Give storage to the parameters of `module` and its submodules that are on the meta device and, with `read`,
         their values."""
 
-    def fill_shards(self, root: nn.Module) -> None:
+    def load_shards(self, root: nn.Module) -> None:
         """Fill this worker's shards of the parameters of `root` after FSDP2 has sharded it."""
 
 
@@ -299,7 +299,7 @@ class FSDP2Strategy(_TorchStrategy):
             fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
         if weights is not None:
             materialize(model, torch.device("cpu") if offloads else device)
-            weights.fill_shards(model)
+            weights.load_shards(model)
         super().__init__(model, model, spec, device=device)
 
     @contextmanager
@@ -394,20 +394,20 @@ class EvaluationModel(nn.Module):
             if spec.trainable == "all":
                 decoder.run_teacher_lower = self.teacher_copy.run_lower
         self.requires_grad_(False)
-        lazy.attach(self)
+        lazy.map_parameters(self)
         if not sharded:
-            lazy.fill(self)
+            lazy.load_parameters(self)
             return
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for unit in [*units, self]:
             fully_shard(unit, mesh=mesh, reshard_after_forward=True)
         materialize(self, device)
-        lazy.fill_shards(self)
+        lazy.load_shards(self)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         if self.sharded:
             self._lazy.set_start_values(tensors)
-            self._lazy.fill_shards(self, only=tensors)
+            self._lazy.load_shards(self, only=tensors)
         else:
             load_trained_tensors(self.student, tensors)
 

@@ -221,7 +221,7 @@ def _partition_weights(model: DistillationModel, weights: WeightSource | None, s
     for unit in [*model.iter_sharding_units(), model]:
         for module in unit if isinstance(unit, list) else [unit]:
             if weights is not None:
-                weights.fill(module, read=dist.get_rank() == 0)  # DeepSpeed broadcasts rank 0's values
+                weights.load_parameters(module, read=dist.get_rank() == 0)  # DeepSpeed broadcasts rank 0's values
             deepspeed.zero.Init(module=module, mem_efficient_linear=False, config_dict_or_path=settings)
     # The losses use the heads' weights without calling the heads.
     for head in model.get_heads():

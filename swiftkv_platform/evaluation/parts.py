@@ -15,26 +15,26 @@ T = TypeVar("T")
 class ResultStore(Protocol):
     """Store of results by name, and progress callback. Called on the first worker only."""
 
-    def get(self, name: str) -> bytes | None:
+    def load_result(self, name: str) -> bytes | None:
         """Return a result of this evaluation or of an earlier, interrupted one; None if it does not exist."""
 
-    def put(self, name: str, data: bytes) -> None:
+    def store_result(self, name: str, data: bytes) -> None:
         """Store a result."""
 
-    def progress(self, name: str, done: int, total: int) -> None:
+    def report_progress(self, name: str, done: int, total: int) -> None:
         """Report that `done` of `total` units of a result are complete."""
 
 
 class NoResultStore:
     """Stores nothing."""
 
-    def get(self, _name: str, /) -> bytes | None:
+    def load_result(self, _name: str, /) -> bytes | None:
         return None
 
-    def put(self, name: str, data: bytes) -> None:
+    def store_result(self, name: str, data: bytes) -> None:
         """Do nothing."""
 
-    def progress(self, name: str, done: int, total: int) -> None:
+    def report_progress(self, name: str, done: int, total: int) -> None:
         """Do nothing."""
 
 
@@ -42,11 +42,11 @@ def measure_once(parts: ResultStore, workers: Workers, name: str, kind: Any, mea
     """Return result `name`, of type `kind`, on every worker: the stored one, or else measure and store it.
     Collective."""
     adapter: TypeAdapter[T] = TypeAdapter(kind)
-    stored = workers.broadcast_from_first(parts.get(name) if workers.is_first else None)
+    stored = workers.broadcast_from_first(parts.load_result(name) if workers.is_first else None)
     if stored is not None:
         return adapter.validate_json(stored)
     value = measure()
     if workers.is_first:
-        parts.put(name, adapter.dump_json(value))
-        parts.progress(name, 1, 1)
+        parts.store_result(name, adapter.dump_json(value))
+        parts.report_progress(name, 1, 1)
     return value

@@ -20,7 +20,7 @@ from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
 from swiftkv_platform.errors import DatabaseUnavailableError, StorageError
-from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter
+from swiftkv_platform.jobs.attempt.events import EventReporter, MetricsBuffer
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import LocalObjectStore
@@ -98,7 +98,7 @@ def through_an_outage(
     """
     ending, running = begin(server, "ending"), begin(server, "running")
     server.worker(ending).artifact()
-    metrics = MetricsBuffer(Reporter(server.parts.objects, AttemptId(running, 1), "rank0"), 20, interval_s=0.1)
+    metrics = MetricsBuffer(EventReporter(server.parts.objects, AttemptId(running, 1), "rank0"), 20, interval_s=0.1)
     metrics.add({"step": 1})
     metrics.flush()
 

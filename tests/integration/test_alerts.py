@@ -45,9 +45,9 @@ DAY_S = 24 * 3600.0
 ATTEMPT = (
     READ_REQUEST
     + """
-from swiftkv_platform.jobs.attempt.events import Reporter
+from swiftkv_platform.jobs.attempt.events import EventReporter
 from swiftkv_platform.jobs.attempt.tracking import TrackedRun
-reporter = Reporter(store, request.attempt_id, "rank0")
+reporter = EventReporter(store, request.attempt_id, "rank0")
 if "tracked" in request.spec.metadata:
     run = TrackedRun(store, request, reporter.send_tracking)
     while run.info is None:

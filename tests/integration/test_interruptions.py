@@ -59,12 +59,12 @@ def spec(tiny_teacher: Path, corpus: Path) -> JobSpec:
 @pytest.fixture(scope="module")
 def uninterrupted(cluster: str, spec: JobSpec, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """Final weights of an uninterrupted run."""
-    from swiftkv_platform.jobs.attempt.events import Reporter
+    from swiftkv_platform.jobs.attempt.events import EventReporter
     from swiftkv_platform.jobs.driver import train
 
     store = open_store(str(tmp_path_factory.mktemp("undisturbed")))
     request = AttemptRequest(job_id=JOB, attempt=1, spec=spec, run_id="run")
-    train(store, request, Reporter(store, request.attempt_id, "driver"))
+    train(store, request, EventReporter(store, request.attempt_id, "driver"))
     return final_weights(store, tmp_path_factory.mktemp("uninterrupted"))
 
 

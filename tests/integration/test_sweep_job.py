@@ -40,7 +40,7 @@ def sweep_spec(teacher: Path, corpus: Path) -> JobSpec:
 def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, tmp_path: Path) -> None:
     """One of two learning rates makes the loss infinite: a result of the sweep, not a failure of the job. The first
     attempt ends after it has published and before it says so."""
-    from swiftkv_platform.jobs.attempt.events import Reporter
+    from swiftkv_platform.jobs.attempt.events import EventReporter
     from swiftkv_platform.jobs.distill import run_attempt
     from swiftkv_platform.jobs.sweep import run_sweep
 
@@ -50,7 +50,7 @@ def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, t
     attempts = AttemptStore(store)
 
     first = AttemptRequest(job_id=JOB, attempt=1, spec=spec, run_id="run")
-    run_sweep(store, first, Reporter(store, first.attempt_id, "driver"))
+    run_sweep(store, first, EventReporter(store, first.attempt_id, "driver"))
 
     manifest = fetch_directory(store, FIRST.artifact_prefix, tmp_path / "artifact")
     sweep = json.loads((tmp_path / "artifact" / "sweep.json").read_text())

@@ -213,16 +213,16 @@ class _Watched:
     """Weights of a lazy student; records the share of the model that is held after each read."""
 
     def __init__(self, lazy: LazyStudent, distillation_model: DistillationModel) -> None:
-        lazy.attach(distillation_model)
+        lazy.map_parameters(distillation_model)
         self._lazy, self._fork = lazy, distillation_model
         self.held: list[float] = []
 
-    def fill(self, module: torch.nn.Module, *, read: bool = True) -> None:
-        self._lazy.fill(module, read=read)
+    def load_parameters(self, module: torch.nn.Module, *, read: bool = True) -> None:
+        self._lazy.load_parameters(module, read=read)
         self.held.append(_share_held(self._fork))
 
-    def fill_shards(self, root: torch.nn.Module) -> None:
-        self._lazy.fill_shards(root)
+    def load_shards(self, root: torch.nn.Module) -> None:
+        self._lazy.load_shards(root)
         self.held.append(_share_held(self._fork))
 
 

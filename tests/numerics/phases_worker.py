@@ -36,7 +36,7 @@ from swiftkv_platform.jobs.worker.setup import (
     calibrate,
     get_compute_dtype,
     load_tokenizer,
-    open_lazy,
+    open_lazy_student,
     set_up_process,
     shared_workspace,
 )
@@ -168,9 +168,9 @@ def run_training(case: Case) -> Outcome:
 
 def _train(case: Case, rows: PackedRows, start: Path, checkpoints: AttemptCheckpoints) -> list[StepMetrics]:
     spec = case.request.spec
-    lazy = open_lazy(spec, case.teacher, Checkpoint.from_directory(start))
+    lazy = open_lazy_student(spec, case.teacher, Checkpoint.from_directory(start))
     distillation_model = DistillationModel(lazy.model, spec.distillation, dtype=get_compute_dtype(spec))
-    lazy.attach(distillation_model)
+    lazy.map_parameters(distillation_model)
     strategy = parallelize(distillation_model, spec, dtype=get_compute_dtype(spec), device=CPU, weights=lazy)
     listener = Recorder()
     checkpointer = Checkpointer(strategy, checkpoints, local_rank=dist.get_rank())
@@ -192,26 +192,26 @@ def run_evaluation(case: Case) -> Outcome:
     )  # type: ignore[arg-type]
     newest = AttemptCheckpoints(store, request, keep=1).find_newest() if workers.is_first else None
     checkpoint = workers.broadcast_from_first(newest)
-    keep = StoredResults.put
+    keep = StoredResults.store_result
 
-    def put(self: StoredResults, name: str, data: bytes) -> None:
+    def store_result(self: StoredResults, name: str, data: bytes) -> None:
         keep(self, name, data)
         if name == case.killed_after:
             os._exit(9)
 
-    StoredResults.put = put  # type: ignore[method-assign]
+    StoredResults.store_result = store_result  # type: ignore[method-assign]
     try:
         with memory.watched("evaluate"):
             manifest = evaluate_and_publish(request, store.uri, checkpoint, prepared)
     finally:
-        StoredResults.put = keep  # type: ignore[method-assign]
+        StoredResults.store_result = keep  # type: ignore[method-assign]
     return Outcome([], workers.broadcast_from_first(manifest), workers.gather(memory.grown))
 
 
 def count_flops(case: Case) -> list[int]:
     """Return each worker's FLOPs for the evaluation's text, continuations and tasks, with the whole model on each."""
     spec, workers, rows = case.request.spec, Workers(), tiny_rows(case.num_samples)
-    measured = EvaluationModel(open_lazy(spec, case.teacher), spec.distillation, sharded=False, device=CPU)
+    measured = EvaluationModel(open_lazy_student(spec, case.teacher), spec.distillation, sharded=False, device=CPU)
     settings = spec.evaluation
     counter = FlopCounterMode(display=False)
     with counter:

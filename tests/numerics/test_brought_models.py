@@ -20,8 +20,8 @@ from swiftkv_platform.engine.loading import describe_model, load_model
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.evaluation.analysis import AnalysisOptions, analyze
 from swiftkv_platform.families import FAMILIES
-from swiftkv_platform.jobs.worker.prepare import prepare
-from swiftkv_platform.jobs.worker.setup import load_student, open_lazy
+from swiftkv_platform.jobs.worker.prepare import prepare_run
+from swiftkv_platform.jobs.worker.setup import load_student, open_lazy_student
 from swiftkv_platform.model import convert, convert_checkpoint, load_dense
 from swiftkv_platform.model.tokenizers import load_tokenizer
 from swiftkv_platform.model.weights.lazy_student import LazyStudent, save_lazy_student
@@ -248,25 +248,25 @@ def spec_of(directory: Path) -> JobSpec:
 
 
 def prepared(directory: Path) -> Any:
-    plan, _ = prepare(spec_of(directory), directory.parent / "rows")
+    plan, _ = prepare_run(spec_of(directory), directory.parent / "rows")
     return open_filled(directory) if plan.total_steps else None
 
 
 def open_filled(directory: Path) -> Any:
-    lazy = open_lazy(spec_of(directory), str(directory))
-    lazy.fill(lazy.model)
+    lazy = open_lazy_student(spec_of(directory), str(directory))
+    lazy.load_parameters(lazy.model)
     return lazy.model
 
 
 def measured(directory: Path) -> Any:
     """The model as FSDP2 shards it."""
     spec = spec_of(directory)
-    return EvaluationModel(open_lazy(spec, str(directory)), spec.distillation, sharded=True, device=CPU)
+    return EvaluationModel(open_lazy_student(spec, str(directory)), spec.distillation, sharded=True, device=CPU)
 
 
 def saved(directory: Path) -> Any:
     """The artifact of a job, loaded by the engine."""
-    lazy, target = open_lazy(spec_of(directory), str(directory)), directory.with_name("saved")
+    lazy, target = open_lazy_student(spec_of(directory), str(directory)), directory.with_name("saved")
     target.mkdir()
     save_lazy_student(lazy, target, teacher=True)
     lazy.model.config.save_pretrained(target)
@@ -373,7 +373,7 @@ def test_odd_values_of_a_configuration_are_refused_in_a_sentence(family: str, tm
 
 def run_lazy(directory: Path) -> None:
     lazy = LazyStudent.open(directory, ShapeRequest(**STUDENT), {})
-    lazy.fill(lazy.model)
+    lazy.load_parameters(lazy.model)
     lazy.model(random_tokens(1, 4))
 
 

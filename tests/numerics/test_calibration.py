@@ -365,13 +365,13 @@ def test_a_layer_at_a_time_is_in_memory(batches: Any, tmp_path: Path) -> None:
     save(family_teacher("llama"), tmp_path)
     source = LazyStudent.open(tmp_path, ShapeRequest(**SHAPE), {}, dtype=torch.float32)
     held: list[int] = []
-    fill = source.fill
+    load_parameters = source.load_parameters
 
     def watched(module: torch.nn.Module, *, with_added: bool = True) -> None:
-        fill(module, with_added=with_added)
+        load_parameters(module, with_added=with_added)
         held.append(sum(p.numel() for p in source.model.parameters() if not p.is_meta))
 
-    source.fill = watched  # type: ignore[method-assign]
+    source.load_parameters = watched  # type: ignore[method-assign]
     told: list[tuple[int, int]] = []
     list(calibrate_streamed(source, batches, workers=Workers(), progress=lambda *counts: told.append(counts)))
     model = source.model.model

@@ -41,10 +41,10 @@ class KeptParts(NoResultStore):
         self.kept: dict[str, bytes] = {}
         self.told: list[tuple[int, int]] = []
 
-    def get(self, name: str, /) -> bytes | None:
+    def load_result(self, name: str, /) -> bytes | None:
         return self.kept.get(name)
 
-    def put(self, name: str, data: bytes) -> None:
+    def store_result(self, name: str, data: bytes) -> None:
         self.kept[name] = data
 
 

@@ -77,7 +77,7 @@ def test_a_lazy_student_is_the_converted_one(name: str, tmp_path: Path) -> None:
     ours, theirs = (Checkpoint.from_directory(tmp_path / which) for which in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
     assert all(ours[tensor].equal(theirs[tensor]) for tensor in theirs)
-    lazy.fill(lazy.model)
+    lazy.load_parameters(lazy.model)
     expected = dict(converted.named_parameters())
     for parameter, tensor in lazy.model.named_parameters():
         assert tensor.equal(expected[parameter]), parameter
@@ -100,7 +100,7 @@ def test_released_modules_hold_nothing(tmp_path: Path) -> None:
     model: PreTrainedModel = family_teacher("llama")  # its head is tied
     lazy = LazyStudent.open(save(model, tmp_path), ShapeRequest(**SHAPE), {})
     for _ in range(2):
-        lazy.fill(lazy.model)
+        lazy.load_parameters(lazy.model)
         assert lazy.model.lm_head.weight is lazy.model.model.embed_tokens.weight
-        lazy.release(lazy.model)
+        lazy.free_parameters(lazy.model)
         assert all(parameter.is_meta for parameter in lazy.model.parameters())

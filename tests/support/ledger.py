@@ -30,7 +30,7 @@ from swiftkv_platform.distillation.strategy import Strategy
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.jobs import distill, driver, ray_train
 from swiftkv_platform.jobs.attempt.stored import StoredInputs
-from swiftkv_platform.jobs.driver import prepare as prepare_job
+from swiftkv_platform.jobs.driver import prepare_run as prepare_job
 from swiftkv_platform.jobs.values import RunPlan, TrainingResult, WorkerConfig
 from swiftkv_platform.jobs.worker import train
 from swiftkv_platform.specs import JobSpec

@@ -18,7 +18,7 @@ from ray.core.generated.autoscaler_pb2 import GangResourceRequest
 from swiftkv_platform.control_plane.jobs.queue import ResourceRequest
 from swiftkv_platform.control_plane.ray.placement import can_place
 from swiftkv_platform.jobs.driver import build_task_options
-from swiftkv_platform.jobs.ray_train import scaling_config
+from swiftkv_platform.jobs.ray_train import make_scaling_config
 from swiftkv_platform.serve.app import build_app
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
@@ -61,7 +61,7 @@ def scheduler(name: str) -> Schedule:
 
 def workers(spec: JobSpec) -> list[Resources]:
     """The bundles of the placement group that Ray Train makes for a job, at its largest."""
-    bundle = scaling_config(spec.resources)._resources_per_worker_not_none
+    bundle = make_scaling_config(spec.resources)._resources_per_worker_not_none
     return [bundle] * spec.resources.max_workers
 
 

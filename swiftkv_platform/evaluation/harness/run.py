@@ -347,7 +347,7 @@ class _TaskRunner:
         if done == total:
             self._passes += 1
             done = 0
-        self._parts.progress(self._part, self._passes * total + done, max(2, self._passes + 1) * total)
+        self._parts.report_progress(self._part, self._passes * total + done, max(2, self._passes + 1) * total)
 
 
 def _load_task(manager: Any, task: Task) -> Any:

@@ -340,7 +340,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         mode: bool = self._model.model.swiftkv_enabled
         rounds = [prompts[start : start + _PROMPTS_PER_ROUND] for start in range(0, len(prompts), _PROMPTS_PER_ROUND)]
         names = [f"{self.part}-{'student' if mode else 'teacher'}-{compute_digest(some)}" for some in rounds]
-        kept = [self._parts.get(name) for name in names]
+        kept = [self._parts.load_result(name) for name in names]
         shares = [
             # Neighbors may share a prefix.
             [
@@ -357,7 +357,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
             if written is None:
                 self._workers.broadcast_from_first(("write", mode))
                 written = _merge_answers(self._generate_share(mode, share))
-                self._parts.put(name, written)
+                self._parts.store_result(name, written)
             answers += json.loads(written)
         return answers
 

@@ -27,18 +27,18 @@ class LayerSource(Protocol):
 
     model: Any
 
-    def fill(self, module: nn.Module, *, with_added: bool = True) -> None:
+    def load_parameters(self, module: nn.Module, *, with_added: bool = True) -> None:
         """Load the parameters of `module`; without `with_added`, only those that the teacher has too."""
 
-    def release(self, module: nn.Module) -> None:
+    def free_parameters(self, module: nn.Module) -> None:
         """Free the parameters of `module`."""
 
 
 @contextmanager
 def load_module(source: LayerSource, module: nn.Module, *, with_added: bool = True) -> Iterator[None]:
-    source.fill(module, with_added=with_added)
+    source.load_parameters(module, with_added=with_added)
     yield
-    source.release(module)
+    source.free_parameters(module)
 
 
 def make_decoder_inputs(batch: TokenBatch, decoder: Any, device: torch.device | str) -> dict[str, torch.Tensor]:

@@ -62,9 +62,9 @@ def calibrate(student: Any, batches: Iterable[TokenBatch]) -> None:
     """Replace the copied start of a student in memory by the calibrated one. Raises `InvalidInputError` as
     `calibrate_streamed`."""
     parameters = dict(student.named_parameters())
-    has_weights: Any = SimpleNamespace(model=student, fill=lambda *_, **__: None, release=lambda _: None)
+    source: Any = SimpleNamespace(model=student, load_parameters=lambda *_, **__: None, free_parameters=lambda _: None)
     alone = Workers(alone=True)
-    for name, tensor in calibrate_streamed(has_weights, batches, workers=alone, device=student.device):
+    for name, tensor in calibrate_streamed(source, batches, workers=alone, device=student.device):
         parameters[name].copy_(tensor)
 
 
@@ -247,13 +247,13 @@ class _CalibrationPass:
         layers = list(group)
         attentions = [self._decoder.layers[i].self_attn for i in layers]
         for attention in attentions:
-            self._source.fill(attention)
+            self._source.load_parameters(attention)
         self._method.fit(attentions, layers, regression.for_group(attentions[0], layers[0], sums))
         for i, attention in zip(layers, attentions, strict=True):
             for name, parameter in attention.named_parameters():
                 if "_swiftkv" in name:
                     yield f"model.layers.{i}.self_attn.{name}", parameter
-            self._source.release(attention)
+            self._source.free_parameters(attention)
 
     def _fit_exit_head(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Apply the language model's head to the final hidden state predicted from x."""

@@ -115,7 +115,7 @@ class LazyStudent:
         """Use `start` as the initial values of the tensors that the student adds to its teacher's."""
         self._start = start
 
-    def attach(self, module: nn.Module) -> None:
+    def map_parameters(self, module: nn.Module) -> None:
         """Map the parameters of a module with the student as `student` and optionally a
         `teacher_copy`, to their names in the student."""
         self._map_parameters(module, _student_name)
@@ -136,7 +136,7 @@ class LazyStudent:
         self._filled: dict[str, nn.Parameter] = {}
 
     @torch.no_grad()
-    def fill(self, module: nn.Module, *, with_added: bool = True, read: bool = True) -> None:
+    def load_parameters(self, module: nn.Module, *, with_added: bool = True, read: bool = True) -> None:
         """Load every parameter of `module` that is on the meta device, in its dtype.
 
         Args:
@@ -159,17 +159,17 @@ class LazyStudent:
                     self._filled[tied] = filled
             part._parameters[leaf] = filled
 
-    def release(self, module: nn.Module) -> None:
+    def free_parameters(self, module: nn.Module) -> None:
         for part, leaf, parameter in _iterate_parameters(module):
             part._parameters[leaf] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
             self._filled.pop(self._tied.get(self._names[id(part), leaf], ""), None)
 
     @torch.no_grad()
-    def fill_shards(self, root: nn.Module, only: Mapping[str, Any] | None = None) -> None:
+    def load_shards(self, root: nn.Module, only: Mapping[str, Any] | None = None) -> None:
         """Load every parameter of a model sharded by FSDP2; each worker reads its own rows.
 
         Args:
-            root: the module passed to `attach`, or the student.
+            root: the module passed to `map_parameters`, or the student.
             only: names in the student of the parameters to load; None: all.
         """
         for own_name, parameter in root.named_parameters():

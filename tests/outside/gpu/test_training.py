@@ -33,7 +33,7 @@ from swiftkv_platform.jobs.worker.setup import (
     distribute_model,
     get_compute_dtype,
     load_student,
-    open_lazy,
+    open_lazy_student,
     set_deterministic_algorithms,
 )
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
@@ -339,7 +339,8 @@ def measured(
     """Return the evaluation's sums for a disturbed student."""
     path = teacher("llama")[1]
     spec = job_spec(dtype, distillation={"trainable": trainable}, swiftkv={"decode_key_value": form})
-    model = EvaluationModel(open_lazy(spec, path, device=device), spec.distillation, sharded=sharded, device=device)
+    lazy = open_lazy_student(spec, path, device=device)
+    model = EvaluationModel(lazy, spec.distillation, sharded=sharded, device=device)
     model.load_tensors({name: p.detach() for name, p in disturbed(spec, path).swiftkv_parameters().items()})
     totals: HeldOutTotals = model(lambda student: Evaluation(student, rows(), spec.evaluation).compare("student"))
     assert totals.num_positions == rows().num_counted_tokens == sum(totals.exit_head.positions)

@@ -19,7 +19,7 @@ from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.errors import DataError, GenerationError, InvalidInputError, StorageError
 from swiftkv_platform.jobs.worker import served_teacher
-from swiftkv_platform.jobs.worker.prepare import write_answers
+from swiftkv_platform.jobs.worker.prepare import write_source_answers
 from swiftkv_platform.jobs.worker.served_teacher import ServedTeacher
 from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_PROMPTS, BUILTIN_RECALL, BUILTIN_TEACHER, DataSpec, JobSpec
 from swiftkv_platform.specs.data import CompletionSpec
@@ -38,7 +38,7 @@ SETTINGS = {"max_tokens": 8, "num_completions": 2, "seed": 3}
 class InMemoryAnswers(dict[str, bytes]):
     """An `CompletionStore` that refuses to overwrite."""
 
-    def put(self, key: str, data: bytes) -> None:
+    def store_answers(self, key: str, data: bytes) -> None:
         assert key not in self, "an answer is written twice"
         self[key] = data
 
@@ -80,7 +80,7 @@ def prompts_of(spec: DataSpec, template: str | None = None) -> PromptSource:
 
 def written(source: PromptSource, engine: LLMEngine) -> tuple[InMemoryAnswers, list[Completion]]:
     store = InMemoryAnswers()
-    write_answers(source, store, lambda: engine)
+    write_source_answers(source, store, lambda: engine)
     return store, list(source.read_teacher_completions(store))
 
 
@@ -112,7 +112,7 @@ def test_workers_share_the_shards_and_a_retry_writes_the_missing_ones(prompts: P
     store, told = InMemoryAnswers(), list[tuple[int, int]]()
 
     def write(load: Callable[[], LLMEngine] = lambda: engine, **share: int) -> int:
-        return write_answers(source, store, load, progress=lambda done, total: told.append((done, total)), **share)
+        return write_source_answers(source, store, load, progress=lambda *counts: told.append(counts), **share)
 
     shares = [write(worker=worker, num_workers=2) for worker in range(2)]
     assert all(shares)
@@ -158,7 +158,7 @@ def prepared(spec: DataSpec, engine: LLMEngine, directory: Path) -> PreparedData
     store, one = InMemoryAnswers(), prompts_of(spec)
     for index, source in enumerate(spec.sources):
         if source.complete is not None:
-            write_answers(replace(one, source=source, index=index), store, lambda: engine)
+            write_source_answers(replace(one, source=source, index=index), store, lambda: engine)
     directory.mkdir()
     return prepare_data(spec, tokenizer_of(), directory, seed=0, completions=TeacherCompletions(one.teacher, store))
 
@@ -250,11 +250,11 @@ def test_a_served_teacher_answers_as_one_in_the_worker(prompts: Prompts, engine:
         source = prompts_of(data_spec(prompts(ROWS, endpoint=f"{address}/v1", model="mdl_1")))
         store = InMemoryAnswers()
         served = served_by(address)
-        write_answers(source, store, lambda: served)
+        write_source_answers(source, store, lambda: served)
     answers = list(source.read_teacher_completions(store))
     assert [answer.text for answer in answers] == [answer.text for answer in expected]
     num_prompt_tokens = sum(len(answer.prompt_token_ids) for answer in answers)
-    counted = f"{address}/v1 has counted {num_prompt_tokens} prompt tokens and 80 completion tokens of mdl_1"
+    counted = f"{address}/v1 counted {num_prompt_tokens} prompt tokens and 80 completion tokens of mdl_1"
     assert served.describe_usage() == counted
 
 

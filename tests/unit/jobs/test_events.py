@@ -14,7 +14,7 @@ from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.jobs.attempt import tracking
-from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter, follow_events
+from swiftkv_platform.jobs.attempt.events import EventReporter, MetricsBuffer, follow_events
 from swiftkv_platform.jobs.attempt.tracking import LossCurve, read_loss_curve
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
@@ -35,7 +35,7 @@ def point(step: int) -> dict[str, float]:
 
 @contextmanager
 def metrics_buffer(store: ObjectStore, *, interval_s: float = 3600.0) -> Iterator[MetricsBuffer]:
-    buffer = MetricsBuffer(Reporter(store, FIRST, "rank0"), total_steps=9, interval_s=interval_s)
+    buffer = MetricsBuffer(EventReporter(store, FIRST, "rank0"), total_steps=9, interval_s=interval_s)
     try:
         yield buffer
     finally:
@@ -44,7 +44,7 @@ def metrics_buffer(store: ObjectStore, *, interval_s: float = 3600.0) -> Iterato
 
 def test_a_restarted_process_has_a_name_of_its_own(store: HangingStore) -> None:
     for _ in range(2):
-        Reporter(store, FIRST, "rank0").send_message("hello")
+        EventReporter(store, FIRST, "rank0").send_message("hello")
     stored = AttemptStore(store).read_events(FIRST, {})
     assert [event.sequence for event in stored] == [1, 1]
     writers = {event.writer for event in stored}
@@ -53,7 +53,7 @@ def test_a_restarted_process_has_a_name_of_its_own(store: HangingStore) -> None:
 
 
 def test_threads_of_a_process_never_share_a_number(store: HangingStore) -> None:
-    reporter = Reporter(store, FIRST, "rank0")
+    reporter = EventReporter(store, FIRST, "rank0")
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(reporter.send_message, (str(number) for number in range(40))))
     stored = AttemptStore(store).read_events(FIRST, {})

@@ -12,7 +12,7 @@ from swiftkv_platform.data import completions
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.jobs.attempt.stored import find_prepared_rows
-from swiftkv_platform.jobs.driver import prepare, write
+from swiftkv_platform.jobs.driver import prepare_run, write_answers
 from swiftkv_platform.jobs.worker.setup import calibrate
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.storage.attempt_store import AttemptStore
@@ -29,10 +29,10 @@ def is_discarded(job: Job) -> bool:
 def test_a_later_attempt_trains_on_the_rows_of_the_first(job: Job, tmp_path: Path) -> None:
     first, later = (request(attempt, job.spec(**COPIED)) for attempt in (1, 2))
     store = job.store
-    plan, stored = prepare(first, store.uri)
+    plan, stored = prepare_run(first, store.uri)
     assert stored.rows_key == AttemptId("job", 1).data_prefix == find_prepared_rows(store, later)
     job.write([{"text": "something else altogether"}])
-    assert prepare(later, store.uri) == (plan, stored)
+    assert prepare_run(later, store.uri) == (plan, stored)
     stored.fetch_rows(tmp_path / "rows")
     data = stored.open(tmp_path / "rows").data
     assert isinstance(data.train.samples.tokens, np.memmap)
@@ -45,16 +45,16 @@ def test_a_later_attempt_trains_on_the_rows_of_the_first(job: Job, tmp_path: Pat
 def test_a_later_attempt_and_a_repeated_one_start_where_the_first_did(job: Job, tmp_path: Path) -> None:
     spec, store = job.spec(), job.store
     first, again, later = (request(attempt, spec) for attempt in (1, 1, 2))
-    _, stored = prepare(first, store.uri)
+    _, stored = prepare_run(first, store.uri)
     assert stored.calibrated_start_key == AttemptId("job", 1).start_prefix("tiny")
     assert stored.needs_calibration
-    assert prepare(later, store.uri)[1].calibrated_start_key == AttemptId("job", 2).start_prefix("tiny")
+    assert prepare_run(later, store.uri)[1].calibrated_start_key == AttemptId("job", 2).start_prefix("tiny")
     stored.fetch_rows(tmp_path / "rows")
     (tmp_path / "found").mkdir()
     calibrate(spec, str(job.teacher), PreparedData.load(tmp_path / "rows").train, tmp_path / "found", device="cpu")
     stored.publish_calibrated_start(tmp_path / "found")
     assert not stored.needs_calibration
-    assert prepare(again, store.uri)[1] == prepare(later, store.uri)[1] == stored
+    assert prepare_run(again, store.uri)[1] == prepare_run(later, store.uri)[1] == stored
     stored.fetch_calibrated_start(tmp_path / "rows")
     calibrated, found = stored.open(tmp_path / "rows").calibrated, Checkpoint.from_directory(tmp_path / "found")
     assert calibrated.keys() == found.keys()
@@ -64,7 +64,7 @@ def test_a_later_attempt_and_a_repeated_one_start_where_the_first_did(job: Job, 
 
 def test_what_was_found_is_said_in_sentences(job: Job) -> None:
     job.write([{"text": f"number {i} of many"} for i in range(50)] + [{"text": ""}] * 10 + [{"text": "long " * 100}])
-    plan, _ = prepare(request(1, job.spec(**COPIED)), job.store.uri)
+    plan, _ = prepare_run(request(1, job.spec(**COPIED)), job.store.uri)
     (source, is_warning), (training, _), (held_out, _), (steering, _) = plan.messages
     assert is_warning  # a sixth of the rows is empty
     assert all(part in source for part in ("61 rows (61 text)", "10 dropped", "1 texts split"))
@@ -74,7 +74,7 @@ def test_what_was_found_is_said_in_sentences(job: Job) -> None:
     assert is_discarded(job)
     job.write([{"text": "one document"}])
     with pytest.raises(DataError, match="no held-out text") as caught:
-        prepare(request(1, job.spec(**COPIED)), job.store.uri)
+        prepare_run(request(1, job.spec(**COPIED)), job.store.uri)
     assert caught.value.field == "data.sources", "no `validation_fraction` divides one document"
 
 
@@ -105,12 +105,12 @@ def shards(store: ObjectStore, attempt: int = 1) -> dict[str, int]:
 
 
 def test_workers_write_their_shares_and_training_sees_them(asking: Any, store: ObjectStore) -> None:
-    first, second = write(asking(), store.uri, 0), write(asking(), store.uri, 1)
+    first, second = write_answers(asking(), store.uri, 0), write_answers(asking(), store.uri, 1)
     assert 0 < second < first + second == sum(shards(store).values()) <= 30
     shares = [(event.data["part"], event.data["done"], event.data["total"]) for event in said(store, "progress")]
     parts = [f"data.sources[0], worker {worker}" for worker in (0, 0, 1, 1)]
     assert shares == list(zip(parts, (0, 4, 0, 2), (4, 4, 2, 2), strict=True)), "progress is counted in prompts"
-    plan, _ = prepare(asking(), store.uri)
+    plan, _ = prepare_run(asking(), store.uri)
     told = said(store, "progress")[-1].data
     assert [told[name] for name in ("phase", "part", "done", "total")] == ["prepare", "sources", 1, 1]
     source = plan.statistics["sources"][0]
@@ -119,18 +119,18 @@ def test_workers_write_their_shares_and_training_sees_them(asking: Any, store: O
 
 
 def test_another_attempt_writes_only_what_is_missing(asking: Any, store: ObjectStore) -> None:
-    write(asking(), store.uri, 0)
+    write_answers(asking(), store.uri, 0)
     assert len(shards(store)) == 2
-    assert write(asking(2), store.uri, 0) == 0
-    assert write(asking(2), store.uri, 1) == sum(shards(store, 2).values()) > 0
+    assert write_answers(asking(2), store.uri, 0) == 0
+    assert write_answers(asking(2), store.uri, 1) == sum(shards(store, 2).values()) > 0
     assert len(shards(store, 2)) == 1
-    prepare(asking(2), store.uri)
-    assert write(asking(3), store.uri, 1) == 0, "the rows are prepared: nothing is left to write"
+    prepare_run(asking(2), store.uri)
+    assert write_answers(asking(3), store.uri, 1) == 0, "the rows are prepared: nothing is left to write"
 
 
 def test_other_settings_are_other_answers(asking: Any, store: ObjectStore) -> None:
-    write(asking(), store.uri, 0)
-    assert write(asking(2, temperature=0.5), store.uri, 0) > 0
+    write_answers(asking(), store.uri, 0)
+    assert write_answers(asking(2, temperature=0.5), store.uri, 0) > 0
     assert shards(store, 2).keys().isdisjoint(shards(store))
 
 
@@ -139,6 +139,6 @@ def test_a_worker_without_room_for_the_teacher_refuses(
 ) -> None:
     monkeypatch.setattr("swiftkv_platform.jobs.worker.prepare.get_free_bytes", lambda *_, **__: 1e5)
     with pytest.raises(InvalidInputError, match=r"a worker has 0\.0 GB free") as refused:
-        write(asking(), store.uri, 0)
+        write_answers(asking(), store.uri, 0)
     assert refused.value.field == "data.sources.0.complete"
     assert not shards(store)

@@ -22,7 +22,7 @@ from swiftkv_platform.jobs.attempt.stored import PreparedInputs
 from swiftkv_platform.jobs.attempt.tracking import LossCurve
 from swiftkv_platform.jobs.values import RunPlan
 from swiftkv_platform.jobs.worker.evaluate import evaluate_and_publish, save_trained_student
-from swiftkv_platform.jobs.worker.prepare import prepare as prepare_in
+from swiftkv_platform.jobs.worker.prepare import prepare_run as prepare_in
 from swiftkv_platform.jobs.worker.setup import calibrate, load_student
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.specs import JobSpec, PublishSpec

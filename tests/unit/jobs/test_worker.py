@@ -18,7 +18,7 @@ from swiftkv_platform.distillation.steering import Progress, SteeringNote
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.jobs.values import WorkerConfig
 from swiftkv_platform.jobs.worker.prepare import compute_flops_per_token
-from swiftkv_platform.jobs.worker.train import Telemetry, _RankZero
+from swiftkv_platform.jobs.worker.train import Telemetry, _RankZeroListener
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import ObjectStore
@@ -45,10 +45,10 @@ def step(number: int, *, tokens: int = 1, rate: float = 1.0, **measured: float) 
 
 
 @contextmanager
-def rank_zero(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[_RankZero]:
+def rank_zero(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[_RankZeroListener]:
     monkeypatch.setattr("ray.train.torch.get_device", lambda: CPU)
     config = WorkerConfig(request(spec=spec()), store.uri, total_steps=9, prepared=cast("Any", None))
-    listener = _RankZero(store, config)
+    listener = _RankZeroListener(store, config)
     try:
         yield listener
     finally:

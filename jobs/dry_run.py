@@ -40,8 +40,8 @@ from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.jobs.worker.measure import Evaluation
 from swiftkv_platform.jobs.worker.setup import get_compute_dtype
 from swiftkv_platform.model import packed_attention
-from swiftkv_platform.model.calibration import calibrate_streamed, heads
-from swiftkv_platform.model.families import make_student_config, student_classes
+from swiftkv_platform.model.calibration import calibrate_layerwise, heads
+from swiftkv_platform.model.families import get_student_classes, make_student_config
 from swiftkv_platform.model.packed_attention import (
     AttentionImplementation,
     VarlenOperator,
@@ -145,7 +145,7 @@ class FakeInputs:
         """Make a student on the meta device, except for its positional buffers."""
         config = copy.deepcopy(config)
         with torch.device("meta"):
-            model = student_classes(config.model_type.removesuffix("_swiftkv")).causal_lm(config)
+            model = get_student_classes(config.model_type.removesuffix("_swiftkv")).causal_lm(config)
         model.tie_weights()
         # Without scores no expert can be chosen: the loop over experts becomes one grouped product with as many rows.
         model.config._experts_implementation_internal = "grouped_mm"
@@ -376,7 +376,7 @@ def _run_calibrate(spec: JobSpec, config: Any, fakes: FakeInputs) -> Memory:
     source, tracker = FakeWeights(fakes.make_student(config).to(get_compute_dtype(spec)), fakes), MemoryTracker()
     rows = [to_tensors(fakes.make_rows(1).make_padded_batch([0]))]
     with fakes.use_fakes(tracker):
-        for _ in calibrate_streamed(source, rows, workers=FakeWorkers()):
+        for _ in calibrate_layerwise(source, rows, workers=FakeWorkers()):
             pass
     return Memory(peak=tracker.peak, parameters=0, passing=tracker.peak)
 

@@ -252,7 +252,7 @@ def _attach_teacher(student: Any, path: str, teacher_spec: ModelSpec) -> None:
         raise ModelError.for_field(
             "teacher", teacher_spec.name_or_path, ", which the student was not made from: layers or embeddings differ"
         )
-    decoder.run_teacher_lower, decoder.run_teacher_upper = teacher.run_lower, teacher.run_teacher_upper
+    decoder.run_teacher_lower, decoder.run_teacher_upper = teacher.run_lower_layers, teacher.run_teacher_upper
     config.swiftkv_teacher_weights = True
 
 

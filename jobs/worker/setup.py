@@ -37,7 +37,7 @@ from swiftkv_platform.errors import DataError
 from swiftkv_platform.jobs.attempt.stored import StoredInputs
 from swiftkv_platform.jobs.values import GroupMember
 from swiftkv_platform.model import tokenizers
-from swiftkv_platform.model.calibration import calibrate_streamed
+from swiftkv_platform.model.calibration import calibrate_layerwise
 from swiftkv_platform.model.configuration import convert_errors, read_config
 from swiftkv_platform.model.conversion import make_student
 from swiftkv_platform.model.weights.bases import resolve_model_directory
@@ -326,7 +326,7 @@ def calibrate(
     )
     source = open_lazy_student(spec, path, device=device)
     writer = ShardWriter(directory, "calibrated")
-    tensors = calibrate_streamed(
+    tensors = calibrate_layerwise(
         source,
         batches,
         workers=workers,

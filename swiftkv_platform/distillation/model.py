@@ -353,7 +353,7 @@ class DistillationModel(nn.Module):
             teacher_decoder = self.teacher_copy or decoder
             with torch.no_grad():
                 shares_x = not self.trains_lower_layers and not decoder.layer_map.bypassed_layers
-                teacher_x = x if shares_x else teacher_decoder.run_lower(context)
+                teacher_x = x if shares_x else teacher_decoder.run_lower_layers(context)
                 record = teacher_states if records_states else None
                 teacher = _select_rows(teacher_decoder.run_teacher_upper(teacher_x, context, record=record), counted)
 

@@ -392,7 +392,7 @@ class EvaluationModel(nn.Module):
             units += list(self.teacher_copy.layers[find_first_trained_layer(self.student.config, spec) :])
             decoder.run_teacher_upper = self.teacher_copy.run_teacher_upper
             if spec.trainable == "all":
-                decoder.run_teacher_lower = self.teacher_copy.run_lower
+                decoder.run_teacher_lower = self.teacher_copy.run_lower_layers
         self.requires_grad_(False)
         lazy.map_parameters(self)
         if not sharded:

@@ -241,7 +241,7 @@ class VarlenCall:
 
 @dataclass(frozen=True)
 class PagedAttentionMetadata:
-    """Metadata for attention of a flat batch to its paged contexts. Implements `SelectsTokens`."""
+    """Metadata for attention of a flat batch to its paged contexts. Implements `TokenSelectable`."""
 
     sequences: tuple[SequenceQueries, ...]
     slots: tuple[int, ...] = ()
@@ -442,7 +442,7 @@ class BypassRows:
         self._parts: tuple[_RowSubset | None, _RowSubset | None] | None = None
 
     @classmethod
-    def make_for_step(cls, decoder: Any, deep_rows: Sequence[int], num_rows: int) -> BypassRows | None:
+    def make_for_rows(cls, decoder: Any, deep_rows: Sequence[int], num_rows: int) -> BypassRows | None:
         """Return the bypass of a step; None if no row bypasses a layer."""
         return cls(deep_rows) if decoder.layer_map.bypassed_layers and len(deep_rows) < num_rows else None
 

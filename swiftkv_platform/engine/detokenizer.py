@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from swiftkv_platform.model.tokenizers import list_steps
+from swiftkv_platform.model.tokenizers import list_tokenizer_steps
 
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 MAX_CHARACTER_BYTES = 4
@@ -206,7 +206,7 @@ class Vocabulary:
         if getattr(tokenizer, "is_fast", False):
             backend = tokenizer.backend_tokenizer
             self._added = {one: token.content for one, token in backend.get_added_tokens_decoder().items()}
-            self._steps = {step["type"]: step for step in list_steps(backend.decoder)}
+            self._steps = {step["type"]: step for step in list_tokenizer_steps(backend.decoder)}
         is_byte_level = "ByteLevel" in self._steps or hasattr(tokenizer, "byte_decoder")
         characters = bytes_to_unicode() if is_byte_level else {}
         self._byte_level = {character: bytes([byte]) for byte, character in characters.items()}

@@ -12,7 +12,7 @@ import torch
 
 from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.varlen import VarlenSettings
-from swiftkv_platform.model.cache import SCALE_DTYPE, pack, unpack
+from swiftkv_platform.model.cache import SCALE_DTYPE, pack_rows, unpack_rows
 from swiftkv_platform.model.packed_attention import VarlenOperator
 
 SlotRun = tuple[int, int]
@@ -89,7 +89,8 @@ class PagedTensor:
         if self.uses_kernels:
             kernels.write_slots(self.rows, slots, x, quantized_dtype)
             return
-        self.rows.index_copy_(1, slots, x.to(self.rows.dtype) if quantized_dtype is None else pack(x, quantized_dtype))
+        rows = x.to(self.rows.dtype) if quantized_dtype is None else pack_rows(x, quantized_dtype)
+        self.rows.index_copy_(1, slots, rows)
 
     def view_blocks(self, block_size: int) -> torch.Tensor:
         """Return a view of all slots, [num_blocks, block_size, num_heads, dim]."""
@@ -104,7 +105,7 @@ class PagedTensor:
         views = [self.rows[:, first:end] for first, end in runs]
         rows = views[0] if len(views) == 1 else torch.cat(views, dim=1)
         quantized_dtype, compute_dtype = self._format.quantized_dtype, self._format.compute_dtype
-        return rows.to(compute_dtype) if quantized_dtype is None else unpack(rows, quantized_dtype, compute_dtype)
+        return rows.to(compute_dtype) if quantized_dtype is None else unpack_rows(rows, quantized_dtype, compute_dtype)
 
 
 class KVCache:

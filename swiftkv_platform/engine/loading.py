@@ -22,7 +22,7 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.configuration import read_config, read_generation_config
 from swiftkv_platform.model.conversion import resolve_dense_model
 from swiftkv_platform.model.decoder import LENGTH_DEPENDENT_ROPE, read_rope_parameters
-from swiftkv_platform.model.families import student_classes  # registers the SwiftKV classes with the Auto classes
+from swiftkv_platform.model.families import get_student_classes  # registers the SwiftKV classes with the Auto classes
 from swiftkv_platform.model.tokenizers import find_highest_token_id, get_end_ids, has_tokenizer, load_tokenizer
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.model.weights.loading import resolve_tied_head
@@ -135,7 +135,7 @@ def _read_model(directory: Path, config: EngineConfig, ranks: TensorParallelGrou
     model_class: Any
     model_config = read_config(directory, field="model")
     if config.swiftkv and model_config.model_type.endswith("_swiftkv"):
-        model_class = student_classes(model_config.model_type.removesuffix("_swiftkv")).causal_lm
+        model_class = get_student_classes(model_config.model_type.removesuffix("_swiftkv")).causal_lm
     else:
         model_class, model_config = resolve_dense_model(directory)
     model: PreTrainedModel

@@ -96,8 +96,8 @@ class ModelRunner:
         # 1. run layers < l over all tokens
         batch = make_batch(scheduled, self._cache)
         context = self._make_context(batch.inputs)
-        bypass = BypassRows.make_for_step(self._decoder, batch.deep_rows, context.num_tokens)
-        x = self._decoder.run_lower(context, bypass)  # [1, num_tokens, hidden_size]
+        bypass = BypassRows.make_for_rows(self._decoder, batch.deep_rows, context.num_tokens)
+        x = self._decoder.run_lower_layers(context, bypass)  # [1, num_tokens, hidden_size]
         # 2. find sequences that exit early, and the rows that run through layers >= l
         exits = compute_exit_logits(self._model, x, scheduled, batch)
         rows = batch.find_upper_rows(exits.index_by_row)
@@ -127,7 +127,7 @@ class ModelRunner:
 
         def run_lower(inputs: ModelInputs) -> torch.Tensor:
             context = self._make_context(inputs)
-            drafted: torch.Tensor = self._decoder.run_lower(context)  # all drafts are deep tokens
+            drafted: torch.Tensor = self._decoder.run_lower_layers(context)  # all drafts are deep tokens
             if not self._has_own_deep_kv:
                 write_and_read_shared_key_values(self._decoder, drafted, context)
             return drafted

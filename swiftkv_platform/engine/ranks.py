@@ -109,12 +109,12 @@ class BroadcastingDecoder:
         self._rank_processes = rank_processes
         self._x: torch.Tensor | None = None
 
-    def run_lower(self, context: DecoderContext, bypass: BypassRows | None = None) -> torch.Tensor:
+    def run_lower_layers(self, context: DecoderContext, bypass: BypassRows | None = None) -> torch.Tensor:
         """Run layers < l on all ranks. The other ranks then write K and V of layers >= l without another message,
         unless deep tokens have their own."""
         deep_rows = tuple(range(context.num_tokens)) if bypass is None else bypass.deep_rows
         self._announce_pass(context, context.hidden, is_upper=False, deep_rows=deep_rows)
-        self._x = self._decoder.run_lower(context, bypass)
+        self._x = self._decoder.run_lower_layers(context, bypass)
         return self._x
 
     def __getattr__(self, name: str) -> Any:
@@ -139,7 +139,7 @@ class BroadcastingDecoder:
 
     def write_shared_key_values(self, x: torch.Tensor, context: DecoderContext, rows: Sequence[int]) -> None:
         """Write K and V from x on all ranks, for `rows` of the last pass of layers < l."""
-        assert x is self._x, "x is not the output of the last `run_lower`"
+        assert x is self._x, "x is not the output of the last `run_lower_layers`"
         self._rank_processes.send_message(WriteSharedMessage(tuple(rows)))
         write_shared_key_values(self._decoder, x, context, rows)
 
@@ -255,7 +255,8 @@ def run_announced_passes(connection: Connection, model: Any, make_cache: Any, ra
                 continue
             decoder.run_student_upper(hidden, context, selection=kept, shared=read_shared_key_values(decoder, context))
         else:
-            x = decoder.run_lower(context, BypassRows.make_for_step(decoder, message.deep_rows, context.num_tokens))
+            bypass = BypassRows.make_for_rows(decoder, message.deep_rows, context.num_tokens)
+            x = decoder.run_lower_layers(context, bypass)
             if not has_own_deep_kv:
                 write_and_read_shared_key_values(decoder, x, context)
 

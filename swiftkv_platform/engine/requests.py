@@ -20,7 +20,7 @@ from swiftkv_platform.engine.grammars import Constraint
 from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.errors import ContextLengthError, EngineDeadError, InvalidInputError
-from swiftkv_platform.model.tokenizers import get_special_ids, max_bytes_per_token
+from swiftkv_platform.model.tokenizers import get_max_bytes_per_token, get_special_ids
 from swiftkv_platform.specs.base import MAX_BYTES_PER_TOKEN, MAX_PROMPT_LOGPROBS, MAX_SEED
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
@@ -63,7 +63,7 @@ class InputProcessor:
             # The first call resets the truncation and padding of the tokenizer's file. Later calls do not change the
             # tokenizer, so they are thread-safe.
             self._tokenizer("")
-            bytes_per_token = min(max_bytes_per_token(self._tokenizer) or bytes_per_token, bytes_per_token)
+            bytes_per_token = min(get_max_bytes_per_token(self._tokenizer) or bytes_per_token, bytes_per_token)
             self._silent = get_special_ids(self._tokenizer)
         self.max_prompt_bytes = config.max_prompt_bytes or self._max_model_len * bytes_per_token
 

@@ -206,7 +206,7 @@ def load_shard(
     Raises:
         ModelError: the checkpoint cannot be read, or heads or columns cannot be divided into equal parts.
     """
-    model, weights = model_class.without_weights(directory, config=config, dtype=dtype)
+    model, weights = model_class.open_without_weights(directory, config=config, dtype=dtype)
     shard_model(model, ranks)
     _load_parameters(model, weights, ranks, device, config)
     return model

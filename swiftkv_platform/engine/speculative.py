@@ -31,7 +31,7 @@ from swiftkv_platform.engine.outputs import NOT_FINITE_MESSAGE, StepResult
 from swiftkv_platform.engine.sampler import SamplingRow, choose_tokens
 from swiftkv_platform.engine.scheduler import ScheduledSequence
 from swiftkv_platform.engine.sequence import Sequence as EngineSequence
-from swiftkv_platform.model.generation import exit_confidence
+from swiftkv_platform.model.generation import compute_exit_confidence
 from swiftkv_platform.student_shape import StudentShape
 
 MAX_DRAFTING_STEP_TOKENS = {"cpu": 16, "cuda": 128}
@@ -169,7 +169,7 @@ def draft_from_exit_head(
 def _compute_confidences(logits: torch.Tensor, sequences: Sequence[EngineSequence]) -> list[float]:
     """Return the exit head's confidence per row; 0 if it is below the request's threshold."""
     thresholds = [sequence.params.exit_threshold for sequence in sequences]
-    found: list[float] = exit_confidence(logits).tolist()
+    found: list[float] = compute_exit_confidence(logits).tolist()
     return [one if one >= threshold else 0.0 for one, threshold in zip(found, thresholds, strict=True)]
 
 

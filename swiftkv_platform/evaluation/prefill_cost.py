@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.evaluation.quality import evaluation_mode
-from swiftkv_platform.model.cache import cache_bytes
+from swiftkv_platform.model.cache import count_cache_bytes
 from swiftkv_platform.planning import read_architecture
 from swiftkv_platform.planning.prefill import prefill_flops
 
@@ -92,7 +92,7 @@ def _count_costs(model: Any, prompt: torch.Tensor) -> tuple[float, float]:
     total = counter.get_total_flops() - (
         _count_skipped_flops(model.config, prompt) if model.model.swiftkv_enabled else 0
     )
-    return total / num_tokens, cache_bytes(outputs.past_key_values) / num_tokens
+    return total / num_tokens, count_cache_bytes(outputs.past_key_values) / num_tokens
 
 
 def _count_skipped_flops(config: Any, prompt: torch.Tensor) -> float:

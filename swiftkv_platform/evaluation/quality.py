@@ -224,7 +224,7 @@ def _measure_batch(model: Any, batch: dict[str, torch.Tensor], sample_layout: _S
     x, entering = run_lower_layers_by_span(decoder, context, span_context, selection)
     teacher_x = x
     if decoder.run_teacher_lower is not None or decoder.layer_map.bypassed_layers:
-        teacher_x = (decoder.run_teacher_lower or decoder.run_lower)(context)
+        teacher_x = (decoder.run_teacher_lower or decoder.run_lower_layers)(context)
     teacher = _select(decoder.run_teacher_upper(teacher_x, context), counted)  # [num_positions, hidden_size]
     deep = DeepSpanWriter(decoder.project_key_values(x, context.rotation)) if decoder.layer_map.deep_leaders else None
     output = decoder.run_student_upper(x, span_context, selection=selection, deep=deep, hidden=entering)

@@ -116,7 +116,7 @@ class SwiftKVAttentionMixin(nn.Module):
         """Projections of deep tokens' normalized input in a leader, with the same outputs as `input_projections`."""
         return [getattr(self, f"{name}_decode_swiftkv") for name in self.decode_modules]
 
-    def shape_key_value(self, projected: Sequence[torch.Tensor], rotation: Rotation) -> KeyValue:
+    def make_cache_entry(self, projected: Sequence[torch.Tensor], rotation: Rotation) -> KeyValue:
         """Return the two tensors that the cache stores for a leader's group.
 
         Args:
@@ -128,7 +128,7 @@ class SwiftKVAttentionMixin(nn.Module):
     def project_own_key_value(self, hidden_states: torch.Tensor, rotation: Rotation) -> KeyValue:
         """Return the two tensors that the cache stores for deep tokens, from the leader's normalized input [batch,
         num_tokens, hidden_size]."""
-        return self.shape_key_value([projection(hidden_states) for projection in self.decode_projections], rotation)
+        return self.make_cache_entry([projection(hidden_states) for projection in self.decode_projections], rotation)
 
     def expand_key_value(self, stored: KeyValue) -> KeyValue:
         """Return the keys and values by head of the leader's group from the two tensors of its cache layer."""
@@ -291,7 +291,7 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
     def input_projections(self) -> Sequence[nn.Linear]:
         return self.k_proj_swiftkv, self.v_proj_swiftkv
 
-    def shape_key_value(self, projected: Sequence[torch.Tensor], rotation: Rotation) -> KeyValue:
+    def make_cache_entry(self, projected: Sequence[torch.Tensor], rotation: Rotation) -> KeyValue:
         keys, values = projected
         keys = split_heads(keys, self.head_dim, self.k_norm, over_all_heads=self.has_joint_head_norm)
         return self._apply_rope(keys, rotation), split_heads(values, self.head_dim)
@@ -343,7 +343,7 @@ class LatentAttentionMixin(SwiftKVAttentionMixin):
     def input_projections(self) -> Sequence[nn.Linear]:
         return (self.kv_a_proj_with_mqa_swiftkv,)
 
-    def shape_key_value(self, projected: Sequence[torch.Tensor], rotation: Rotation) -> KeyValue:
+    def make_cache_entry(self, projected: Sequence[torch.Tensor], rotation: Rotation) -> KeyValue:
         """Return the normalized latent [batch, 1, num_tokens, kv_lora_rank] and the keys' RoPE part [.., rope_dim]."""
         latent, rotary_key = projected[0].unsqueeze(1).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         return self.kv_a_layernorm_swiftkv(latent), rotate_pairs(rotary_key, rotation)

@@ -81,14 +81,14 @@ def dequantize(payload: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
     return elements.mul_(scale).to(dtype)
 
 
-def pack(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def pack_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Quantize to bytes: [..., d] -> uint8 [..., d + 2], each row's payload followed by its scale."""
     payload, scale = quantize(x, dtype)
     return torch.cat((payload.view(torch.uint8), scale.unsqueeze(-1).view(torch.uint8)), dim=-1)
 
 
-def unpack(packed: torch.Tensor, dtype: torch.dtype, output_dtype: torch.dtype) -> torch.Tensor:
-    """Dequantize the result of `pack(x, dtype)`: uint8 [..., d + 2] -> `output_dtype` [..., d]."""
+def unpack_rows(packed: torch.Tensor, dtype: torch.dtype, output_dtype: torch.dtype) -> torch.Tensor:
+    """Dequantize the result of `pack_rows(x, dtype)`: uint8 [..., d + 2] -> `output_dtype` [..., d]."""
     size = packed.shape[-1] - SCALE_DTYPE.itemsize
     scale = packed[..., size:].contiguous().view(SCALE_DTYPE).squeeze(-1)
     return dequantize(packed[..., :size].view(dtype), scale, output_dtype)
@@ -150,7 +150,7 @@ def check_cache_layers(cache: Any, layer_map: LayerMap, *, swiftkv: bool) -> Non
         )
 
 
-def cache_bytes(cache: Cache) -> int:
+def count_cache_bytes(cache: Cache) -> int:
     """Return the bytes of a cache's keys and values, including the scales of a quantized cache."""
     layers: list[Any] = cache.layers
     tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
@@ -174,11 +174,11 @@ class StoredKeyValue:
     dtype: torch.dtype
 
     def read(self) -> KeyValue:
-        return unpack(self.keys, self.payload, self.dtype), unpack(self.values, self.payload, self.dtype)
+        return unpack_rows(self.keys, self.payload, self.dtype), unpack_rows(self.values, self.payload, self.dtype)
 
 
 class _QuantizedLayerMixin:
-    """Mixin for a cache layer that stores each row as packed bytes (`pack`).
+    """Mixin for a cache layer that stores each row as packed bytes (`pack_rows`).
 
     Attention reads the stored values even of new tokens, so that outputs do not depend on the chunks of a prompt or on
     its cached part.
@@ -194,7 +194,7 @@ class _QuantizedLayerMixin:
     def store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> StoredKeyValue:
         """Append like `update`, but return the context quantized."""
         layer: Any = super()
-        keys, values = layer.update(pack(key_states, self.payload), pack(value_states, self.payload))
+        keys, values = layer.update(pack_rows(key_states, self.payload), pack_rows(value_states, self.payload))
         return StoredKeyValue(keys, values, self.payload, key_states.dtype)
 
 

@@ -16,7 +16,7 @@ from swiftkv_platform.model.configuration import read_config, refuse_prefill_onl
 from swiftkv_platform.model.context import TokenSelection, supports_selection
 from swiftkv_platform.model.decoder import SwiftKVDecoderMixin
 from swiftkv_platform.model.generation import SwiftKVGenerationMixin, ThresholdExits
-from swiftkv_platform.model.weights.adapters import open_readable
+from swiftkv_platform.model.weights.adapters import open_checkpoint
 from swiftkv_platform.model.weights.checkpoint import Checkpoint, select_hub_arguments
 from swiftkv_platform.model.weights.loading import StoredWeights, load_checked, open_checked
 from swiftkv_platform.student_shape import find_first_deep
@@ -160,7 +160,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         enabled: bool = kwargs.pop("swiftkv", config.swiftkv)
         config.swiftkv = True
         refuse_prefill_only(config, source)
-        with open_readable(source, kwargs) as (directory, checkpoint):
+        with open_checkpoint(source, kwargs) as (directory, checkpoint):
             if checkpoint is not None:
                 config.swiftkv_teacher_weights = cls._has_teacher_projections(config, checkpoint)
             _check_teacher_mode(config, enabled)
@@ -173,7 +173,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         return loaded
 
     @classmethod
-    def without_weights(
+    def open_without_weights(
         cls, directory: str | Path, *, config: Any, dtype: torch.dtype | str = "auto"
     ) -> tuple[Any, StoredWeights]:
         """Return the model that `from_pretrained` would load from a directory (not an adapter's) on the meta device,

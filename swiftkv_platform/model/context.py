@@ -76,7 +76,7 @@ class TokenSelection:
 
 
 @runtime_checkable
-class SelectsTokens(Protocol):
+class TokenSelectable(Protocol):
     """Attention metadata in a context's `layer_arguments` that depends on the selected tokens."""
 
     def select_tokens(self, selection: TokenSelection) -> Self:
@@ -233,7 +233,7 @@ class DecoderContext:
             masks=select_masks(self.masks, selection, self.num_tokens, self.hidden.device),
             past_key_values=self.past_key_values,
             layer_arguments={
-                name: value.select_tokens(selection) if isinstance(value, SelectsTokens) else value
+                name: value.select_tokens(selection) if isinstance(value, TokenSelectable) else value
                 for name, value in self.layer_arguments.items()
             },
         )

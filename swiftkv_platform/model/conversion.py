@@ -20,9 +20,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.calibration import TokenBatch, calibrate, calibrate_streamed
+from swiftkv_platform.model.calibration import TokenBatch, calibrate, calibrate_layerwise
 from swiftkv_platform.model.configuration import read_config
-from swiftkv_platform.model.families import make_student_config, student_classes
+from swiftkv_platform.model.families import get_student_classes, make_student_config
 from swiftkv_platform.model.tokenizers import has_tokenizer, load_tokenizer
 from swiftkv_platform.model.weights.checkpoint import Checkpoint, read_rows
 from swiftkv_platform.model.weights.lazy_student import LazyStudent, plan_copied_start
@@ -33,9 +33,9 @@ from swiftkv_platform.model.weights.writing import (
     FilePlacement,
     Progress,
     ShardWriter,
-    atomic_directory,
     check_target_is_empty,
     copy_companion_files,
+    create_directory_atomically,
 )
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.sources.model_directories import fetch_model_directory
@@ -148,7 +148,7 @@ def load_dense(path: str | Path, *, dtype: torch.dtype | None = None, revision: 
 def resolve_dense_model(path: str | Path, revision: str | None = None) -> tuple[type[Any], Any]:
     """Return the class and the configuration of the model that `load_dense` loads. Raises `ModelError`."""
     config = read_config(path, revision=revision)
-    classes = student_classes(config.model_type)
+    classes = get_student_classes(config.model_type)
     is_student = isinstance(config, classes.causal_lm.config_class)
     return classes.causal_lm, make_dense_config(config) if is_student else classes.make_config(config)
 
@@ -170,7 +170,7 @@ def load_teacher(
         dtype: dtype to load in; None keeps the checkpoint's.
     """
     config = read_config(path, revision=revision) if config is None else config
-    teacher = student_classes(config.model_type).teacher
+    teacher = get_student_classes(config.model_type).teacher
     checkpoint = Checkpoint.open(path, revision=revision)
     model: PreTrainedModel = load_checked(
         teacher.from_pretrained, teacher, config, path, checkpoint, revision=revision, dtype=dtype or "auto"
@@ -180,7 +180,7 @@ def load_teacher(
 
 def _rewire(teacher: PreTrainedModel, config: Any) -> Any:
     """Make a student that shares the teacher's parameters; its new parameters are uninitialized."""
-    classes = student_classes(teacher.config.model_type)
+    classes = get_student_classes(teacher.config.model_type)
     config.dtype = teacher.dtype
     # Tied as in the loaded model, which may differ from the configuration.
     config.tie_word_embeddings = teacher.lm_head.weight is teacher.model.embed_tokens.weight
@@ -228,7 +228,7 @@ def convert_checkpoint(
     Args:
         source: a teacher's directory or hub id, in safetensors.
         target: a new or empty directory.
-        calibration: as for `convert`. It holds a layer of the teacher in memory at a time, see `calibrate_streamed`;
+        calibration: as for `convert`. It holds a layer of the teacher in memory at a time, see `calibrate_layerwise`;
             without it, memory holds at most `max_shard_bytes` or the teacher tensors of one new tensor, whichever is
             larger.
         files: how the teacher's weight files get there. A link falls back to a copy if the file system has no links.
@@ -255,9 +255,9 @@ def convert_checkpoint(
     if calibration is None:
         tensors = student.read_new_tensors()
     else:
-        tensors = calibrate_streamed(student, calibration, workers=Workers(alone=True))
+        tensors = calibrate_layerwise(student, calibration, workers=Workers(alone=True))
     total, num_bytes = len(student.new_names), 0
-    with atomic_directory(target) as partial:
+    with create_directory_atomically(target) as partial:
         writer = ShardWriter(partial, "swiftkv", max_shard_bytes)
         for done, (name, tensor) in enumerate(tensors, start=1):
             writer.add(name, tensor)

@@ -218,7 +218,7 @@ class SwiftKVDecoderMixin(nn.Module):
                 record.append(hidden)
         return hidden
 
-    def run_lower(self, context: DecoderContext, bypass: Bypass | None = None) -> torch.Tensor:
+    def run_lower_layers(self, context: DecoderContext, bypass: Bypass | None = None) -> torch.Tensor:
         """Run layers < l. Returns x, the hidden state after layer l - 1: [batch, num_tokens, hidden_size].
 
         `bypass` runs the layers that skipped tokens bypass. None runs all tokens through all layers, as in the teacher.
@@ -348,7 +348,7 @@ class SwiftKVDecoderMixin(nn.Module):
         hidden = self.norm_swiftkv(x).to(x.dtype)
         # Group by group, so that FSDP gathers each group's shards once.
         return [
-            leader.shape_key_value([projection(hidden) for projection in leader.input_projections], group_rotation)
+            leader.make_cache_entry([projection(hidden) for projection in leader.input_projections], group_rotation)
             for leader, group_rotation in zip(leaders, rotations, strict=True)
         ]
 
@@ -404,9 +404,9 @@ class SwiftKVDecoderMixin(nn.Module):
         )
         first_deep = context.num_tokens - 1 if first_deep is None else first_deep
         if self.swiftkv_enabled:
-            x = self.run_lower(context, partial(run_bypassed_layer, first_deep))
+            x = self.run_lower_layers(context, partial(run_bypassed_layer, first_deep))
         else:
-            x = (self.run_teacher_lower or self.run_lower)(context)
+            x = (self.run_teacher_lower or self.run_lower_layers)(context)
         selection = selection(x) if callable(selection) else selection
         if self.swiftkv_enabled and self.layer_map.deep_leaders:
             hidden = self._run_upper_with_deep_tokens(x, context, selection, first_deep)

@@ -49,7 +49,7 @@ class DeepGroup:
         if attention is self._leader:
             stored = self.writer.write(self.group, attention.project_own_key_value(hidden_states, rotation))
             self.key_value = attention.expand_key_value(read_key_value(select_rows(stored, self._selection)))
-        assert self.key_value is not None, "the first layer of a group attends first"
+        assert self.key_value is not None, "the first layer of a group must run first"
         return self.key_value
 
 

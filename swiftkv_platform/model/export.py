@@ -18,33 +18,33 @@ from swiftkv_platform.configs import SwiftKVConfigMixin
 from swiftkv_platform.configs.adapter import ADAPTER_FILE, AdapterConfig
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.calibration import TokenBatch
-from swiftkv_platform.model.calibration.rounding import round_calibrated
+from swiftkv_platform.model.calibration.rounding import round_layerwise
 from swiftkv_platform.model.configuration import read_config, refuse_prefill_only
-from swiftkv_platform.model.families import student_classes
+from swiftkv_platform.model.families import get_student_classes
 from swiftkv_platform.model.weights.adapters import open_merged_model, write_adapter
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.model.weights.lazy_student import LazyStudent
 from swiftkv_platform.model.weights.loading import check_finite, get_first_dtype, resolve_tied_head
 from swiftkv_platform.model.weights.quantization import (
     WeightFormat,
+    choose_scale_group_size,
     dequantize_checkpoint,
     get_quantization_fields,
-    group_size,
     is_mixed_int8,
     is_projection,
     is_quantized,
     make_compressed_tensors_config,
+    make_int8_pattern,
     make_stored_tensors,
-    mixed_int8_pattern,
     quantize_weight,
 )
 from swiftkv_platform.model.weights.writing import (
     FilePlacement,
     Progress,
     ShardWriter,
-    atomic_directory,
     check_target_is_empty,
     copy_companion_files,
+    create_directory_atomically,
 )
 from swiftkv_platform.sources.model_directories import fetch_model_directory
 
@@ -87,7 +87,7 @@ def export(
             scale per row (W8A8); `int4` with a scale per group of 128 inputs, or fewer (W4A16); or `mixed`, with the
             projections of queries, keys and values and the last eighth of the MLPs in int8 and the others in int4 by
             groups of 32. Heads, embeddings, norms and routers stay unquantized. The directory is read tensor by tensor.
-        calibration: rows of tokens for the rounding of `quantize`, see `round_calibrated`; the directory is read layer
+        calibration: rows of tokens for the rounding of `quantize`, see `round_layerwise`; the directory is read layer
             by layer. None: each weight is rounded to nearest.
         base_model: directory or hub id of an adapter's base; None: as named in the adapter.
         progress: called with the number of files written and the total; only if `student` is a directory or hub id.
@@ -102,7 +102,7 @@ def export(
             source = _ExportSource.open(whole, teacher, prefill_only, revision if adapter is None else None)
             if quantize is not None:
                 return _export_quantized(source, target, quantize, calibration, progress)
-            with atomic_directory(target) as partial:
+            with create_directory_atomically(target) as partial:
                 writer = ShardWriter(partial, "weights")
                 writer.add_checkpoint(source.checkpoint, "weights", files, source.kept_tensors, progress)
                 writer.finish()
@@ -112,14 +112,14 @@ def export(
     config, keeps = _make_export_config(student.config, str(student.config.name_or_path), teacher, prefill_only)
     config.dtype = student.dtype
     if teacher and not student.config.swiftkv_teacher_weights:
-        raise _missing_teacher_error(str(student.config.name_or_path))
+        raise _make_missing_teacher_error(str(student.config.name_or_path))
     if quantize is not None:
         with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.whole-") as whole:
             exported = export(student, Path(whole) / "student", teacher=teacher)
             source = _ExportSource.open(exported, teacher, prefill_only)
             return _export_quantized(source, target, quantize, calibration, progress)
     weights = {name: tensor for name, tensor in student.state_dict().items() if keeps(name)}
-    with atomic_directory(target) as partial:
+    with create_directory_atomically(target) as partial:
         student.save_pretrained(partial, state_dict=weights)
         config.save_pretrained(partial)
     return target
@@ -169,7 +169,7 @@ def export_adapter(
             yield name, checkpoint.read(name)
             progress(done, len(checkpoint.shards))
 
-    with atomic_directory(target) as partial:
+    with create_directory_atomically(target) as partial:
         adapter = write_adapter(
             tensors(),
             config,
@@ -213,7 +213,7 @@ class _ExportSource:
         checkpoint = Checkpoint.open(directory)
         modules = {name.rpartition(".")[0] for name in checkpoint.shards}
         if teacher and modules.isdisjoint(list_teacher_modules(config)):
-            raise _missing_teacher_error(str(source))
+            raise _make_missing_teacher_error(str(source))
         return cls(str(source), directory, whole, config, checkpoint, frozenset(filter(keeps, checkpoint.shards)))
 
 
@@ -243,7 +243,7 @@ def _export_quantized(
     num_layers = config.num_hidden_layers
     eight = [name for name in projections if form == "int8" or (form == "mixed" and is_mixed_int8(name, num_layers))]
     sizes = [size for name, size in projections.items() if name not in eight]
-    group = group_size(sizes, smallest=form == "mixed")
+    group = choose_scale_group_size(sizes, smallest=form == "mixed")
     formats: dict[str, tuple[WeightFormat, int | None]] = dict.fromkeys(eight, ("int8", None))
     if group:
         four = (name for name, size in projections.items() if name not in formats and size % group == 0)
@@ -260,12 +260,12 @@ def _export_quantized(
     def tensors() -> Iterator[dict[str, torch.Tensor]]:
         rounded = set()
         if calibration is not None:
-            student = student_classes(source.whole.model_type).causal_lm
-            model, weights = student.without_weights(source.directory, config=source.whole, dtype=torch.float32)
+            student = get_student_classes(source.whole.model_type).causal_lm
+            model, weights = student.open_without_weights(source.directory, config=source.whole, dtype=torch.float32)
             if model.config.swiftkv_teacher_weights:
                 drop_teacher(model)
             lazy = LazyStudent(model, weights, {})
-            for name, values in round_calibrated(lazy, calibration, formats, dtype=dtype):
+            for name, values in round_layerwise(lazy, calibration, formats, dtype=dtype):
                 rounded.add(name)
                 yield make_stored_tensors(name, *values, formats[name][0])
         for name in names:
@@ -277,7 +277,7 @@ def _export_quantized(
                 else:
                     yield {name: tensor}
 
-    with atomic_directory(target) as partial:
+    with create_directory_atomically(target) as partial:
         writer = ShardWriter(partial, "weights")
         for done, made in enumerate(tensors(), start=1):
             for part, values in made.items():
@@ -286,7 +286,7 @@ def _export_quantized(
         writer.finish()
         copy_companion_files(source.directory, partial)
         targets: dict[WeightFormat, str] = (
-            {"int8": f"re:{mixed_int8_pattern(num_layers)}", "int4": "Linear"} if form == "mixed" else {form: "Linear"}
+            {"int8": f"re:{make_int8_pattern(num_layers)}", "int4": "Linear"} if form == "mixed" else {form: "Linear"}
         )
         config.quantization_config = make_compressed_tensors_config(
             targets, group, ignored, calibrated=calibration is not None
@@ -323,7 +323,7 @@ def _check_prefill_only(config: SwiftKVConfigMixin, source: str, teacher: bool) 
     """Raise `ModelError` if prefill runs all layers of the student, or vLLM does not serve its family."""
     refused = config.family.vllm_obstacle
     if teacher or refused or not config.layer_map.leaders:
-        why = "a teacher decodes" if teacher else refused or "all its layers compute their own K and V"
+        why = "its teacher also decodes" if teacher else refused or "all layers compute their own K and V"
         raise ModelError(
             f"{source!r} cannot be exported for prefill only: {why}; omit prefill_only",
             field="prefill_only",
@@ -333,11 +333,11 @@ def _check_prefill_only(config: SwiftKVConfigMixin, source: str, teacher: bool) 
 
 def list_teacher_modules(config: Any) -> list[str]:
     """Return the names of the modules in a student that only its teacher runs."""
-    modules: list[str] = student_classes(config.model_type).causal_lm.list_teacher_modules(config)
+    modules: list[str] = get_student_classes(config.model_type).causal_lm.list_teacher_modules(config)
     return modules
 
 
-def _missing_teacher_error(source: str) -> ModelError:
+def _make_missing_teacher_error(source: str) -> ModelError:
     return ModelError(
         f"{source!r} was exported without its teacher's projections; use teacher=False",
         field="teacher",

@@ -90,7 +90,7 @@ configs.register()
 STUDENT_CLASSES = {model_type: _build_classes(family) for model_type, family in FAMILIES.items()}
 
 
-def student_classes(model_type: str) -> StudentClasses:
+def get_student_classes(model_type: str) -> StudentClasses:
     """Return the classes of a family, given the `model_type` of a teacher or a student. Raises `ModelError`: it is
     unknown; the message lists the families."""
     return STUDENT_CLASSES[find_family({"model_type": model_type}).model_type]
@@ -105,5 +105,5 @@ def make_student_config(teacher: Any, request: ShapeRequest) -> Any:
             field="model.name_or_path",
             value=name,
         )
-    classes = student_classes(teacher.model_type)
+    classes = get_student_classes(teacher.model_type)
     return classes.make_config(teacher, request.resolve(teacher.num_hidden_layers, teacher.num_attention_heads))

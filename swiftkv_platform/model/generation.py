@@ -23,7 +23,7 @@ from swiftkv_platform.model.context import TokenSelection, supports_selection
 from swiftkv_platform.specs.sampling import EarlyExit
 
 
-def exit_confidence(logits: torch.Tensor) -> torch.Tensor:
+def compute_exit_confidence(logits: torch.Tensor) -> torch.Tensor:
     """Return the max probability per row of the exit head's logits [..., vocab_size], at temperature 1 without logits
     processors. A row exits if it reaches the threshold."""
     return logits.float().softmax(-1).amax(-1)
@@ -46,7 +46,7 @@ class ThresholdExits:
         """Select the last token of the rows that do not exit, from layer l's input `x` [batch, num_tokens,
         hidden_size]."""
         self._logits = self._exit_logits(x[:, -1:])  # [batch, 1, vocab_size]
-        self._exited = exit_confidence(self._logits[:, 0]) >= self._threshold
+        self._exited = compute_exit_confidence(self._logits[:, 0]) >= self._threshold
         self._rows = (~self._exited).nonzero().squeeze(1) if bool(self._exited.any()) else None
         return TokenSelection(1, rows=self._rows)
 
@@ -60,12 +60,12 @@ class ThresholdExits:
         vocab_size]."""
         if self._rows is None:
             return logits
-        assert self._logits is not None, "select_rows comes first"
+        assert self._logits is not None, "call `select_rows` first"
         return self._logits.index_copy(0, self._rows, logits)
 
     def finish_step(self, done: torch.Tensor) -> None:
         """Count the step's exited tokens. `done`: rows that end with this step, bool [batch]."""
-        assert self._exited is not None, "select_rows comes first"
+        assert self._exited is not None, "call `select_rows` first"
         if self.num_exited_tokens is None or self._running is None:
             self.num_exited_tokens = torch.zeros_like(done, dtype=torch.long)
             self._running = torch.ones_like(done)

@@ -90,7 +90,7 @@ class _AttentionIndices:
     num_keys: list[int]
     """Number of keys per part."""
     cu_seqlens: tuple[Tensor, Tensor]
-    """Cumulative lengths of the parts' queries and keys, see `_cumulative_lengths`."""
+    """Cumulative lengths of the parts' queries and keys, see `_compute_cumulative_lengths`."""
 
     @classmethod
     def create(cls, parts: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device) -> Self:
@@ -98,14 +98,14 @@ class _AttentionIndices:
         num_queries, num_keys = [len(queries) for queries, _ in parts], [len(keys) for _, keys in parts]
         queries = _make_indices([row for queries, _ in parts for row in queries], device)
         keys = _make_indices([row for _, keys in parts for row in keys], device)
-        cu_seqlens = _cumulative_lengths(num_queries, device), _cumulative_lengths(num_keys, device)
+        cu_seqlens = _compute_cumulative_lengths(num_queries, device), _compute_cumulative_lengths(num_keys, device)
         return cls(queries, keys, num_queries, num_keys, cu_seqlens)
 
 
 @dataclass(frozen=True)
 class PackedSamples:
     """Samples concatenated in a batch of one row. Padding after the last sample attends to nothing. Implements
-    `SelectsTokens`."""
+    `TokenSelectable`."""
 
     lengths: tuple[int, ...]
     """Number of tokens per sample, without its shared prefix."""
@@ -139,19 +139,19 @@ class PackedSamples:
         dtype: torch.dtype,
         operator: VarlenOperator | None = None,
     ) -> Self:
-        cu_seqlens = None if operator is None else _cumulative_lengths(lengths, device)
+        cu_seqlens = None if operator is None else _compute_cumulative_lengths(lengths, device)
         prefixes = tuple(prefix_lengths) if any(prefix_lengths) else None
         return cls(tuple(lengths), get_layer_windows(config), dtype, device, prefixes, operator, cu_seqlens)
 
     def add_conversation_spans(self, counted_mask: Tensor, deep_tail: int, *, overlapping: bool) -> Self:
         """Return the samples for layers >= l of a student whose deep tokens have their own K and V. Attention then
-        expects the K and V from x of all tokens, followed by the deep tokens' own. See `conversation_spans`.
+        expects the K and V from x of all tokens, followed by the deep tokens' own. See `find_conversation_spans`.
 
         Args:
             counted_mask: [num_tokens], nonzero for tokens that predict a generated token. It is read on the host.
         """
         counted = counted_mask.tolist()
-        spans = conversation_spans(counted, self._samples, deep_tail, overlapping=overlapping)
+        spans = find_conversation_spans(counted, self._samples, deep_tail, overlapping=overlapping)
         return replace(self, spans=tuple(spans), num_tokens=len(counted))
 
     @cached_property
@@ -182,7 +182,7 @@ class PackedSamples:
         return _make_indices(rows, self.device)
 
     def select_tokens(self, selection: TokenSelection) -> Self:
-        assert isinstance(selection.tokens, Tensor), "training selects the counted tokens by index"
+        assert isinstance(selection.tokens, Tensor), "training selects tokens by index"
         return replace(self, query_tokens=selection.tokens)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, layer: int) -> Tensor:
@@ -299,7 +299,7 @@ class PackedSamples:
         return output[..., :value_dim].unsqueeze(0)
 
 
-def _cumulative_lengths(lengths: Sequence[int], device: torch.device) -> Tensor:
+def _compute_cumulative_lengths(lengths: Sequence[int], device: torch.device) -> Tensor:
     """Return FlashAttention's `cu_seqlens`, int32: [3, 2] -> [0, 3, 5]."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
 
@@ -308,7 +308,7 @@ def _make_indices(indices: list[int], device: torch.device) -> Tensor:
     return torch.tensor(indices, dtype=torch.long).to(device, non_blocking=True)
 
 
-def conversation_spans(
+def find_conversation_spans(
     counted: Sequence[bool | int], samples: Sequence[Sequence[int]], deep_tail: int = 1, *, overlapping: bool = False
 ) -> list[Span]:
     """Return the spans of deep tokens in samples.
@@ -507,7 +507,7 @@ def add_conversation_spans(
 
     The tokens in `counted_mask` [num_tokens] predict a generated token. Consecutive ones and the last `deep_tail`
     tokens of their prompt form a span. A span attends to everything before it, including earlier answers, as a prompt,
-    as in serving. `overlapping`: as in `conversation_spans`; only for passes over the selected `deep_tokens`."""
+    as in serving. `overlapping`: as in `find_conversation_spans`; only for passes over the selected `deep_tokens`."""
     samples = get_packed_samples(context).add_conversation_spans(counted_mask, deep_tail, overlapping=overlapping)
     with_spans = {SAMPLES_KEY: samples}
     return replace(context, layer_arguments={**context.layer_arguments, **with_spans})
@@ -549,7 +549,7 @@ def run_lower_layers_by_span(
     """
     layer_map = decoder.layer_map
     if not layer_map.bypassed_layers:
-        x = decoder.run_lower(context)
+        x = decoder.run_lower_layers(context)
         return x, x if selection is None else selection.select(x)
     # 1. run the layers below the first bypassed one for all tokens
     first, x = layer_map.first_bypassed_layer, context.hidden

@@ -77,7 +77,7 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in _TOKENIZER_FILES)
 
 
-def max_bytes_per_token(tokenizer: Any) -> int | None:
+def get_max_bytes_per_token(tokenizer: Any) -> int | None:
     """Return the max bytes of text per token, or None if there is no maximum or it is unknown.
 
     There is no maximum if a normalizer or a pre-tokenizer removes text, if an unknown word of any length is one token,
@@ -87,9 +87,9 @@ def max_bytes_per_token(tokenizer: Any) -> int | None:
         return None
     backend = tokenizer.backend_tokenizer
     vocabulary, added = backend.get_vocab(with_added_tokens=False), backend.get_added_tokens_decoder().values()
-    normalizers, pre_tokenizers = list_steps(backend.normalizer), list_steps(backend.pre_tokenizer)
-    shrinks = [_NORMALIZER_SHRINK.get(step["type"]) if not _deletes_text(step) else None for step in normalizers]
-    kept = all(step["type"] in _LOSSLESS_PRE_TOKENIZERS and not _deletes_text(step) for step in pre_tokenizers)
+    normalizers, pre_tokenizers = list_tokenizer_steps(backend.normalizer), list_tokenizer_steps(backend.pre_tokenizer)
+    shrinks = [_NORMALIZER_SHRINK.get(step["type"]) if not _may_delete_text(step) else None for step in normalizers]
+    kept = all(step["type"] in _LOSSLESS_PRE_TOKENIZERS and not _may_delete_text(step) for step in pre_tokenizers)
     if None in shrinks or not kept or any(token.lstrip or token.rstrip for token in added):
         return None
     if any(step["type"] == "ByteLevel" for step in [*normalizers, *pre_tokenizers]):
@@ -131,7 +131,7 @@ _LOSSLESS_PRE_TOKENIZERS = {"ByteLevel", "Split", "Digits", "Metaspace", "Punctu
 """Pre-tokenizers that keep all text by default."""
 
 
-def _deletes_text(step: dict[str, Any]) -> bool:
+def _may_delete_text(step: dict[str, Any]) -> bool:
     """Whether a step with these options removes text."""
     if step["type"] == "Replace":
         pattern = step["pattern"].get("String")
@@ -139,7 +139,7 @@ def _deletes_text(step: dict[str, Any]) -> bool:
     return step.get("behavior") == "Removed"
 
 
-def list_steps(component: Any) -> list[dict[str, Any]]:
+def list_tokenizer_steps(component: Any) -> list[dict[str, Any]]:
     """Return the steps of a normalizer, pre-tokenizer or decoder, with sequences flattened; empty for None."""
     unvisited = [] if component is None else [json.loads(component.__getstate__())]
     found = []

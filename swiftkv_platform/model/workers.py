@@ -71,7 +71,7 @@ class Workers:
     def scatter(self, values: Sequence[T] | None) -> T:
         """Return this worker's item of the first worker's `values`, one per worker. The others pass None."""
         if self.size == 1:
-            assert values is not None, "the first worker passes the values"
+            assert values is not None, "the first worker must pass the values"
             return values[0]
         mine: list[Any] = [None]
         dist.scatter_object_list(mine, None if values is None else list(values))

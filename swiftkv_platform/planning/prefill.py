@@ -9,7 +9,7 @@ Two conventions:
 
 Attention counts the pairs of query and key that the causal mask and the window allow, as in kernels that skip masked
 blocks; `square` counts all pairs, as in plain matrix products. Norms, activations, RoPE and softmax are not counted, as
-in the paper. `model.cache.cache_bytes` measures a real cache.
+in the paper. `model.cache.count_cache_bytes` measures a real cache.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from swiftkv_platform.distillation.model import load_trained_tensors
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model import convert
-from swiftkv_platform.model.calibration import calibrate_streamed
+from swiftkv_platform.model.calibration import calibrate_layerwise
 from swiftkv_platform.model.calibration.regression import RIDGE
 from swiftkv_platform.model.weights.lazy_student import LazyStudent
 from swiftkv_platform.model.workers import Workers
@@ -116,7 +116,7 @@ def test_the_exit_head_starts_from_the_final_hidden_state_that_is_to_be_expected
 def exit_divergence(student: Any, tokens: torch.Tensor) -> float:
     """Mean KL(teacher || exit head) in nats."""
     decoder = student.model
-    x = decoder.run_lower(decoder.make_context(tokens))
+    x = decoder.run_lower_layers(decoder.make_context(tokens))
     teacher_log = student.swiftkv(False)(tokens).logits.log_softmax(-1)
     exit_log = student.exit_logits(x).log_softmax(-1)
     return float(F.kl_div(exit_log, teacher_log, log_target=True, reduction="none").sum(-1).mean())
@@ -315,7 +315,7 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 def streamed(path: Path, batches: Any, shape: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
     source = LazyStudent.open(path, ShapeRequest(**shape), {}, dtype=torch.float32)
-    found = {name: t.clone() for name, t in calibrate_streamed(source, batches, workers=Workers(), **options)}
+    found = {name: t.clone() for name, t in calibrate_layerwise(source, batches, workers=Workers(), **options)}
     assert all(parameter.is_meta for parameter in source.model.parameters())
     return found
 
@@ -373,7 +373,7 @@ def test_a_layer_at_a_time_is_in_memory(batches: Any, tmp_path: Path) -> None:
 
     source.load_parameters = watched  # type: ignore[method-assign]
     told: list[tuple[int, int]] = []
-    list(calibrate_streamed(source, batches, workers=Workers(), progress=lambda *counts: told.append(counts)))
+    list(calibrate_layerwise(source, batches, workers=Workers(), progress=lambda *counts: told.append(counts)))
     model = source.model.model
     num_layers = len(model.layers)
     assert told == [(done, num_layers) for done in range(num_layers + 1)]

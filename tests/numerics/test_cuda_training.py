@@ -11,7 +11,7 @@ from swiftkv_platform.distillation.model import DistillationModel
 from swiftkv_platform.distillation.strategy import build_optimizers
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.evaluation.quality import evaluate
-from swiftkv_platform.model.families import student_classes
+from swiftkv_platform.model.families import get_student_classes
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec
 from swiftkv_platform.specs.training import OptimizerSpec
@@ -31,7 +31,7 @@ def log() -> Iterator[DeviceLog]:
 
 
 def make_student(dtype: torch.dtype, **changes: Any) -> Any:
-    classes = student_classes("llama")
+    classes = get_student_classes("llama")
     shape = {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True} | changes
     config = classes.make_config(LlamaConfig(**TEACHER), StudentShape(**shape))
     with torch.device(DEVICE):

@@ -127,7 +127,7 @@ def test_rows_that_exit_keep_shared_keys_and_values(deep_tail: int, tmp_path: Pa
         turns[len(PROMPT) :] = -1
         for at in range(len(PROMPT), len(row)):
             ids = row[:at]
-            x = student.model.run_lower(student.model.make_context(ids[None]))
+            x = student.model.run_lower_layers(student.model.make_context(ids[None]))
             head = student.exit_logits(x[0, -1])
             exits = head.softmax(-1).max() >= THRESHOLD and (deep_tail == 1 or at > len(PROMPT))
             turns[at - 1] = -1 if exits else 0

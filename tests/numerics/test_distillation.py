@@ -49,7 +49,7 @@ def _naive_losses(student: Any, batch: dict[str, torch.Tensor], temperature: flo
     log_p = F.log_softmax(teacher / temperature, dim=-1)
     log_q = F.log_softmax(student_logits / temperature, dim=-1)
     context = student.model.make_context(**inputs)
-    exit_logits = student.exit_logits(student.model.run_lower(context).detach())[mask]
+    exit_logits = student.exit_logits(student.model.run_lower_layers(context).detach())[mask]
     exit_log_q = F.log_softmax(exit_logits / temperature, dim=-1)
     targets = batch["input_ids"].roll(-1, dims=1)[mask]
     return {
@@ -192,7 +192,7 @@ def test_trained_layers_keep_the_teacher(trainable: Any) -> None:
                 parameter.sub_(parameter.grad.sign(), alpha=0.1)
         kept = distillation_model.teacher_copy
         context = student.model.make_context(**inputs)
-        hidden = kept.run_teacher_upper(kept.run_lower(context), context)
+        hidden = kept.run_teacher_upper(kept.run_lower_layers(context), context)
     torch.testing.assert_close(student.lm_head(hidden), teacher)
 
 

@@ -181,7 +181,7 @@ def test_the_exit_head_is_binned_by_its_confidence() -> None:
     for begin, end in zip(rows.samples.starts, rows.samples.starts[1:], strict=False):
         ids = torch.from_numpy(rows.samples.tokens[begin:end].astype(np.int64))[None]
         context = model.model.make_context(ids)
-        p, tokens = model.exit_logits(model.model.run_lower(context))[0].double().softmax(-1).max(-1)
+        p, tokens = model.exit_logits(model.model.run_lower_layers(context))[0].double().softmax(-1).max(-1)
         agrees = tokens == model.swiftkv(True)(ids).logits[0].argmax(-1)
         for i in np.flatnonzero(rows.samples.loss_mask[begin:end]):
             positions[int(p[i] / 0.05)] += 1

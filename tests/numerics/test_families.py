@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from swiftkv_platform.families import FAMILIES
 from swiftkv_platform.model import convert, load_dense
-from swiftkv_platform.model.cache import cache_bytes
+from swiftkv_platform.model.cache import count_cache_bytes
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from tests.support import reference
 from tests.support.parameters import KINDS, WIDE, few, in_turn
@@ -185,7 +185,7 @@ def test_latent_attention_caches_latents(swiftkv: bool, layers: int, prompt: tor
     rank, rope = student.config.kv_lora_rank, student.config.qk_rope_head_dim
     assert [tuple(layer.keys.shape) for layer in cache.layers] == [(1, 1, 40, rank)] * layers
     assert [tuple(layer.values.shape) for layer in cache.layers] == [(1, 1, 40, rope)] * layers
-    assert cache_bytes(cache) == layers * 40 * (rank + rope) * 4
+    assert count_cache_bytes(cache) == layers * 40 * (rank + rope) * 4
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from transformers import CompileConfig, DynamicCache, GenerationConfig
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.model import causal_lm, convert
-from swiftkv_platform.model.cache import cache_bytes, get_stored_dtype, make_cache
+from swiftkv_platform.model.cache import count_cache_bytes, get_stored_dtype, make_cache
 from swiftkv_platform.model.context import TokenSelection, supports_selection
 from tests.support.tiny_models import WINDOW, disturb, family_teacher, random_teacher, random_tokens
 
@@ -119,7 +119,7 @@ def test_eight_bits_in_every_mode(kv_cache_dtype: str, student: Any, prompts: to
         cache, rows = output.past_key_values, prompts.shape[0] * mode.get("num_beams", 1)
         num_tokens = WINDOW - 1 if student.config.model_type == "mistral_swiftkv" else 49
         assert len(cache.layers) == 4
-        assert cache_bytes(cache) == 4 * 2 * rows * 2 * num_tokens * (8 + 2)  # two heads of 8 elements and a scale
+        assert count_cache_bytes(cache) == 4 * 2 * rows * 2 * num_tokens * (8 + 2)  # 2 heads of 8 elements and a scale
         for other in CACHES.values():
             assert torch.equal(generate(student, prompts, **mode, **arguments, **other).sequences, output.sequences)
 
@@ -259,4 +259,4 @@ def test_teacher_mode_keeps_all_layers_and_may_be_quantized(student: Any, prompt
         assert torch.equal(output.sequences, expected)
         assert len(output.past_key_values.layers) == 5
     output = generate(student, prompts, return_dict_in_generate=True, kv_cache_dtype="int8")
-    assert cache_bytes(output.past_key_values) == 5 * 2 * 2 * 2 * 49 * 10
+    assert count_cache_bytes(output.past_key_values) == 5 * 2 * 2 * 2 * 49 * 10

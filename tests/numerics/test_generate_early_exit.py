@@ -36,7 +36,7 @@ def prompts() -> torch.Tensor:
 @torch.no_grad()
 def mixed(model: Any, prompts: torch.Tensor) -> dict[str, Any]:
     """Return early-exit settings with a threshold that half of the rows reach at their first token."""
-    x = model.model.run_lower(model.model.make_context(prompts))[:, -1]
+    x = model.model.run_lower_layers(model.model.make_context(prompts))[:, -1]
     confidence = model.exit_logits(x).softmax(-1).amax(-1).sort().values
     middle = len(prompts) // 2
     return {"mode": "threshold", "threshold": float(confidence[middle - 1 : middle + 1].mean())}
@@ -52,7 +52,7 @@ def by_hand(model: Any, prompt: torch.Tensor, threshold: float, count: int) -> t
     ids, num_exited = prompt.tolist(), 0
     for _ in range(count):
         tokens = torch.tensor([ids])
-        x = model.model.run_lower(model.model.make_context(tokens))[0, -1]
+        x = model.model.run_lower_layers(model.model.make_context(tokens))[0, -1]
         logits = model.exit_logits(x)
         if logits.softmax(-1).max() >= threshold:
             num_exited += 1
@@ -99,7 +99,7 @@ def test_scores_are_those_of_the_head_that_chose(student: Any, prompts: torch.Te
     output = with_exits(student, prompts, options, output_logits=True, max_new_tokens=1)
     always = with_exits(student, prompts, {"mode": "threshold", "threshold": 0}, output_logits=True, max_new_tokens=1)
     with torch.no_grad():
-        x = student.model.run_lower(student.model.make_context(prompts))[:, -1]
+        x = student.model.run_lower_layers(student.model.make_context(prompts))[:, -1]
         exit_logits, logits = student.exit_logits(x), student(prompts).logits[:, -1]
     exited = exit_logits.softmax(-1).amax(-1) >= options["threshold"]
     expected = torch.where(exited[:, None], exit_logits, logits)

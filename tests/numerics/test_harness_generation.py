@@ -132,7 +132,7 @@ def test_a_teacher_that_is_kept_apart_answers(trainable: Any) -> None:
     kept = copy_teacher(student.model, DistillationSpec(trainable=trainable))
     student.model.run_teacher_upper = kept.run_teacher_upper
     if trainable == "all":
-        student.model.run_teacher_lower = kept.run_lower
+        student.model.run_teacher_lower = kept.run_lower_layers
     with torch.no_grad():
         for parameter in student.model.layers.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)

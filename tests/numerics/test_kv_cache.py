@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, DynamicCache
 import swiftkv_platform.sources
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert
-from swiftkv_platform.model.cache import cache_bytes, make_cache
+from swiftkv_platform.model.cache import count_cache_bytes, make_cache
 from swiftkv_platform.model.context import TokenSelection
 from tests.numerics.test_families import make_student
 from tests.support.parameters import in_turn, pairwise
@@ -53,8 +53,8 @@ def test_eight_bits_stay_near_on_real_text(kv_cache_dtype: str, real_student: An
     assert kl.max() < 50 * MAX_KL[kv_cache_dtype]
     config, rows = real_student.config, real_text.numel() * real_student.config.num_key_value_heads
     assert [len(cache.layers) for cache in caches] == [9, 9]  # 6 + 6 / 2
-    assert cache_bytes(caches[0]) == 9 * 2 * rows * config.head_dim * 4
-    assert cache_bytes(caches[1]) == 9 * 2 * rows * (config.head_dim + 2)
+    assert count_cache_bytes(caches[0]) == 9 * 2 * rows * config.head_dim * 4
+    assert count_cache_bytes(caches[1]) == 9 * 2 * rows * (config.head_dim + 2)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_selected_tokens_get_what_they_get_among_all(name: str, implementation: 
     mask[1, :num_padding] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0) if num_padding else None
     context = decoder.make_context(prompts, attention_mask=mask if num_padding else None, position_ids=positions)
-    x = decoder.run_lower(context)
+    x = decoder.run_lower_layers(context)
     whole = decoder.run_student_upper(x, context)
     for what, selection in SELECTIONS.items():
         kept = decoder.run_student_upper(
@@ -140,7 +140,7 @@ def test_rows_leave_a_decode_batch_and_their_key_values_are_complete(name: str, 
         student(prompts[:, :-2], past_key_values=cache, logits_to_keep=1)
     whole = [student(step, past_key_values=caches[0]).logits[:, 0] for step in steps]
     context = decoder.make_context(prompts[:, -2:-1], past_key_values=caches[1])
-    hidden = decoder.run_student_upper(decoder.run_lower(context), context, selection=TokenSelection(rows=rows))
+    hidden = decoder.run_student_upper(decoder.run_lower_layers(context), context, selection=TokenSelection(rows=rows))
     torch.testing.assert_close(student.lm_head(hidden[:, 0]), whole[0][rows], atol=1e-5, rtol=1e-5)
     actual = student(prompts[:, -1:], past_key_values=caches[1]).logits[:, 0]
     torch.testing.assert_close(actual, whole[1], atol=1e-5, rtol=1e-5)

@@ -232,7 +232,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "an odd revision": (change_adapter(revision="../../x"), "its revision is '../../x'; a branch, tag or commit"),
     "an object store without a download": (
         change_adapter(base_model_name_or_path="s3://bucket/base"),
-        "its base_model_name_or_path is 's3://bucket/base', which this loader does not download",
+        "its base_model_name_or_path is 's3://bucket/base', which cannot be downloaded here",
     ),
     "an adapter of an adapter": (
         nest,

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from swiftkv_platform.distillation.model import DistillationModel
 from swiftkv_platform.families import FAMILIES
 from swiftkv_platform.model import convert
-from swiftkv_platform.model.cache import cache_bytes, make_cache
+from swiftkv_platform.model.cache import count_cache_bytes, make_cache
 from swiftkv_platform.planning import plan, read_architecture
 from swiftkv_platform.planning.parameters import count_dense_parameters, count_student_parameters
 from swiftkv_platform.planning.prefill import Components, Flops, forward_flops
@@ -62,7 +62,7 @@ def test_the_dense_plan_is_what_a_teacher_runs(name: str) -> None:
     planned = forward_flops(model, dense, num_tokens=PROMPT, num_selected=PROMPT, num_logits=1, square=True)
     assert_equal(prefill, planned)
     result = plan(teacher.config.to_dict(), sequence_length=PROMPT, kv_cache_dtype="float32")
-    assert cache_bytes(prefill[2]) == PROMPT * result.dense_kv_bytes_per_token
+    assert count_cache_bytes(prefill[2]) == PROMPT * result.dense_kv_bytes_per_token
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_the_executed_plan_is_what_a_student_runs(name: str, shape: Any) -> None
     assert result.prefill["executed"].swiftkv.total - result.prefill["executed"].swiftkv.attention == pytest.approx(
         prefill[0] / PROMPT
     )
-    assert cache_bytes(prefill[2]) == PROMPT * result.kv_bytes_per_token
+    assert count_cache_bytes(prefill[2]) == PROMPT * result.kv_bytes_per_token
     decode = count(student, tokens[:, :1], past_key_values=prefill[2])
     one_token = {"num_tokens": 1, "num_selected": 1, "num_logits": 1, "past": PROMPT}
     assert_equal(decode, forward_flops(model, layer_map, **one_token, square=True))
@@ -101,7 +101,7 @@ def test_a_quantized_cache_has_the_planned_bytes(name: str) -> None:
         cache = make_cache(student.config, kv_cache_dtype=kv_cache_dtype)
         student(torch.arange(PROMPT)[None], past_key_values=cache, logits_to_keep=1)
         result = plan(student.config.to_dict(), sequence_length=PROMPT, kv_cache_dtype=kv_cache_dtype)
-        assert cache_bytes(cache) == PROMPT * result.kv_bytes_per_token
+        assert count_cache_bytes(cache) == PROMPT * result.kv_bytes_per_token
 
 
 @pytest.mark.parametrize("switched", [False, True])

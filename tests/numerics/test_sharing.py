@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert
-from swiftkv_platform.model.cache import cache_bytes
+from swiftkv_platform.model.cache import count_cache_bytes
 from swiftkv_platform.model.weights.lazy_student import share_heads
 from swiftkv_platform.planning import equal_cache_group_size
 from tests.support import reference
@@ -55,7 +55,7 @@ def test_the_cache_holds_the_shared_heads(sharing: str, prompt: torch.Tensor, tm
     heads = [student.config.get_cache_num_key_value_heads(i) for i in range(5)]
     assert heads == [2, 2, 2, HEADS[sharing], HEADS[sharing]]
     assert [layer.keys.shape[1] for layer in output.past_key_values.layers] == heads
-    assert cache_bytes(output.past_key_values) == sum(heads) * 2 * 40 * 8 * 4
+    assert count_cache_bytes(output.past_key_values) == sum(heads) * 2 * 40 * 8 * 4
     student.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.config.num_key_value_heads_swiftkv == HEADS[sharing]

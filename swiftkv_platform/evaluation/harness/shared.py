@@ -548,9 +548,9 @@ class _TeacherDecoder:
         owners = [getattr(function, "__self__", None) for function in functions]
         return [self._decoder, *(owner for owner in owners if owner is not None)]
 
-    def run_lower(self, context: DecoderContext, _bypass: Bypass | None = None) -> torch.Tensor:
+    def run_lower_layers(self, context: DecoderContext, _bypass: Bypass | None = None) -> torch.Tensor:
         """Run all layers. `_bypass` is ignored, since a teacher's tokens bypass no layers."""
-        x = (self._decoder.run_teacher_lower or self._decoder.run_lower)(context)
+        x = (self._decoder.run_teacher_lower or self._decoder.run_lower_layers)(context)
         hidden: torch.Tensor = self._decoder.run_teacher_upper(x, context)
         return hidden
 

@@ -66,7 +66,7 @@ class _Layer:
         weight = _reorder_heads(self.attention.o_proj.weight, 1, self.order)
         return list(weight.unflatten(1, (self.num_heads, len(self.keys), -1)).unbind(2))
 
-    def reorder(self, order: Sequence[int]) -> None:
+    def reorder_heads(self, order: Sequence[int]) -> None:
         """Let head `order[n]` join the shared head n; for a layer of one member."""
         self.order = order
         for tensors, dim in ((self.keys, 1), (self.values, 1), (self.queries, 0)):
@@ -88,7 +88,7 @@ class _Layer:
 
     def absorb_into_output(self, maps: Sequence[torch.Tensor]) -> None:
         """Set o_proj_swiftkv to the teacher's o_proj composed with `maps`, one per member, see `share_values`."""
-        turned = [map_outputs(output, one).flatten(2) for output, one in zip(self.outputs, maps, strict=True)]
+        turned = [compose_outputs(output, one).flatten(2) for output, one in zip(self.outputs, maps, strict=True)]
         self.attention.o_proj_swiftkv.weight.copy_(torch.stack(turned, dim=2).flatten(1))
 
 
@@ -99,7 +99,7 @@ def _fit_group(attentions: Sequence[Any], layers: Sequence[int], regression: Gro
     if config.own_output_projection and not leader.has_head_norms and num_heads == config.num_key_value_heads:
         firsts = [(layer.keys[0], layer.queries[0]) for layer in group]
         for layer, order in zip(group, match_heads(firsts, regression.gram, num_heads), strict=True):
-            layer.reorder(order)
+            layer.reorder_heads(order)
     keys = [key for layer in group for key in layer.keys]
     values = [value for layer in group for value in layer.values]
     outputs = [output for layer in group for output in layer.outputs]
@@ -283,7 +283,7 @@ def share_values(
     return torch.einsum("nkd,kde->nke", shared.weights, shared.restore).flatten(1), maps
 
 
-def map_outputs(output: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
+def compose_outputs(output: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
     """Compose an output projection with a map of each key-value head's values. Returns [hidden_size,
     num_key_value_heads, query heads of each, head_dim] in float64."""
     return torch.einsum("okqd,kde->okqe", output.double().unflatten(2, (-1, maps.shape[1])), maps)

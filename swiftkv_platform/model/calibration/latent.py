@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from swiftkv_platform.model.calibration.heads import map_outputs, merge_keys, merge_values, share_values
+from swiftkv_platform.model.calibration.heads import compose_outputs, merge_keys, merge_values, share_values
 from swiftkv_platform.model.calibration.regression import (
     CalibrationMethod,
     GroupRegression,
-    Weighted,
+    WeightedMap,
     compute_root_and_inverse,
     share_components,
 )
@@ -73,24 +73,24 @@ LATENT_CALIBRATION = CalibrationMethod(
 
 def _merge_weighted_values(
     values: list[torch.Tensor], attentions: Sequence[Any], regression: GroupRegression
-) -> Weighted:
+) -> WeightedMap:
     """Merge a group's values by head, weighting errors by the layers' o_proj."""
     num_heads, dim = values[0].shape[1:]
     outputs = [attention.o_proj.weight.double().unflatten(1, (num_heads, dim)) for attention in attentions]
     flat = [value.flatten(1) for value in values]
     if attentions[0].config.own_output_projection:
         merged, maps = share_values(flat, outputs, regression.gram, num_heads)
-        outputs = [map_outputs(output, one).flatten(2) for output, one in zip(outputs, maps, strict=True)]
+        outputs = [compose_outputs(output, one).flatten(2) for output, one in zip(outputs, maps, strict=True)]
         for attention, output in zip(attentions, outputs, strict=True):
             attention.o_proj_swiftkv.weight.copy_(output.flatten(1))
     else:
         merged = merge_values(flat, outputs, num_heads)
     root, inverse = compute_root_and_inverse(torch.stack([torch.einsum("ohd,ohe->hde", o, o) for o in outputs]).sum(0))
-    return Weighted(torch.einsum("nhd,hde->nhe", merged.unflatten(1, (num_heads, dim)), root), inverse)
+    return WeightedMap(torch.einsum("nhd,hde->nhe", merged.unflatten(1, (num_heads, dim)), root), inverse)
 
 
 def _factorize(
-    keys: Weighted, values: Weighted, rank: int, regression: GroupRegression
+    keys: WeightedMap, values: WeightedMap, rank: int, regression: GroupRegression
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the down projection [rows, rank] to latents of mean square 1, and the up projection [rank, heads, dim].
 

@@ -73,7 +73,7 @@ class StoredActivation:
     def load(self, device: torch.device | str) -> torch.Tensor:
         if self._tensor is not None:
             return self._tensor.to(device)
-        assert self._path is not None, "a stored activation is in memory or in a file"
+        assert self._path is not None, "a stored activation has a tensor or a file"
         return load_file(self._path)["x"].to(device)
 
     def __del__(self) -> None:

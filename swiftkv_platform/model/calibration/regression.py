@@ -47,7 +47,7 @@ def compute_root_and_inverse(metric: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 @dataclass(frozen=True)
-class Weighted:
+class WeightedMap:
     """A linear map of h by head, in a basis in which errors in all directions have equal weight."""
 
     weights: torch.Tensor
@@ -58,7 +58,7 @@ class Weighted:
 
 def share_components(
     parts: Sequence[torch.Tensor], metrics: Sequence[torch.Tensor], gram: torch.Tensor
-) -> tuple[Weighted, list[torch.Tensor]]:
+) -> tuple[WeightedMap, list[torch.Tensor]]:
     """Return one shared map by head for a group, and by layer the matrix F_i [num_heads, dim, dim] with part_i = F_i
     shared: the best approximation in `dim` dimensions, for layers that can absorb any linear map.
 
@@ -81,7 +81,7 @@ def share_components(
     rotation = left @ right
     maps = torch.stack([inverse @ u @ rotation for u, (_, inverse) in zip(by_layer, roots, strict=True)])
     size = (maps.square().sum((-1, -2)).mean(0) / dim).sqrt()[:, None, None]
-    return Weighted(torch.einsum("nhd,hde->nhe", weighted, principal), rotation * size), list(maps / size)
+    return WeightedMap(torch.einsum("nhd,hde->nhe", weighted, principal), rotation * size), list(maps / size)
 
 
 class Regression:
@@ -102,7 +102,7 @@ class Regression:
         """Return the weights [inputs, outputs] for sums [hidden_size + 1, outputs]."""
         return torch.cholesky_solve(cross[self._inputs], self.factor)
 
-    def for_group(self, leader: Any, layer: int, sums: GroupSums) -> GroupRegression:
+    def make_group_regression(self, leader: Any, layer: int, sums: GroupSums) -> GroupRegression:
         """Return the regressions of a group. `leader`, `layer`: its leader's attention and layer number."""
         factor = None
         if sums.own_gram is not None:
@@ -154,7 +154,7 @@ class GroupRegression:
             if len(own) < self.num_inputs:
                 own = torch.cat((own, projection.bias.double()[None]))
         else:
-            assert self.own_factor is not None, "a group of several layers has sums of its own"
+            assert self.own_factor is not None, "groups of several layers collect `own_gram`"
             cross = self.sums.own_cross[i, name]
             own = torch.cholesky_solve(cross[: self.num_inputs], self.own_factor)
         return torch.cat((solved, own.to(solved.device)))

@@ -41,7 +41,7 @@ from swiftkv_platform.model.weights.quantization import WeightFormat, dequantize
 
 
 @torch.no_grad()
-def round_calibrated(
+def round_layerwise(
     source: LayerSource,
     batches: Iterable[TokenBatch],
     formats: Mapping[str, tuple[WeightFormat, int | None]],
@@ -178,7 +178,7 @@ class _RoundingPass:
         """Return a group's keys and values, or a function that makes them; stores them for the group's other layers."""
         leader = self._decoder.layers[i].self_attn
         inputs = self._decoder.norm_swiftkv(x)
-        shared = leader.shape_key_value([project(inputs) for project in leader.input_projections], rotation)
+        shared = leader.make_cache_entry([project(inputs) for project in leader.input_projections], rotation)
 
         def keep(key_value: KeyValue) -> KeyValue:
             if len(self._config.layer_map.get_group(i)) > 1:

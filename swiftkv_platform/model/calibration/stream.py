@@ -36,7 +36,7 @@ K = TypeVar("K")
 
 
 @torch.no_grad()
-def calibrate_streamed(
+def calibrate_layerwise(
     source: LayerSource,
     batches: Iterable[TokenBatch],
     *,
@@ -60,11 +60,11 @@ def calibrate_streamed(
 @torch.no_grad()
 def calibrate(student: Any, batches: Iterable[TokenBatch]) -> None:
     """Replace the copied start of a student in memory by the calibrated one. Raises `InvalidInputError` as
-    `calibrate_streamed`."""
+    `calibrate_layerwise`."""
     parameters = dict(student.named_parameters())
     source: Any = SimpleNamespace(model=student, load_parameters=lambda *_, **__: None, free_parameters=lambda _: None)
     alone = Workers(alone=True)
-    for name, tensor in calibrate_streamed(source, batches, workers=alone, device=student.device):
+    for name, tensor in calibrate_layerwise(source, batches, workers=alone, device=student.device):
         parameters[name].copy_(tensor)
 
 
@@ -208,7 +208,7 @@ class _CalibrationPass:
         total: torch.Tensor | None = None
         for row in range(len(self._x)):
             total = _add_gram(total, self._compute_regression_inputs(row))
-        assert total is not None, "there is a row, or one that counts nothing"
+        assert total is not None, "a worker without rows runs a token of weight 0"
         return self._workers.all_reduce_(total)
 
     def _collect_layer_sums(self, i: int, sums: GroupSums, leader: int) -> None:
@@ -248,7 +248,7 @@ class _CalibrationPass:
         attentions = [self._decoder.layers[i].self_attn for i in layers]
         for attention in attentions:
             self._source.load_parameters(attention)
-        self._method.fit(attentions, layers, regression.for_group(attentions[0], layers[0], sums))
+        self._method.fit(attentions, layers, regression.make_group_regression(attentions[0], layers[0], sums))
         for i, attention in zip(layers, attentions, strict=True):
             for name, parameter in attention.named_parameters():
                 if "_swiftkv" in name:
@@ -264,7 +264,7 @@ class _CalibrationPass:
                 inputs = model.exit_norm(x.load(self._device)).flatten(0, 1).double()
                 parts = [inputs.T @ inputs * self._scale, inputs.T @ final * self._scale]
                 sums = parts if sums is None else [a.add_(b) for a, b in zip(sums, parts, strict=True)]
-            assert sums is not None, "there is a row, or one that counts nothing"
+            assert sums is not None, "a worker without rows runs a token of weight 0"
             gram, cross = (self._workers.all_reduce_(part) for part in sums)
             if self._workers.is_first:
                 yield "exit_norm.weight", model.exit_norm.weight

@@ -230,7 +230,7 @@ def open_merged_model(
 
 
 @contextmanager
-def open_readable(source: str | Path, arguments: dict[str, Any]) -> Iterator[tuple[str | Path, Checkpoint | None]]:
+def open_checkpoint(source: str | Path, arguments: dict[str, Any]) -> Iterator[tuple[str | Path, Checkpoint | None]]:
     """Yield the model and the checkpoint to read for `source`; an adapter is merged. Removes `base_model` from
     `arguments`, those of `from_pretrained`, and for an adapter the hub arguments too. Raises `ModelError` as
     `open_merged_model`."""

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.configuration import find_directory
 from swiftkv_platform.model.weights.peft import merge_adapter
-from swiftkv_platform.model.weights.writing import atomic_directory
+from swiftkv_platform.model.weights.writing import create_directory_atomically
 from swiftkv_platform.private_directories import ensure_private_directory, is_private
 from swiftkv_platform.sources import (
     UNBOUNDED,
@@ -101,7 +101,7 @@ def _find_model(
             return str(path if path.suffix != GGUF_SUFFIX else convert_gguf(path, name, field=field))
         case S3Source(name):
             if download is None:
-                why = ", which this loader does not download; use a directory that holds its files"
+                why = ", which cannot be downloaded here; use a directory with the model's files"
                 raise ModelError.for_field(field, name, why)
             return str(download(name))
         case PathSource(name, path):
@@ -182,7 +182,7 @@ def _convert_copy(stream: BinaryIO, digest: str, directory: Path, name: str, fie
         with copy.open("rb") as copied:
             if hashlib.file_digest(copied, "sha256").hexdigest() != digest:
                 raise ModelError.for_field(field, name, ", which changes while it is read; use it once it is written")
-        with atomic_directory(directory) as converted:
+        with create_directory_atomically(directory) as converted:
             _write_converted_model(copy, read_gguf_config(copy, name, field=field), converted, name, field)
             converted.chmod(0o700)
 

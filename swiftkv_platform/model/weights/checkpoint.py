@@ -100,17 +100,17 @@ class Checkpoint(LazyTensors):
         if index := _find_file(source, SAFE_WEIGHTS_INDEX_NAME, hub):
             shards = _read_weight_map(Path(index))
             if shards is None:
-                raise _unreadable_weights_error(source, f"{SAFE_WEIGHTS_INDEX_NAME} has no weight_map that can be read")
+                raise _make_weights_error(source, f"{SAFE_WEIGHTS_INDEX_NAME} has no weight_map that can be read")
             if elsewhere := next((shard for shard in shards.values() if not is_plain_file_name(shard)), None):
-                raise _unreadable_weights_error(
+                raise _make_weights_error(
                     source, f"{SAFE_WEIGHTS_INDEX_NAME} names {elsewhere[:200]!r}; use a file in the same directory"
                 )
             return cls(str(source), shards, hub)
         if any(_find_file(source, name, hub) for name in (WEIGHTS_INDEX_NAME, WEIGHTS_NAME)):
-            raise _unreadable_weights_error(
-                source, "its weights are pickles (.bin), which may run code when read; save it as safetensors"
+            raise _make_weights_error(
+                source, "its weights are pickles (.bin), which may run code when read; save the model as safetensors"
             )
-        raise _unreadable_weights_error(source, f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
+        raise _make_weights_error(source, f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
 
     @classmethod
     def from_directory(cls, directory: Path) -> Checkpoint:
@@ -132,7 +132,7 @@ class Checkpoint(LazyTensors):
         """Return the path of a file; one on the hub is downloaded."""
         path = self.find(shard)
         if path is None:
-            raise _unreadable_weights_error(self.source, f"its index names {shard}, which does not exist")
+            raise _make_weights_error(self.source, f"its index names {shard}, which does not exist")
         return path
 
     @cached_property
@@ -158,9 +158,7 @@ class Checkpoint(LazyTensors):
                     found[name] = shard, _read_info(file.get_slice(name))
         for name, shard in self.shards.items():
             if name not in found or found[name][0] != shard:
-                raise _unreadable_weights_error(
-                    self.source, f"its index lists {name} in {shard}, which does not contain it"
-                )
+                raise _make_weights_error(self.source, f"its index lists {name} in {shard}, which does not contain it")
         return {name: found[name][1] for name in self.shards}
 
     def read_tensors(self, names: Iterable[str], part: Part | None = None) -> dict[str, torch.Tensor]:
@@ -201,7 +199,7 @@ def _find_file(source: str | Path, filename: str, hub: dict[str, Any]) -> str | 
     try:
         found: str | None = cached_file(str(source), filename, _raise_exceptions_for_missing_entries=False, **hub)
     except OSError as error:
-        raise _unreadable_weights_error(source, str(error).splitlines()[0]) from error
+        raise _make_weights_error(source, str(error).splitlines()[0]) from error
     return found
 
 
@@ -223,7 +221,7 @@ def _open_shard(path: str | Path, source: str | Path) -> Iterator[Any]:
         why = f"is not a complete safetensors file ({error})"
         if _is_git_lfs_pointer(Path(path)):
             why = "is a Git LFS pointer without the weights; fetch them with `git lfs pull`"
-        raise _unreadable_weights_error(source, f"{Path(path).name} {why}") from error
+        raise _make_weights_error(source, f"{Path(path).name} {why}") from error
     with file as opened:
         yield opened
 
@@ -248,7 +246,7 @@ def _read_info(tensor: Any) -> TensorInfo:
     return TensorInfo(shape, dtype, count * (1 if dtype is None else dtype.itemsize))
 
 
-def _unreadable_weights_error(source: str | Path, why: str) -> ModelError:
+def _make_weights_error(source: str | Path, why: str) -> ModelError:
     return ModelError(
         f"cannot read the weights of {str(source)!r}: {why}", field="model.name_or_path", value=str(source)
     )

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.core_model_loading import revert_weight_conversion
 
 from swiftkv_platform.model.configuration import read_config
-from swiftkv_platform.model.families import make_student_config, student_classes
+from swiftkv_platform.model.families import get_student_classes, make_student_config
 from swiftkv_platform.model.weights.checkpoint import Checkpoint, read_rows
 from swiftkv_platform.model.weights.loading import StoredWeights, build_on_meta, check_checkpoint_fits, get_first_dtype
 from swiftkv_platform.model.weights.writing import write_model_shards
@@ -81,7 +81,7 @@ class LazyStudent:
         teacher = read_config(path, revision=revision)
         config = make_student_config(teacher, shape)
         checkpoint = Checkpoint.open(path, revision=revision)
-        quantized = check_checkpoint_fits(checkpoint, teacher, student_classes(teacher.model_type).teacher)
+        quantized = check_checkpoint_fits(checkpoint, teacher, get_student_classes(teacher.model_type).teacher)
         config.tie_word_embeddings = teacher.tie_word_embeddings
         if quantized:
             del config.quantization_config  # the student's weights are dequantized
@@ -91,7 +91,7 @@ class LazyStudent:
             config.dtype = dtype
 
         def build() -> Any:
-            student = student_classes(teacher.model_type).causal_lm(config)
+            student = get_student_classes(teacher.model_type).causal_lm(config)
             return student if dtype is None else student.to(dtype)
 
         model = build_on_meta(build, checkpoint, device)

@@ -26,7 +26,7 @@ from swiftkv_platform.model.tokenizers import has_tokenizer
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.model.weights.loading import EMBEDDING, HEAD, TIED_NAMES, resolve_tied_head
 from swiftkv_platform.model.weights.quantization import is_quantized
-from swiftkv_platform.model.weights.writing import atomic_directory, copy_companion_files, write_model_shards
+from swiftkv_platform.model.weights.writing import copy_companion_files, create_directory_atomically, write_model_shards
 from swiftkv_platform.private_directories import ensure_private_directory, is_private
 from swiftkv_platform.sources import UNBOUNDED, Boundary
 from swiftkv_platform.sources.cards import read_license
@@ -105,7 +105,7 @@ def merge_adapter(
                 if _compute_digest(_list_adapter_files(copy), UNBOUNDED, field) != digest:
                     why = ", which changes while it is read; use it once it is written"
                     raise ModelError.for_field(field, name, why)
-                with atomic_directory(directory) as target:
+                with create_directory_atomically(directory) as target:
                     _write_merged_model(copy, lora, base, config, target, name, field)
                     target.chmod(0o700)
     get_logger().info(

@@ -87,7 +87,7 @@ class DequantizedCheckpoint(Checkpoint):
         if points.dtype == torch.int32 and points.dim() == 2 and len(points) < num_rows:  # packed by columns
             points = unpack_int32(points.t().contiguous(), 32 // -(-num_rows // len(points)))[:, :num_rows]
         if points.any():
-            raise self._quantization_error(f"{name} has zero points other than 0; use symmetric weights")
+            raise self._make_error(f"{name} has zero points other than 0; use symmetric weights")
 
     def _check_group_index(self, name: str) -> None:
         """Raise `ModelError` if columns of a weight are not in the order of their groups. -1 is a column without a
@@ -97,7 +97,7 @@ class DequantizedCheckpoint(Checkpoint):
         num_groups = scale.shape[-1] if scale is not None and len(scale.shape) == 2 else 1
         ordered = torch.arange(len(index)) // max(-(-len(index) // num_groups), 1)
         if not (bool((index == -1).all()) or torch.equal(index.long(), ordered)):
-            raise self._quantization_error(f"{name} reorders columns; quantize with actorder null or 'static'")
+            raise self._make_error(f"{name} reorders columns; quantize with actorder null or 'static'")
 
     def read_tensors(self, names: Iterable[str], part: Part | None = None) -> dict[str, torch.Tensor]:
         return {name: self.read(name, part) for name in names}
@@ -107,14 +107,14 @@ class DequantizedCheckpoint(Checkpoint):
         """Shapes of the packed weights."""
         packed = [name for name in self.shards if name not in self.stored.shards]
         if missing := [name for name in packed if f"{name}{SHAPE_SUFFIX}" not in self.stored.shards]:
-            raise self._quantization_error(f"{missing[0]}{PACKED_SUFFIX} has no matching {missing[0]}{SHAPE_SUFFIX}")
+            raise self._make_error(f"{missing[0]}{PACKED_SUFFIX} has no matching {missing[0]}{SHAPE_SUFFIX}")
         read = self.stored.read_tensors(f"{name}{SHAPE_SUFFIX}" for name in packed)
         shapes = {name: tuple(read[f"{name}{SHAPE_SUFFIX}"].tolist()) for name in packed}
         for name, shape in shapes.items():
             info = self.stored.headers[f"{name}{PACKED_SUFFIX}"]
             fits = len(shape) == 2 and len(info.shape) == 2 and shape[0] == info.shape[0]
             if info.dtype != torch.int32 or not fits or info.shape[1] not in (-(-shape[1] // 8), -(-shape[1] // 4)):
-                raise self._quantization_error(
+                raise self._make_error(
                     f"{name}{PACKED_SUFFIX} is {list(info.shape)}, which does not hold {list(shape)} integers"
                 )
         return shapes
@@ -154,8 +154,8 @@ class DequantizedCheckpoint(Checkpoint):
         names = (f"{name}{suffix}" for suffix in _SCALE_SUFFIXES)
         scales = next((each for each in names if each in self.stored.shards), None)
         if scales is None:
-            raise self._quantization_error(f"{name} is quantized but has no {name}_scale or {name}_scale_inv")
-        return self._scale(name, weight, self.stored.read(scales), part)
+            raise self._make_error(f"{name} is quantized but has no {name}_scale or {name}_scale_inv")
+        return self._apply_scales(name, weight, self.stored.read(scales), part)
 
     def _read_packed_integers(self, name: str, part: Part | None) -> tuple[torch.Tensor, int]:
         """Read the integers of a packed weight, int8, and the number of bits of each."""
@@ -168,15 +168,13 @@ class DequantizedCheckpoint(Checkpoint):
         start = first - first // count * count
         return unpack_int32(read, 32 // count)[:, start : start + last - first], 32 // count
 
-    def _scale(self, name: str, weight: torch.Tensor, scale: torch.Tensor, part: Part | None) -> torch.Tensor:
+    def _apply_scales(self, name: str, weight: torch.Tensor, scale: torch.Tensor, part: Part | None) -> torch.Tensor:
         """Multiply `weight`, a `part` of a tensor, by the scales of the whole tensor."""
         rows, columns = shape = self.headers[name].shape
         grid = scale.float()
         grid = grid.reshape(1, 1) if grid.numel() == 1 else grid.reshape(len(grid), -1)
         if len(grid) > rows or grid.shape[1] > columns:
-            raise self._quantization_error(
-                f"{name} is {rows} x {columns}, which its scales {tuple(scale.shape)} do not fit"
-            )
+            raise self._make_error(f"{name} is {rows} x {columns}, which its scales {tuple(scale.shape)} do not fit")
         for dim, (size, kept) in enumerate(zip(shape, expand_ranges(part, 2), strict=True)):
             if grid.shape[dim] > 1:
                 # Blocks have equal size, except that the last one may be shorter.
@@ -184,7 +182,7 @@ class DequantizedCheckpoint(Checkpoint):
                 grid = grid.index_select(dim, block)
         return weight.float() * grid
 
-    def _quantization_error(self, why: str) -> ModelError:
+    def _make_error(self, why: str) -> ModelError:
         return ModelError(
             f"cannot read the quantized weights of {self.source!r}: {why}",
             field="model.name_or_path",
@@ -234,7 +232,7 @@ def is_projection(name: str) -> bool:
     return leaf == "weight" and ".layers." in module and bool(_PROJECTION_PATTERN.fullmatch(module.rpartition(".")[2]))
 
 
-def mixed_int8_pattern(num_layers: int) -> str:
+def make_int8_pattern(num_layers: int) -> str:
     """Return the pattern of the linear modules that `mixed` stores in int8, the others in int4: those that make
     queries, keys and values, which are small, and the MLPs of the last eighth of a model's layers. Both are most
     sensitive to rounding."""
@@ -244,7 +242,7 @@ def mixed_int8_pattern(num_layers: int) -> str:
 
 def is_mixed_int8(name: str, num_layers: int) -> bool:
     """Whether `mixed` stores a projection of a model with `num_layers` layers in int8."""
-    return bool(re.fullmatch(mixed_int8_pattern(num_layers), name.removesuffix(".weight")))
+    return bool(re.fullmatch(make_int8_pattern(num_layers), name.removesuffix(".weight")))
 
 
 class IntegerWeight(NamedTuple):
@@ -303,7 +301,7 @@ class IntegerWeight(NamedTuple):
         return found.to(torch.uint8) if bool(found.all()) else None
 
 
-def group_size(sizes: Sequence[int], *, smallest: bool = False) -> int | None:
+def choose_scale_group_size(sizes: Sequence[int], *, smallest: bool = False) -> int | None:
     """Return the largest group size, or the smallest, that divides all `sizes` (the projections' numbers of inputs)
     that the smallest divides; None if it divides none."""
     usable = [size for size in sizes if size % GROUP_SIZES[-1] == 0]
@@ -328,7 +326,7 @@ def quantize_weight(
     largest = blocks.abs().amax(-1, keepdim=True)
     top = 2 ** (BITS[form] - 1) - 1
 
-    def error_of(scale: torch.Tensor) -> torch.Tensor:
+    def measure_error(scale: torch.Tensor) -> torch.Tensor:
         rounded = round_to_integers(blocks, scale, form).mul_(scale)
         squares: torch.Tensor = (rounded - blocks).square_().mul_(counts).sum(-1, keepdim=True)
         return squares
@@ -341,10 +339,10 @@ def quantize_weight(
     for ratio in torch.linspace(*_SCALE_RATIOS[form]).tolist():
         scale = (largest * (ratio / (top + (form == "int4") * 0.5))).to(weight.dtype).float()
         scale = torch.where(scale > 0, scale, 1.0)
-        found = error_of(scale)
+        found = measure_error(scale)
         best, error = torch.where(found < error, scale, best), torch.minimum(found, error)
     if form == "int4":
-        best = _round_scales_to_multiples(torch.where(largest > 0, best, 0.0), error_of)
+        best = _round_scales_to_multiples(torch.where(largest > 0, best, 0.0), measure_error)
     if gram is None:
         integers = round_to_integers(blocks, best, form).flatten(1)
     else:
@@ -352,7 +350,7 @@ def quantize_weight(
     return integers.to(torch.int8), best.squeeze(-1).to(weight.dtype)
 
 
-def _round_scales_to_multiples(scale: torch.Tensor, error_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def _round_scales_to_multiples(scale: torch.Tensor, measure: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Return scales [size_out, num_groups, 1] near `scale` that are 1 to `MAX_MULTIPLIER` times a step of their row; of
     the steps and multiples tried, those of least error. Steps have four significant bits, so that the products are
     exact in any dtype."""
@@ -364,7 +362,7 @@ def _round_scales_to_multiples(scale: torch.Tensor, error_of: Callable[[torch.Te
         chosen, error = step, torch.full_like(scale, torch.inf)
         for shift in (-1, 0, 1):
             tried = ((scale / step).round() + shift).clamp(1, MAX_MULTIPLIER) * step
-            found = error_of(tried)
+            found = measure(tried)
             chosen, error = torch.where(found < error, tried, chosen), torch.minimum(found, error)
         total = error.sum(1, keepdim=True)
         best, least = torch.where(total < least, chosen, best), torch.minimum(total, least)

@@ -44,7 +44,7 @@ def check_target_is_empty(target: Path) -> None:
 
 
 @contextmanager
-def atomic_directory(target: Path) -> Iterator[Path]:
+def create_directory_atomically(target: Path) -> Iterator[Path]:
     """Yield a directory to fill. It is renamed to `target` if the block succeeds, else deleted.
 
     It is a hidden sibling of `target`, so that a killed process leaves no incomplete target.
@@ -64,7 +64,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         raise
 
 
-def place_file(source: Path, target: Path, files: FilePlacement) -> None:
+def link_or_copy_file(source: Path, target: Path, files: FilePlacement) -> None:
     """Link or copy `source` to `target`. A hard link falls back to a copy."""
     source = source.resolve()  # the hub's cache links to its blobs
     if files == "symlink":
@@ -148,7 +148,7 @@ class ShardWriter:
         for done, (shard, file) in enumerate(targets.items(), start=1):
             names = wanted[shard]
             if len(names) == len(checkpoint.names_by_shard[shard]):
-                place_file(checkpoint.path(shard), self._directory / file, files)
+                link_or_copy_file(checkpoint.path(shard), self._directory / file, files)
             else:
                 write_shard(checkpoint.read_tensors(names), self._directory / file)
             self.shards |= dict.fromkeys(names, file)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from swiftkv_platform.distillation.model import iter_sharding_units
-from swiftkv_platform.model.families import make_student_config, student_classes
+from swiftkv_platform.model.families import get_student_classes, make_student_config
 from swiftkv_platform.planning import read_architecture
 from swiftkv_platform.planning.parameters import count_student_parameters
 from swiftkv_platform.student_shape import ShapeRequest, Sharing
@@ -28,7 +28,7 @@ def make_decoder(family: str, sharing: Sharing = "gqa", *, own_output_projection
         ShapeRequest(num_key_value_layers=2, sharing=sharing, own_output_projection=own_output_projection),
     )
     with torch.device("meta"):
-        return student_classes(teacher.model_type).causal_lm(config).model
+        return get_student_classes(teacher.model_type).causal_lm(config).model
 
 
 def sizes(units: list[list[nn.Module]], apart: set[nn.Parameter]) -> list[int]:

@@ -24,7 +24,7 @@ from swiftkv_platform.engine.varlen import (
     split_consecutive_runs,
 )
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.model.cache import pack, unpack
+from swiftkv_platform.model.cache import pack_rows, unpack_rows
 from swiftkv_platform.model.context import TokenSelection
 from tests.support.parameters import pairwise
 
@@ -79,7 +79,7 @@ class Case:
                 tensor.write(slots, rows)
                 exact = uses_kernels and len(positions) < KERNEL_CHUNK
                 kept.append(
-                    unpack(pack(rows, quantized_dtype), quantized_dtype, torch.float32 if exact else dtype)
+                    unpack_rows(pack_rows(rows, quantized_dtype), quantized_dtype, torch.float32 if exact else dtype)
                     if quantized_dtype
                     else rows
                 )

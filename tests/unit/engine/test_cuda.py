@@ -16,7 +16,7 @@ from swiftkv_platform.engine.loading import LoadedModel, prepare_model
 from swiftkv_platform.engine.memory import DeviceMemory, make_cache
 from swiftkv_platform.engine.sharding import shard_model
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.model.families import student_classes
+from swiftkv_platform.model.families import get_student_classes
 from swiftkv_platform.student_shape import StudentShape
 from tests.support.engine_schedules import make_drafts_free
 from tests.support.fakes.cuda import (
@@ -54,7 +54,7 @@ def model_of(family: str, *, student: bool, dtype: torch.dtype = torch.bfloat16)
     teacher = copy.deepcopy(FAMILY_CONFIGS[family])
     if hasattr(teacher, "qk_nope_head_dim"):
         teacher.qk_nope_head_dim = 16  # FlashAttention takes head sizes that are multiples of 8
-    classes = student_classes(family.partition("-")[0])
+    classes = get_student_classes(family.partition("-")[0])
     shape = StudentShape(num_key_value_layers=2, key_value_group_size=2, early_exit=True) if student else None
     with torch.device(DEVICE):
         return classes.causal_lm._from_config(classes.make_config(teacher, shape), dtype=dtype).eval()

@@ -23,7 +23,7 @@ from swiftkv_platform.engine.loading import load_model
 from swiftkv_platform.engine.native_layers import NativeEmbedding, NativeHead, NativeRMSNorm
 from swiftkv_platform.engine.speculative import estimate_draft_costs
 from swiftkv_platform.model.attention import rotate
-from swiftkv_platform.model.cache import pack, unpack
+from swiftkv_platform.model.cache import pack_rows, unpack_rows
 from swiftkv_platform.model.weights.quantization import IntegerWeight, WeightFormat, dequantize_weight, quantize_weight
 
 BF16 = torch.bfloat16
@@ -259,11 +259,11 @@ def test_write_in_eight_bits_is_what_pack_makes(quantized_dtype: torch.dtype, na
     slots = torch.randperm(300, generator=torch.Generator().manual_seed(0))[:200]
     rows = torch.zeros(3, 300, 34, dtype=torch.uint8)
     kernels.write_slots(rows, slots, x, quantized_dtype)
-    assert torch.equal(rows[:, slots], pack(x, quantized_dtype))
+    assert torch.equal(rows[:, slots], pack_rows(x, quantized_dtype))
     for broken in (float("nan"), float("inf"), float("-inf")):
         x[0, 0, 7] = broken
         kernels.write_slots(rows, slots[:1], x[:, :1], quantized_dtype)
-        assert unpack(rows[:1, slots[:1]], quantized_dtype, BF16).isnan().all()
+        assert unpack_rows(rows[:1, slots[:1]], quantized_dtype, BF16).isnan().all()
 
 
 @pytest.mark.parametrize("quantized_dtype", [None, torch.int8])

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.engine.loading import LoadedModel, prepare_model
-from swiftkv_platform.model.families import student_classes
+from swiftkv_platform.model.families import get_student_classes
 from swiftkv_platform.student_shape import StudentShape
 from tests.support.fakes.cuda import DEVICE, DeviceLog, fake_cuda
 
@@ -29,7 +29,7 @@ def make_engine(num_layers: int, batch_size: int) -> LLMEngine:
         num_key_value_heads=2,
         max_position_embeddings=1024,
     )
-    classes = student_classes("llama")
+    classes = get_student_classes("llama")
     config = classes.make_config(teacher, StudentShape(num_key_value_layers=num_layers // 2, key_value_group_size=2))
     with torch.device(DEVICE):
         model = classes.causal_lm._from_config(config, dtype=torch.bfloat16).eval()

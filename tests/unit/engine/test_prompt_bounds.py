@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from swiftkv_platform.engine import EngineConfig, LLMEngine
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.model.tokenizers import max_bytes_per_token
+from swiftkv_platform.model.tokenizers import get_max_bytes_per_token
 from swiftkv_platform.specs.base import MAX_BYTES_PER_TOKEN
 from tests.support.fakes.tokenizers import byte_tokenizer
 
@@ -52,7 +52,7 @@ def sentencepiece() -> Any:
 @given(text=st.text(max_size=60) | st.text(alphabet="the ca\u1100\u1161\u11a8\u0301\u030aA\u212b", max_size=60))
 def test_no_text_has_fewer_tokens_than_its_bytes_allow(make: Callable[[], Any], text: str) -> None:
     tokenizer = _made(make)
-    bound = max_bytes_per_token(tokenizer)
+    bound = get_max_bytes_per_token(tokenizer)
     assert len(text.encode()) <= bound * len(tokenizer(text)["input_ids"])
 
 
@@ -69,10 +69,10 @@ def word_level() -> Any:
 
 
 def test_nothing_is_claimed_where_a_token_may_stand_for_any_text() -> None:
-    assert max_bytes_per_token(word_level()) is None, "an unknown word of any length is one token"
+    assert get_max_bytes_per_token(word_level()) is None, "an unknown word of any length is one token"
     for normalizer in (normalizers.Strip(), normalizers.NFKC(), normalizers.Replace("  ", " ")):
-        assert max_bytes_per_token(byte_level(normalizer)) is None
-    assert max_bytes_per_token(byte_level(None, AddedToken("<|mask|>", lstrip=True))) is None, "it strips spaces"
+        assert get_max_bytes_per_token(byte_level(normalizer)) is None
+    assert get_max_bytes_per_token(byte_level(None, AddedToken("<|mask|>", lstrip=True))) is None, "it strips spaces"
 
 
 def test_the_bound_follows_the_vocabulary_unless_it_is_given(dense_dir: Any) -> None:

@@ -212,7 +212,7 @@ def fetch_model_directory(
     if not any(directory.glob("*.safetensors")) and pickles:
         fetch(_PICKLE_PATTERNS, needed=_PICKLE_PATTERNS)
     if not any(directory.glob("*.safetensors")) and not pickles:
-        why = ", which has no safetensors weights; pickles (.bin) may run code: save it as safetensors"
+        why = ", which has no safetensors weights; pickles (.bin) may run code: save the model as safetensors"
         raise ModelError.for_field(field, name, why)
     return directory
 

@@ -96,7 +96,7 @@ def test_pickles_alone_are_refused_unfetched(
     fetch: Callable[[str, Path], None], hub: Hub, tiny_teacher: Path, tmp_path: Path
 ) -> None:
     upload(hub, tiny_teacher, without="model.safetensors")
-    with pytest.raises(ModelError, match="save it as safetensors"):
+    with pytest.raises(ModelError, match="save the model as safetensors"):
         fetch(MODEL, tmp_path / "student")
     assert hub.fetched & NOT_NEEDED == set()
 

@@ -20,7 +20,7 @@ from swiftkv_platform.serve.chat import get_chat_template
 from swiftkv_platform.serve.schemas import BodyPart, TypedPart
 from swiftkv_platform.serve.tools.families import FAMILIES, CallFormat, CallGrammar, detect_family
 from swiftkv_platform.serve.tools.parser import ToolCallParser
-from swiftkv_platform.specs.structured_outputs import check_supported
+from swiftkv_platform.specs.structured_outputs import check_schema_supported
 
 MAX_TOOLS = 1024
 """Max tools of a request on any route."""
@@ -251,7 +251,7 @@ def _make_constraint(
     numbers = {tool.function.name: number for number, tool in fields.numbered_functions}
     names = {name: f"tools.{number}.function.parameters" for name, number in numbers.items()}
     for name in strict_names:
-        check_supported(schemas[name], names[name])
+        check_schema_supported(schemas[name], names[name])
     # 3. make the grammar, and map its lines to tools for error messages
     calls = replace(calls, schemas=schemas, parallel=not is_single)
     make_optional = (
@@ -272,7 +272,7 @@ def _read_schema(text_constraint: StructuredOutputs) -> dict[str, Any]:
             field=text_constraint.name,
             value=text_constraint.text,
         )
-    text_constraint.check_supported()
+    text_constraint.check_schema_supported()
     schema: dict[str, Any] = json.loads(text_constraint.text)
     is_compact = text_constraint.disable_any_whitespace
     return {**schema, "x-guidance": {"whitespace_flexible": False}} if is_compact else schema

@@ -390,10 +390,10 @@ class _AssistantTurns:
 
     def _find_content_begin(self, turn: int, text: str, end: int) -> int:
         """Return the index in `text`, the rendered messages up to `end`, where the content of message `turn` begins."""
-        return _common_prefix_length(text, self._template.render(self._replace_content(turn, end)))
+        return _count_common_prefix(text, self._template.render(self._replace_content(turn, end)))
 
     def _count_following_characters(self, turn: int, text: str, end: int) -> int:
-        return _common_prefix_length(text[::-1], self._template.render(self._replace_content(turn, end))[::-1])
+        return _count_common_prefix(text[::-1], self._template.render(self._replace_content(turn, end))[::-1])
 
     def _replace_content(self, turn: int, end: int) -> list[Message]:
         """Return the messages up to `end` with message `turn` reduced to its role and the placeholder as content."""
@@ -417,6 +417,6 @@ def _invert_spans(spans: Sequence[Span], length: int) -> list[Span]:
     return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]
 
 
-def _common_prefix_length(first: str, second: str) -> int:
+def _count_common_prefix(first: str, second: str) -> int:
     pairs = zip(first, second, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

@@ -134,12 +134,12 @@ def find_reader(file: Path, field: str) -> FileReader | None:
     """Return the reader for a file by its suffix, and for JSON by its first character; None for other files. Raises
     `DataError` if the file cannot be read or decompressed."""
     reader = READERS.get(find_data_suffix(file.name) or "")
-    if reader is _JSON_LINES and _is_array(file, field):
+    if reader is _JSON_LINES and _is_json_array(file, field):
         return _JSON_ARRAY
     return reader
 
 
-def _is_array(file: Path, field: str) -> bool:
+def _is_json_array(file: Path, field: str) -> bool:
     with open_file(file, field) as stream:
         return stream.read(1024).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 

@@ -59,14 +59,14 @@ def read_messages(turns: Any, label: str) -> list[Message]:
     Raises `RowError` if it is not a list, or for an unknown role, a turn without content, an assistant turn without
     content and calls, or call arguments that are not an object.
     """
-    return _parse_and_validate(parse_turns(turns, label))
+    return _parse_messages(parse_turns(turns, label))
 
 
 def read_prompt(turns: Any, label: str) -> list[Message]:
     """Return the messages without the assistant's last ones, which are not checked. Raises as `read_messages`."""
     found = parse_turns(turns, label)
     end = next((i for i in range(len(found), 0, -1) if _parse_role(found[i - 1])[1] != "assistant"), 0)
-    return _parse_and_validate(found[:end])
+    return _parse_messages(found[:end])
 
 
 def parse_turns(turns: Any, label: str) -> list[Mapping[str, Any]]:
@@ -144,7 +144,7 @@ def _parse_role(turn: Mapping[str, Any]) -> tuple[Any, Any]:
     return known, ROLES.get(known or "", name)
 
 
-def _parse_and_validate(turns: Sequence[Mapping[str, Any]]) -> list[Message]:
+def _parse_messages(turns: Sequence[Mapping[str, Any]]) -> list[Message]:
     for turn in turns:
         if _parse_role(turn)[0] not in ROLES:
             given = turn.get("role") if turn.get("from") is None else turn["from"]

@@ -121,11 +121,11 @@ class PackedRows:
 
     def make_padded_batch(self, indices: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
         """Return rows stacked: `input_ids` and `position_ids` int64, `loss_mask` bool, each [B, max_length]. Without
-        samples that share a prefix, see `get_whole_members`."""
+        samples that share a prefix, see `get_unshared_samples`."""
         batch = self._allocate_arrays(len(indices), self.max_length)
         for row, index in enumerate(indices):
             end = 0
-            for member in self.get_whole_members(index):
+            for member in self.get_unshared_samples(index):
                 end = self._write_sample(batch, row, end, member)
             begin = int(batch["position_ids"][row, end - 1]) + 1 if end else 0
             batch["position_ids"][row, end:] = np.arange(begin, begin + self.max_length - end)
@@ -160,11 +160,11 @@ class PackedRows:
         return batch, None if has_prefixes else lengths
 
     def get_text_ids(self, index: int) -> IntArray:
-        members = self.get_members(index)
+        members = self.get_sample_indices(index)
         return members if self.samples.text_ids is None else self.samples.text_ids[members]
 
     def get_sample_lengths(self, index: int) -> IntArray:
-        return self.samples.lengths[self.get_members(index)]
+        return self.samples.lengths[self.get_sample_indices(index)]
 
     @cached_property
     def sample_length_histogram(self) -> tuple[tuple[int, int], ...]:
@@ -177,10 +177,10 @@ class PackedRows:
         lengths, numbers = np.unique(lengths, return_counts=True)
         return tuple(zip(lengths.tolist(), numbers.tolist(), strict=True))
 
-    def get_members(self, index: int) -> IntArray:
+    def get_sample_indices(self, index: int) -> IntArray:
         return self.members[self._get_placed(index)]
 
-    def get_whole_members(self, index: int) -> IntArray:
+    def get_unshared_samples(self, index: int) -> IntArray:
         """Return the samples of a row that do not begin with a shared prefix. Other attention than packed attention
         separates all samples."""
         row = self._get_placed(index)
@@ -360,7 +360,7 @@ def select_rank_rows(rows: Sequence[int], rank: int, world_size: int) -> list[in
     return list(rows[rank::world_size])
 
 
-def total_steps(num_rows: int, *, batch_size: int, num_epochs: int, max_steps: int | None) -> int:
+def compute_total_steps(num_rows: int, *, batch_size: int, num_epochs: int, max_steps: int | None) -> int:
     """Return the number of optimizer steps of a run: `max_steps` if given, else enough for `num_epochs`; the last step
     is filled up from the next epoch.
     """

@@ -126,7 +126,7 @@ def _load_split(
 
     with _translate_errors(name, source, source_field):
         builder = datasets.load_dataset_builder(
-            _avoid_patterns(name), source.subset, cache_dir=cache, revision=revision
+            _escape_name_patterns(name), source.subset, cache_dir=cache, revision=revision
         )
         if is_allowed is not None:
             if builder.name == "cache":  # the hub became unavailable
@@ -212,7 +212,7 @@ def _translate_errors(name: str, source: DataSourceSpec, source_field: str) -> I
 
 
 @cache
-def _avoid_patterns(name: str) -> str:
+def _escape_name_patterns(name: str) -> str:
     """Return the name. For a directory whose name `datasets` would read as a pattern, return a temporary directory with
     links to its files (`datasets` would resolve a link to the directory itself)."""
     if not _PATTERN_CHARACTER.search(name) or not Path(name).is_dir():

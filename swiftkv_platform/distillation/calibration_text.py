@@ -52,7 +52,7 @@ def _select_rows(rows: PackedRows, num_tokens: int, seed: int) -> list[tuple[int
     """Return (index, number of tokens) of the first rows of an epoch that together have `num_tokens` tokens."""
     lengths, selected = rows.samples.lengths, []
     for index in select_batch_rows(len(rows), batch_size=len(rows), seed=seed, step=0):
-        length = int(lengths[rows.get_whole_members(index)].sum())
+        length = int(lengths[rows.get_unshared_samples(index)].sum())
         selected.append((int(index), length))
         num_tokens -= length
         if num_tokens <= 0:

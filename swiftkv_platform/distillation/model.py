@@ -327,7 +327,7 @@ class DistillationModel(nn.Module):
             context = self._begin_pass(input_ids, position_ids, sample_lengths)
             own_context = context
             if self.student.config.layer_map.deep_leaders:
-                deep = loss_mask if self.sequence is None else self.sequence.union_masks(loss_mask)
+                deep = loss_mask if self.sequence is None else self.sequence.unite_masks(loss_mask)
                 # A pass over all tokens has each token once.
                 own_context = add_conversation_spans(
                     context,

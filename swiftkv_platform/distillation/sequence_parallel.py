@@ -62,7 +62,7 @@ class SequenceGroup:
             layer_arguments={**context.layer_arguments, _GROUP_ARGUMENT: self},
         )
 
-    def union_masks(self, mask: Tensor) -> Tensor:
+    def unite_masks(self, mask: Tensor) -> Tensor:
         """Return the union of all workers' masks of whole rows. Collective."""
         marked = mask.to(torch.int32)
         dist.all_reduce(marked, group=self.group)

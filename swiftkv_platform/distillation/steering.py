@@ -124,7 +124,7 @@ class SteeringDecision:
     is_best: bool = False
 
 
-def decide(
+def decide_after_measurement(
     state: SteeringState,
     kl: float,
     step: int,
@@ -148,7 +148,7 @@ def decide(
     # 2. roll back if the KL has risen too far
     reason = _find_rollback_reason(state, kl, spec)
     if reason is not None:
-        return roll_back(state, reason, step, spec, is_last=is_last)
+        return decide_rollback(state, reason, step, spec, is_last=is_last)
     # 3. update the best state
     is_best = has_checkpoint and state.ties_or_beats_best(kl)
     if is_best:
@@ -167,7 +167,7 @@ def decide(
     return SteeringDecision(state, end=SteeringReason.LAST_STEP if is_last else None, is_best=is_best)
 
 
-def roll_back(
+def decide_rollback(
     state: SteeringState, reason: SteeringReason, step: int, spec: TrainingSpec, *, is_last: bool = False
 ) -> SteeringDecision:
     """Decide to return to the best state after `step`. Training continues at a lower rate, or ends if `step` is the
@@ -213,7 +213,7 @@ class SteeringNote:
 
 def describe_rate(state: SteeringState, trials: list[TriedRate]) -> SteeringNote:
     """Describe how the peak rate was found. `trials`: trials of the search; empty if the rate was only lowered to
-    `max_stable_rate`."""
+    `compute_max_stable_rate`."""
     message = f"learning rate lowered to {state.peak_rate:.3g} for stability"
     if trials:
         found = ", ".join(f"{_format_kl(trial['held_out_kl'])} at {trial['learning_rate']:.3g}" for trial in trials)
@@ -295,7 +295,9 @@ def _format_kl(kl: float | None) -> str:
 _INITIAL_STATE = SteeringState()
 
 
-def learning_rate(spec: OptimizerSpec, step: int, total_steps: int, state: SteeringState = _INITIAL_STATE) -> float:
+def compute_learning_rate(
+    spec: OptimizerSpec, step: int, total_steps: int, state: SteeringState = _INITIAL_STATE
+) -> float:
     """Return the rate of optimizer step `step` (0-based): a linear rise over the warm-up, then the schedule down to
     zero.
 
@@ -309,12 +311,12 @@ def learning_rate(spec: OptimizerSpec, step: int, total_steps: int, state: Steer
     if warmup_steps < 0:
         ratio = DEFAULT_WARMUP_RATIO if spec.warmup_ratio is None else spec.warmup_ratio
         warmup_steps = math.ceil(ratio * total_steps)
-    rate = _scheduled_rate(spec, peak, step, total_steps, warmup_steps) * state.rate_scale
+    rate = _compute_scheduled_rate(spec, peak, step, total_steps, warmup_steps) * state.rate_scale
     since = step - state.restarted_at
     return rate * (since + 1) / warmup_steps if state.restarted_at and since < warmup_steps else rate
 
 
-def default_warmup_steps(spec: OptimizerSpec, total_steps: int) -> int:
+def get_default_warmup_steps(spec: OptimizerSpec, total_steps: int) -> int:
     """Return the number of warm-up steps: the spec's share of the run; by default 5%, but at least 20 steps or, in
     short runs, a fifth of the steps."""
     if spec.warmup_ratio is not None:
@@ -322,7 +324,7 @@ def default_warmup_steps(spec: OptimizerSpec, total_steps: int) -> int:
     return max(math.ceil(DEFAULT_WARMUP_RATIO * total_steps), min(MIN_WARMUP_STEPS, math.ceil(total_steps / 5)))
 
 
-def _scheduled_rate(spec: OptimizerSpec, peak: float, step: int, total_steps: int, warmup_steps: int) -> float:
+def _compute_scheduled_rate(spec: OptimizerSpec, peak: float, step: int, total_steps: int, warmup_steps: int) -> float:
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(total_steps - warmup_steps, 1)
@@ -335,19 +337,19 @@ def _scheduled_rate(spec: OptimizerSpec, peak: float, step: int, total_steps: in
             return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def max_stable_rate(matrices: Iterable[Tensor]) -> float:
+def compute_max_stable_rate(matrices: Iterable[Tensor]) -> float:
     """Return the rate at which an update of the median trained matrix has the relative size `MAX_RELATIVE_UPDATE`."""
     sizes = sorted(float(matrix.detach().float().square().mean().sqrt()) for matrix in matrices)
     sizes = [size for size in sizes if size > 0.0]  # a head that starts at zero has no size to compare with
     return MAX_RELATIVE_UPDATE * sizes[len(sizes) // 2] if sizes else math.inf
 
 
-def first_trial_rate(rate: float, max_rate: float, trainable: str) -> float:
+def choose_first_trial_rate(rate: float, max_rate: float, trainable: str) -> float:
     """Return the first rate of the search, or the rate to train with if there is no search."""
     return min(rate * ALL_LAYERS_RATE_FACTOR if trainable == "all" else rate, max_rate)
 
 
-def search_rate(
+def search_learning_rate(
     first: float, start_kl: float, run_trial: Callable[[float], float], *, max_rate: float = math.inf
 ) -> tuple[float, list[TriedRate]]:
     """Return the rate to train with, and the trials.

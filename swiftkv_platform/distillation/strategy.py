@@ -104,7 +104,7 @@ class Strategy(ABC):
         return masked
 
     @contextmanager
-    def micro_batch(self, *, last: bool) -> Iterator[None]:  # noqa: ARG002
+    def run_micro_batch(self, *, last: bool) -> Iterator[None]:  # noqa: ARG002
         """Context of forward and backward of a micro batch. Gradients are reduced with the `last` one of a step."""
         yield
 
@@ -126,7 +126,7 @@ class Strategy(ABC):
     def sum_held_out(self, batch: Mapping[str, Tensor], sample_lengths: Sequence[int] | None = None) -> Tensor:
         """Return the sum `held_out` over this worker's `batch`, see `DistillationModel.forward`."""
         tensors = {name: tensor.to(self.device) for name, tensor in batch.items()}
-        with self.micro_batch(last=False):
+        with self.run_micro_batch(last=False):
             total: Tensor = self.module(**tensors, sample_lengths=sample_lengths, held_out_only=True)["held_out"]
         return total
 
@@ -264,7 +264,7 @@ class DDPStrategy(_TorchStrategy):
         super().__init__(model, module, spec, device=device)
 
     @contextmanager
-    def micro_batch(self, *, last: bool) -> Iterator[None]:
+    def run_micro_batch(self, *, last: bool) -> Iterator[None]:
         synced: AbstractContextManager[None] = nullcontext()
         if isinstance(self.module, DistributedDataParallel) and not last:
             synced = self.module.no_sync()
@@ -298,12 +298,12 @@ class FSDP2Strategy(_TorchStrategy):
         for unit in [*model.iter_sharding_units(), model]:
             fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
         if weights is not None:
-            materialize(model, torch.device("cpu") if offloads else device)
+            allocate_shards(model, torch.device("cpu") if offloads else device)
             weights.load_shards(model)
         super().__init__(model, model, spec, device=device)
 
     @contextmanager
-    def micro_batch(self, *, last: bool) -> Iterator[None]:
+    def run_micro_batch(self, *, last: bool) -> Iterator[None]:
         cast("FSDPModule", self.module).set_requires_gradient_sync(last)
         yield
 
@@ -318,7 +318,7 @@ def _get_local_tensor(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def materialize(sharded: nn.Module, device: torch.device) -> None:
+def allocate_shards(sharded: nn.Module, device: torch.device) -> None:
     """Allocate this worker's shards of a model on the meta device. Its buffers do not change: FSDP2 has moved them to
     the compute device."""
     buffers = [(module, dict(module._buffers)) for module in sharded.modules()]
@@ -401,7 +401,7 @@ class EvaluationModel(nn.Module):
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for unit in [*units, self]:
             fully_shard(unit, mesh=mesh, reshard_after_forward=True)
-        materialize(self, device)
+        allocate_shards(self, device)
         lazy.load_shards(self)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:

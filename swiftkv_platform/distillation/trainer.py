@@ -23,16 +23,16 @@ from swiftkv_platform.distillation.steering import (
     SteeringDecision,
     SteeringNote,
     SteeringState,
+    choose_first_trial_rate,
     choose_model_step,
-    decide,
-    default_warmup_steps,
+    compute_learning_rate,
+    compute_max_stable_rate,
+    decide_after_measurement,
+    decide_rollback,
     describe_decision,
     describe_rate,
-    first_trial_rate,
-    learning_rate,
-    max_stable_rate,
-    roll_back,
-    search_rate,
+    get_default_warmup_steps,
+    search_learning_rate,
 )
 from swiftkv_platform.distillation.strategy import DDPStrategy, FSDP2Strategy, Strategy, WeightSource
 from swiftkv_platform.errors import LossNotFiniteError
@@ -115,7 +115,7 @@ class Trainer:
         self._checkpointer = checkpointer
         self._spec = spec
         self._total_steps = total_steps
-        self._schedule = RunSchedule.for_spec(spec, total_steps, measures=validation_rows is not None)
+        self._schedule = RunSchedule.from_spec(spec, total_steps, measures=validation_rows is not None)
         self._listener = listener
         self._validation: ValidationSet | None = None
         if validation_rows is not None and (interval := self._schedule.measurement_interval) is not None:
@@ -169,12 +169,12 @@ class Trainer:
         if progress.steering.is_measured or self._is_finished(progress):
             return progress
         if progress.step == 0:
-            warmup_steps = default_warmup_steps(self._spec.optimizer, self._total_steps)
+            warmup_steps = get_default_warmup_steps(self._spec.optimizer, self._total_steps)
             progress = replace(progress, steering=replace(progress.steering, warmup_steps=warmup_steps))
         if self._validation is None:
             return progress
         kl = self._validation.measure_kl()
-        state = decide(progress.steering, kl, progress.step, self._spec.training).state
+        state = decide_after_measurement(progress.steering, kl, progress.step, self._spec.training).state
         if progress.step == 0 and self._spec.optimizer.rate_search:
             state = self._find_peak_rate(state, self._validation)
         progress = replace(progress, steering=state, held_out_kl=kl)
@@ -182,14 +182,15 @@ class Trainer:
         return progress
 
     def _find_peak_rate(self, state: SteeringState, validation: ValidationSet) -> SteeringState:
-        """Search for the peak learning rate. In runs too short for a search, limit it to `max_stable_rate`."""
+        """Search for the peak learning rate. In runs too short for a search, limit it to `compute_max_stable_rate`."""
         spec_rate, num_steps = self._spec.optimizer.learning_rate, compute_trial_steps(self._total_steps)
         assert spec_rate is not None, "set before training by specs.job.resolve_model_defaults"
-        max_rate = max_stable_rate(self._strategy.gather_matrices())
-        rate, trials = first_trial_rate(spec_rate, max_rate, self._spec.distillation.trainable), list[TriedRate]()
+        max_rate = compute_max_stable_rate(self._strategy.gather_matrices())
+        trials = list[TriedRate]()
+        rate = choose_first_trial_rate(spec_rate, max_rate, self._spec.distillation.trainable)
         if num_steps is not None:
             run_trial = self._make_trial(state, num_steps, validation)
-            rate, trials = search_rate(rate, state.start_kl, run_trial, max_rate=max_rate)
+            rate, trials = search_learning_rate(rate, state.start_kl, run_trial, max_rate=max_rate)
         state = replace(state, peak_rate=rate)
         if trials or rate < spec_rate:
             self._listener.on_steering(describe_rate(state, trials))
@@ -223,7 +224,7 @@ class Trainer:
         except LossNotFiniteError:
             if training.guard is None or not state.is_measured or state.num_rollbacks >= training.guard.max_rollbacks:
                 raise
-            decision = roll_back(state, SteeringReason.LOSS_NOT_FINITE, progress.step, training)
+            decision = decide_rollback(state, SteeringReason.LOSS_NOT_FINITE, progress.step, training)
             return self._apply_decision(decision, math.nan, progress)
         progress = replace(progress, step=metrics.step, tokens=metrics.tokens, held_out_kl=None)
         if self._validation is None or not self._schedule.is_measured(progress.step):
@@ -235,7 +236,7 @@ class Trainer:
         # 3. continue, roll back or end
         step, is_last = progress.step, progress.step >= self._total_steps
         has_checkpoint = self._schedule.may_be_best(step)
-        decision = decide(state, kl, step, training, is_last=is_last, has_checkpoint=has_checkpoint)
+        decision = decide_after_measurement(state, kl, step, training, is_last=is_last, has_checkpoint=has_checkpoint)
         return self._apply_decision(decision, kl, progress)
 
     def _apply_decision(self, decision: SteeringDecision, kl: float, progress: Progress) -> Progress:
@@ -273,14 +274,14 @@ class Trainer:
         # 2. teacher and student forward, losses and backward, see `DistillationModel.forward`
         totals = torch.zeros(len(weights), device=strategy.device)
         for number, (batch, sample_lengths) in enumerate(micro_batches, start=1):
-            with strategy.micro_batch(last=number == len(micro_batches)):
+            with strategy.run_micro_batch(last=number == len(micro_batches)):
                 loss_sums = strategy(batch, sample_lengths)
                 loss = torch.stack([weight * scale * loss_sums[name] for name, weight in weights.items()]).sum()
                 strategy.backward(loss)
             totals += torch.stack([loss_sums[name].detach() for name in weights])
 
         # 3. clip the gradients and update the weights
-        rate = learning_rate(self._spec.optimizer, progress.step, self._total_steps, progress.steering)
+        rate = compute_learning_rate(self._spec.optimizer, progress.step, self._total_steps, progress.steering)
         grad_norm = strategy.step_optimizer(rate)
 
         # 4. mean losses of all workers

@@ -97,7 +97,7 @@ class DeepSpeedStrategy(Strategy):
         self._create_moments()
 
     @contextmanager
-    def micro_batch(self, *, last: bool) -> Iterator[None]:
+    def run_micro_batch(self, *, last: bool) -> Iterator[None]:
         self._engine.set_gradient_accumulation_boundary(last)
         yield
 

@@ -175,7 +175,7 @@ class InputProcessor:
                 ", but this model has no exit head; use 'off', or a model that was converted with early_exit=True"
             )
         if params.structured_outputs is not None:
-            params.structured_outputs.check_supported()
+            params.structured_outputs.check_schema_supported()
         allowed, excluded = params.allowed_token_ids, self._get_excluded_token_ids(params)
         self._check_token_ids("logit_bias", params.logit_bias)
         self._check_token_ids("allowed_token_ids", allowed or ())

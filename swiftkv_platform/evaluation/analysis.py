@@ -150,7 +150,7 @@ class _StudentMeasurement:
         """Return the KL in nats of the teacher if its prompts bypass one layer. Prompts also skip the last layer, after
         its K and V are computed, which changes no output."""
         depth = self.teacher.config.num_hidden_layers
-        shape = make_list_shape([i for i in range(depth - 1) if i != bypassed], depth, 1)
+        shape = make_prefill_layers_shape([i for i in range(depth - 1) if i != bypassed], depth, 1)
         return self._compare(make_student(self.teacher, shape)).kl
 
     def _compare(self, student: Any) -> Quality:
@@ -159,7 +159,7 @@ class _StudentMeasurement:
         return totals.student
 
 
-def make_list_shape(layers: Sequence[int], num_layers: int, key_value_group_size: int) -> ShapeRequest:
+def make_prefill_layers_shape(layers: Sequence[int], num_layers: int, key_value_group_size: int) -> ShapeRequest:
     """Return the shape in which prompts run `layers` and deep tokens keep their own K and V. If fewer than g layers are
     left, they form one group."""
     group_size = min(key_value_group_size, num_layers - layers[-1] - 1)
@@ -375,7 +375,7 @@ def analyze(
             progress(f"Prompts bypass layer {layer}: KL {costs[-1]:.3f} nats")
         first = tuple(range(options.num_prefill_layers))
         for layers in (first, *select_prefill_layers(costs, options.num_prefill_layers, depths)):
-            lists.append(measurement.measure(make_list_shape(layers, num_layers, group_size)))
+            lists.append(measurement.measure(make_prefill_layers_shape(layers, num_layers, group_size)))
             progress(f"Prompts run layers {format_layers(layers)}: KL {lists[-1].kl:.3f} nats")
     is_tested = teacher_found is not None and teacher_found >= MIN_TEACHER_SHARE_FOUND
     best = min(

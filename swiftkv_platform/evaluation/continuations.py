@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig
 
 from swiftkv_platform.data.packing import PackedRows
-from swiftkv_platform.evaluation.quality import DEFAULT_WORKERS, evaluation_mode
+from swiftkv_platform.evaluation.quality import DEFAULT_WORKERS, run_in_evaluation_mode
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.model.tokenizers import get_end_ids
@@ -82,7 +82,7 @@ def compare_continuations(
     share = -(-len(prompts) // workers.size)
     examples: list[tuple[int, ContinuationExample]] = []
     indices = mine + [0] * (share - len(mine) if workers.in_step else 0)
-    with evaluation_mode(model):
+    with run_in_evaluation_mode(model):
         for start in range(0, len(indices), batch_size):
             batch = prompts[indices[start : start + batch_size]].to(model.device)
             teacher, student = (

@@ -27,7 +27,7 @@ _MAX_LOG_MARGIN = 50.0
 Sums = npt.NDArray[np.float64]
 
 
-def share_interval(losses: Sequence[float]) -> Interval:
+def compute_share_interval(losses: Sequence[float]) -> Interval:
     """Return the interval of the mean of losses within -1..1, one per sample.
 
     Agresti and Min's interval adds two samples, half a sample for each of the four outcomes of a pair. So a few samples
@@ -78,14 +78,14 @@ def bootstrap_margin(
         return None
     drawn = np.random.default_rng(0).multinomial(num_parts, np.full(num_parts, 1.0 / num_parts), size=_NUM_RESAMPLINGS)
     spread = float(np.std(statistic(drawn @ parts), ddof=1)) * math.sqrt(num_parts / (num_parts - 1))
-    margin = _student_quantile(num_parts - 1) * spread
+    margin = _compute_t_quantile(num_parts - 1) * spread
     return margin if math.isfinite(margin) else None
 
 
 _STUDENT_T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
-def _student_quantile(freedom: int) -> float:
+def _compute_t_quantile(freedom: int) -> float:
     """Return the 97.5% quantile of Student's distribution, from a table or by the first terms of its expansion."""
     if freedom <= len(_STUDENT_T_QUANTILES):
         return _STUDENT_T_QUANTILES[freedom - 1]
@@ -93,7 +93,7 @@ def _student_quantile(freedom: int) -> float:
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
-def unpaired_interval(loss: float, *errors: float | None) -> Interval | None:
+def compute_unpaired_interval(loss: float, *errors: float | None) -> Interval | None:
     """Return the interval of a loss from the standard errors of both scores, as if they were independent; it is wider
     than a paired one. None if an error is unknown."""
     known = [error for error in errors if error is not None]
@@ -103,7 +103,7 @@ def unpaired_interval(loss: float, *errors: float | None) -> Interval | None:
     return (loss - margin, loss + margin) if math.isfinite(margin) and math.isfinite(loss) else None
 
 
-def mean_interval(parts: Sequence[Interval]) -> Interval:
+def compute_mean_interval(parts: Sequence[Interval]) -> Interval:
     """Return the interval of the mean of independent parts."""
     middle = float(np.mean([(low + high) / 2 for low, high in parts]))
     margin = math.hypot(*((high - low) / 2 for low, high in parts)) / len(parts)
@@ -114,7 +114,7 @@ def estimate_samples_to_decide(
     interval: Interval, value: float, limit: float, num_samples: int, *, share: float | None = None
 ) -> int | None:
     """Estimate the number of samples that would decide whether `value` is below `limit`, if it stays the same. None if
-    `value` equals the limit. `share`: for an interval by `share_interval`, the value of the whole (such as 100 points);
+    `value` equals the limit. `share`: for a `compute_share_interval`, the value of all samples (such as 100 points);
     the part of the margin from its two added samples shrinks faster than the rest."""
     distance = abs(limit - value)
     if not distance or not math.isfinite(distance):
@@ -157,9 +157,9 @@ class HeldOutIntervals(FrozenModel):
         return cls(
             unit=unit,
             num_units=len(parts),
-            kl=_symmetric_log_interval(float(_kl(whole)[0]), kl),
+            kl=_make_log_interval(float(_kl(whole)[0]), kl),
             top1_agreement=(max(share - agreement, 0.0), min(share + agreement, 1.0)),
-            perplexity_ratio=_exponential_interval(float(_log_ratio(whole)[0]), ratio),
+            perplexity_ratio=_exponentiate_interval(float(_log_ratio(whole)[0]), ratio),
         )
 
 
@@ -175,7 +175,7 @@ def _log_ratio(sums: Sums) -> Sums:
     return (sums[:, 2] - sums[:, 1]) / sums[:, 0]
 
 
-def _symmetric_log_interval(value: float, margin: float) -> Interval:
+def _make_log_interval(value: float, margin: float) -> Interval:
     """Return the interval of a non-negative figure, symmetric on a logarithmic scale."""
     if value <= 0.0:
         return 0.0, max(margin, 0.0)
@@ -183,6 +183,6 @@ def _symmetric_log_interval(value: float, margin: float) -> Interval:
     return value / factor, value * factor
 
 
-def _exponential_interval(logarithm: float, margin: float) -> Interval:
+def _exponentiate_interval(logarithm: float, margin: float) -> Interval:
     bounded = min(margin, _MAX_LOG_MARGIN)
     return math.exp(logarithm - bounded), math.exp(logarithm + bounded)

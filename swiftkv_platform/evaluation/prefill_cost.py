@@ -15,10 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.evaluation.quality import evaluation_mode
+from swiftkv_platform.evaluation.quality import run_in_evaluation_mode
 from swiftkv_platform.model.cache import count_cache_bytes
 from swiftkv_platform.planning import read_architecture
-from swiftkv_platform.planning.prefill import prefill_flops
+from swiftkv_platform.planning.prefill import count_prefill_flops
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def measure_prefill(model: Any, *, prompt_length: int, rounds: int) -> PrefillCo
     prompt = torch.randint(model.config.vocab_size, (1, prompt_length), generator=generator).to(model.device)
     counted: dict[bool, tuple[float, float]] = {}
     milliseconds: dict[bool, list[float]] = {False: [], True: []}
-    with evaluation_mode(model):
+    with run_in_evaluation_mode(model):
         for mode in (False, True):
             counted[mode] = _count_costs(model.swiftkv(mode), prompt)
         for round_ in range(rounds + 1):
@@ -101,7 +101,7 @@ def _count_skipped_flops(config: Any, prompt: torch.Tensor) -> float:
         return 0
     model, layer_map = read_architecture(config.to_dict()), config.layer_map
     whole, served = (
-        prefill_flops(model, each, prompt.shape[1], "executed", square=True).total
+        count_prefill_flops(model, each, prompt.shape[1], "executed", square=True).total
         for each in (layer_map.without_bypassed_layers(), layer_map)
     )
     return whole - served

@@ -174,13 +174,13 @@ def measure(
     """Return the sums over the rows `indices`; the rows `not_counted` run afterwards and add nothing."""
     totals = HeldOutTotals()
     all_rows = [*indices, *not_counted]
-    with evaluation_mode(model):
+    with run_in_evaluation_mode(model):
         for start in range(0, len(all_rows), batch_size):
             chosen = all_rows[start : start + batch_size]
             batch = to_tensors(rows.make_padded_batch(chosen))
             batch["loss_mask"][max(len(indices) - start, 0) :] = False
             on_device = {name: tensor.to(model.device) for name, tensor in batch.items()}
-            totals += _measure_batch(model, on_device, _SampleLayout.of_rows(rows, chosen))
+            totals += _measure_batch(model, on_device, _SampleLayout.from_rows(rows, chosen))
     return totals
 
 
@@ -193,13 +193,13 @@ class _SampleLayout:
     texts: list[int]
 
     @classmethod
-    def of_rows(cls, rows: PackedRows, indices: Sequence[int]) -> _SampleLayout:
+    def from_rows(cls, rows: PackedRows, indices: Sequence[int]) -> _SampleLayout:
         layout = cls([], [], [])
         for index in indices:
             own = [int(length) for length in rows.get_sample_lengths(index)]
             own[-1] += rows.max_length - sum(own)
             layout.lengths.extend(own)
-            layout.samples.extend(map(int, rows.get_members(index)))
+            layout.samples.extend(map(int, rows.get_sample_indices(index)))
             layout.texts.extend(map(int, rows.get_text_ids(index)))
         return layout
 
@@ -225,7 +225,7 @@ def _measure_batch(model: Any, batch: dict[str, torch.Tensor], sample_layout: _S
     teacher_x = x
     if decoder.run_teacher_lower is not None or decoder.layer_map.bypassed_layers:
         teacher_x = (decoder.run_teacher_lower or decoder.run_lower_layers)(context)
-    teacher = _select(decoder.run_teacher_upper(teacher_x, context), counted)  # [num_positions, hidden_size]
+    teacher = _select_counted(decoder.run_teacher_upper(teacher_x, context), counted)  # [num_positions, hidden_size]
     deep = DeepSpanWriter(decoder.project_key_values(x, context.rotation)) if decoder.layer_map.deep_leaders else None
     output = decoder.run_student_upper(x, span_context, selection=selection, deep=deep, hidden=entering)
     student = output.flatten(0, 1)[student_rows]
@@ -255,7 +255,7 @@ def _measure_batch(model: Any, batch: dict[str, torch.Tensor], sample_layout: _S
     )
 
 
-def _select(states: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+def _select_counted(states: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     """Select the states of the counted positions, [num_positions, size], from rows or concatenated rows."""
     return states.flatten(0, 1)[counted.flatten()]
 
@@ -327,7 +327,7 @@ def _compute_figures(teacher: torch.Tensor, student: torch.Tensor, targets: torc
 
 
 @contextmanager
-def evaluation_mode(model: Any) -> Iterator[None]:
+def run_in_evaluation_mode(model: Any) -> Iterator[None]:
     """Run a SwiftKV model without dropout; restore its mode and flags afterwards."""
     decoder = model.model
     mode, was_training = decoder.swiftkv_enabled, model.training

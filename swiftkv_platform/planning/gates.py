@@ -68,14 +68,14 @@ class TaskForecast(FrozenModel):
     limit: float | None
     """Limit in points (0 to 100); None if it depends on an unknown number of samples."""
     excluded: float | None
-    """Smallest true loss in points that the samples can exclude, see `smallest_excluded_loss`."""
+    """Smallest true loss in points that the samples can exclude, see `find_excludable_loss`."""
     samples_needed: int | None
     """Samples that a student without a loss needs to pass; None if the task has enough, or if unknown."""
     passes_worse: float | None
     """Probability that the gate passes a student that loses `WORSE_STUDENT_LOSS` points; None if unknown."""
 
 
-def smallest_excluded_loss(num_samples: int, *, num_gates: int = 1) -> float:
+def find_excludable_loss(num_samples: int, *, num_gates: int = 1) -> float:
     """Return the smallest true loss that `num_samples` paired samples can exclude, in points (0 to 100).
 
     A gate passes if the whole 95% interval (Agresti and Min's, `evaluation.paired`) is within the limit. With this loss
@@ -112,13 +112,13 @@ def compute_false_pass_probability(gates: Sequence[Mapping[str, Any]]) -> float 
 
 def compute_default_limit(num_samples: int, *, num_gates: int) -> float:
     """Return the limit of `auto` in points for a task that scores shares. `num_gates`: see `count_task_gates`."""
-    return _clamp_limit(DEFAULT_DROP_RANGE, smallest_excluded_loss(num_samples, num_gates=num_gates))
+    return _clamp_limit(DEFAULT_DROP_RANGE, find_excludable_loss(num_samples, num_gates=num_gates))
 
 
 def compute_default_needle_limit(num_samples: int) -> float:
     """Return the default limit for one length of needle prompts, in points. Needles do not count as gates on tasks,
     since only a tokenizer decides whether they exist. They have few samples, so the limit is wide."""
-    return _clamp_limit(DEFAULT_NEEDLE_DROP_RANGE, smallest_excluded_loss(num_samples, num_gates=_MAX_NEEDLE_GATES))
+    return _clamp_limit(DEFAULT_NEEDLE_DROP_RANGE, find_excludable_loss(num_samples, num_gates=_MAX_NEEDLE_GATES))
 
 
 def _clamp_limit(bounds: tuple[float, float], loss: float) -> float:
@@ -131,11 +131,11 @@ def find_min_samples_to_exclude(loss: float, *, num_gates: int = 1) -> int | Non
     if loss <= 0.0:
         return None
     low, high = 0, 1
-    while smallest_excluded_loss(high, num_gates=num_gates) > loss:
+    while find_excludable_loss(high, num_gates=num_gates) > loss:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        if smallest_excluded_loss(middle, num_gates=num_gates) > loss:
+        if find_excludable_loss(middle, num_gates=num_gates) > loss:
             low = middle
         else:
             high = middle
@@ -177,7 +177,7 @@ def _forecast_needles(length: int, spec: EvaluationSpec) -> TaskForecast:
 def _make_forecast(name: str, field: str, samples: int | None, limit: float | None, num_gates: int) -> TaskForecast:
     excluded = needed = worse = None
     if samples is not None:
-        excluded = round(smallest_excluded_loss(samples, num_gates=num_gates), 2)
+        excluded = round(find_excludable_loss(samples, num_gates=num_gates), 2)
         if limit is not None and excluded > limit:
             needed = find_min_samples_to_exclude(limit, num_gates=num_gates)
         if limit is not None:

@@ -9,9 +9,9 @@ from swiftkv_platform.planning.architecture import Architecture, read_architectu
 from swiftkv_platform.planning.config import ConfigSource
 from swiftkv_platform.planning.machines import DEVICE_MEMORY
 from swiftkv_platform.planning.parameters import count_student_parameters
-from swiftkv_platform.planning.serving import ServingSetup, plan_serving, weights_bytes
+from swiftkv_platform.planning.serving import ServingSetup, compute_weight_bytes, plan_serving
 from swiftkv_platform.planning.steering import has_rate_search
-from swiftkv_platform.planning.training import FLOAT32_BYTES, TrainingSetup, worker_memory
+from swiftkv_platform.planning.training import FLOAT32_BYTES, TrainingSetup, compute_worker_memory
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.job import BATCH_SIZE
 from swiftkv_platform.student_shape import LayerMap
@@ -73,7 +73,7 @@ def _compute_training_bytes(model: Architecture, layer_map: LayerMap, setup: Tra
     """Return the peak bytes of a worker's device, and of its host memory beyond a process without a model. Without a
     GPU the device is the host."""
     parameters = count_student_parameters(model, layer_map, setup.trainable)
-    memory = worker_memory(model, layer_map, parameters, setup)
+    memory = compute_worker_memory(model, layer_map, parameters, setup)
     if setup.device == "cpu":
         return memory.peak, memory.peak
     narrow = 2 if setup.dtype == "bfloat16" else FLOAT32_BYTES
@@ -102,7 +102,7 @@ def _find_sufficient_workers(
 
 def compute_teacher_bytes(config: ConfigSource, dtype: str) -> int:
     model = read_architecture(config)
-    return weights_bytes(model, LayerMap.dense(len(model.layers)), dtype)
+    return compute_weight_bytes(model, LayerMap.dense(len(model.layers)), dtype)
 
 
 def check_row_generation_memory(spec: JobSpec, config: ConfigSource) -> None:

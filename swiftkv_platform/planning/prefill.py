@@ -38,7 +38,9 @@ def check_kv_cache_dtype(name: str, *, field: str = "kv_cache_dtype") -> None:
         raise InvalidInputError.for_field(field, name, f"; {', '.join(get_args(KVCacheDtype))} are accepted")
 
 
-def kv_bytes(model: Architecture, layer_map: LayerMap, sequence_length: int, kv_cache_dtype: str) -> tuple[int, int]:
+def compute_kv_bytes(
+    model: Architecture, layer_map: LayerMap, sequence_length: int, kv_cache_dtype: str
+) -> tuple[int, int]:
     """Return the payload bytes and the scale bytes of the cache after `sequence_length` tokens of one sequence.
 
     A cache layer with a window keeps the tokens that the next token attends to. A group keeps its layers' longest
@@ -92,7 +94,7 @@ class Flops:
         return total
 
 
-def forward_flops(
+def count_forward_flops(
     model: Architecture,
     layer_map: LayerMap,
     *,
@@ -124,7 +126,7 @@ def forward_flops(
             cached = past if cache_window is None else min(past, cache_window - 1)
             pairs = num_queries * (cached + num_tokens)
         else:
-            pairs = attention_pairs(num_queries, past + num_tokens - num_queries, layer.window)
+            pairs = count_attention_pairs(num_queries, past + num_tokens - num_queries, layer.window)
         # K and V of all new tokens, once per group; MLA expands the whole context
         computes_kv = not upper or i in leaders
         num_attended = past + num_tokens if num_queries else 0
@@ -142,24 +144,24 @@ def forward_flops(
     return total
 
 
-def prefill_flops(
+def count_prefill_flops(
     model: Architecture, layer_map: LayerMap, sequence_length: int, convention: Convention, *, square: bool = False
 ) -> Flops:
     """Return the FLOPs of a whole prompt, up to the logits of its last token. The paper does not count the last token's
     pass through layers >= l."""
     num_deep = min(layer_map.deep_tail or 1, sequence_length)
     if convention == "executed":
-        return forward_flops(
+        return count_forward_flops(
             model, layer_map, num_tokens=sequence_length, num_selected=num_deep, num_logits=1, square=square
         )
-    layers = forward_flops(
+    layers = count_forward_flops(
         model, layer_map, num_tokens=sequence_length, num_selected=num_deep - 1, num_logits=0, square=square
     )
     embedding_and_head = 2 * Linear(model.hidden_size, model.vocab_size).flops
     return layers + Flops(vocabulary=sequence_length * embedding_and_head)
 
 
-def attention_pairs(num_queries: int, past: int, window: int | None) -> int:
+def count_attention_pairs(num_queries: int, past: int, window: int | None) -> int:
     """Count the pairs of query and key for `num_queries` tokens after `past`: sum over t = 1..num_queries of min(past +
     t, window)."""
     window = window or past + num_queries
@@ -296,13 +298,13 @@ def plan_prefill(
     prefill: dict[Convention, PrefillComparison] = {}
     for convention in ("paper", "executed"):
         dense, swiftkv = (
-            Components.from_flops(prefill_flops(model, layers, sequence_length, convention) / sequence_length)
+            Components.from_flops(count_prefill_flops(model, layers, sequence_length, convention) / sequence_length)
             for layers in (dense_map, layer_map)
         )
         prefill[convention] = PrefillComparison(dense=dense, swiftkv=swiftkv)
     decode = {
         name: Components.from_flops(
-            forward_flops(model, layers, num_tokens=1, num_selected=1, num_logits=1, past=sequence_length)
+            count_forward_flops(model, layers, num_tokens=1, num_selected=1, num_logits=1, past=sequence_length)
         )
         for name, layers in (("dense", dense_map), ("swiftkv", layer_map))
     }
@@ -337,8 +339,8 @@ def _compare_kv_bytes(
     model: Architecture, layer_map: LayerMap, sequence_length: int, kv_cache_dtype: str
 ) -> dict[str, Any]:
     plain = "bfloat16" if kv_cache_dtype in QUANTIZED_CACHE_DTYPES else kv_cache_dtype
-    dense = kv_bytes(model, LayerMap.dense(len(model.layers)), sequence_length, plain)
-    swiftkv = kv_bytes(model, layer_map, sequence_length, kv_cache_dtype)
+    dense = compute_kv_bytes(model, LayerMap.dense(len(model.layers)), sequence_length, plain)
+    swiftkv = compute_kv_bytes(model, layer_map, sequence_length, kv_cache_dtype)
     return {
         "kv_bytes_per_token": sum(swiftkv) / sequence_length,
         "dense_kv_bytes_per_token": sum(dense) / sequence_length,

@@ -43,7 +43,7 @@ class ServingSetup:
 class Capacity(FrozenModel):
     """Capacity of one GPU, in bytes, blocks, tokens and sequences."""
 
-    weights_bytes: int
+    compute_weight_bytes: int
     kv_block_bytes: int
     """Bytes of a block of `block_size` tokens in all cache layers, including scales."""
     num_blocks: int
@@ -90,7 +90,7 @@ def _check_setup(setup: ServingSetup) -> None:
 
 def _compute_capacity(model: Architecture, layer_map: LayerMap, setup: ServingSetup) -> Capacity:
     num_ranks = setup.tensor_parallel_size
-    weights = -(-weights_bytes(model, layer_map, setup.weights_dtype) // num_ranks)
+    weights = -(-compute_weight_bytes(model, layer_map, setup.weights_dtype) // num_ranks)
     block = setup.block_size * sum(
         _compute_token_bytes(attention, setup.kv_cache_dtype, num_ranks)
         for attention, _ in list_cache_layers(model, layer_map)
@@ -98,7 +98,7 @@ def _compute_capacity(model: Architecture, layer_map: LayerMap, setup: ServingSe
     free = int(setup.memory_bytes * (1 - setup.reserved)) - weights
     num_blocks = max(free // block, 0)
     return Capacity(
-        weights_bytes=weights,
+        compute_weight_bytes=weights,
         kv_block_bytes=block,
         num_blocks=num_blocks,
         num_tokens=num_blocks * setup.block_size,
@@ -106,7 +106,7 @@ def _compute_capacity(model: Architecture, layer_map: LayerMap, setup: ServingSe
     )
 
 
-def weights_bytes(model: Architecture, layer_map: LayerMap, dtype: str) -> int:
+def compute_weight_bytes(model: Architecture, layer_map: LayerMap, dtype: str) -> int:
     """Return the bytes of a model's weights, exported without its teacher's projections."""
     layers, others = count_served_parameters(model, layer_map)
     return layers * DTYPE_BYTES[dtype] + others * max(DTYPE_BYTES[dtype], 2)

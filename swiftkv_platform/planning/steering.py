@@ -64,7 +64,7 @@ class RunSchedule:
     """Min steps between checkpoints of the best state; a multiple of `measurement_interval`."""
 
     @classmethod
-    def for_spec(cls, spec: JobSpec, total_steps: int, *, measures: bool) -> RunSchedule:
+    def from_spec(cls, spec: JobSpec, total_steps: int, *, measures: bool) -> RunSchedule:
         """Make the schedule of a spec whose defaults are resolved. `measures`: whether the run has validation rows."""
         training, checkpoint = spec.training, spec.checkpoint
         if training.validation is None or not measures:

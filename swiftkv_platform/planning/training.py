@@ -17,7 +17,7 @@ from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture, Layer, Linear, read_architecture
 from swiftkv_platform.planning.config import ConfigSource
 from swiftkv_platform.planning.parameters import Parameters, count_student_parameters
-from swiftkv_platform.planning.prefill import attention_pairs, resolve_layer_map, sum_linear_flops
+from swiftkv_platform.planning.prefill import count_attention_pairs, resolve_layer_map, sum_linear_flops
 from swiftkv_platform.specs.job import TRAINABLE_LAYERS, Trainable
 from swiftkv_platform.student_shape import LayerMap, StudentShape
 
@@ -154,7 +154,7 @@ def plan_training(
         )
     layer_map = resolve_layer_map(model)
     parameters = count_student_parameters(model, layer_map, setup.trainable)
-    flops = training_flops(model, layer_map, setup)
+    flops = count_training_flops(model, layer_map, setup)
     total = None if num_tokens is None else num_tokens * flops.total
     seconds = None if total is None or flops_per_second is None else total / (flops_per_second * setup.num_workers)
     return TrainingPlan(
@@ -163,7 +163,7 @@ def plan_training(
         parameters=parameters.total,
         trained_parameters=parameters.trained,
         flops_per_token=flops,
-        memory=worker_memory(model, layer_map, parameters, setup),
+        memory=compute_worker_memory(model, layer_map, parameters, setup),
         num_tokens=num_tokens,
         total_flops=total,
         seconds=seconds,
@@ -186,7 +186,7 @@ def _check_sequence_parallelism(model: Architecture, setup: TrainingSetup) -> No
             )
 
 
-def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> TrainingFlops:
+def count_training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> TrainingFlops:
     """Return the FLOPs of matrix products per token, averaged over the samples.
 
     Attention counts the pairs of tokens within a sample. The student's layers run for the positions that the loss
@@ -194,9 +194,9 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
     assumed to be the last of their sample.
     """
     first = layer_map.num_key_value_layers
-    lower = sum(_layer_flops(layer, setup) for layer in model.layers[:first])
+    lower = sum(_count_layer_flops(layer, setup) for layer in model.layers[:first])
     needs_teacher = setup.runs_teacher(layer_map.shape)
-    teacher = needs_teacher * sum(_layer_flops(layer, setup) for layer in model.layers[first:])
+    teacher = needs_teacher * sum(_count_layer_flops(layer, setup) for layer in model.layers[first:])
     student = backward = recomputed = 0.0
     own, tail, only_shared = model.shared_attention, setup.trainable in TRAINABLE_LAYERS, setup.trainable == "kv"
     trains_x = setup.trainable == "all"
@@ -205,15 +205,15 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
         teacher += needs_teacher * lower
     # Prompt tokens run through bypassed layers too, but only their K and V are used. Deep tokens run separately.
     deep_layers = model.layers[layer_map.first_bypassed_layer : first]
-    deep_lower = sum(_deep_layer_flops(layer, setup, share) for layer in deep_layers)
+    deep_lower = sum(_count_deep_layer_flops(layer, setup, share) for layer in deep_layers)
     if setup.trainable == "all":
         bypassed = [model.layers[i] for i in layer_map.bypassed_layers]
-        released = sum(_layer_flops(layer, setup) - sum_linear_flops(layer.attention.key_value) for layer in bypassed)
+        released = sum(_count_layer_flops(one, setup) - sum_linear_flops(one.attention.key_value) for one in bypassed)
         backward, recomputed = 2 * (lower - released + deep_lower), lower + deep_lower
     lower += deep_lower
     for i, layer in enumerate(model.layers[first:], start=first):
         query = share * sum_linear_flops(own.query)
-        attention = _attention_flops(layer, setup, setup.entering_share if layer_map.deep_leaders else 1.0)
+        attention = _count_attention_flops(layer, setup, setup.entering_share if layer_map.deep_leaders else 1.0)
         leads, written = i in layer_map.leaders, (i in layer_map.deep_leaders) * share
         key_value = leads * sum_linear_flops(own.key_value)
         expansion = leads * (1 + written) * sum_linear_flops(own.expansion)
@@ -247,24 +247,24 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
     )
 
 
-def _layer_flops(layer: Layer, setup: TrainingSetup) -> float:
+def _count_layer_flops(layer: Layer, setup: TrainingSetup) -> float:
     attention = layer.attention
     maps = (*attention.query, *attention.key_value, *attention.expansion, *attention.output, *layer.mlp)
-    return sum_linear_flops(maps) + _attention_flops(layer, setup)
+    return sum_linear_flops(maps) + _count_attention_flops(layer, setup)
 
 
-def _deep_layer_flops(layer: Layer, setup: TrainingSetup, share: float) -> float:
+def _count_deep_layer_flops(layer: Layer, setup: TrainingSetup, share: float) -> float:
     """Return the FLOPs per token of a layer for deep tokens, the last ones of their sample."""
     attention = layer.attention
     maps = (*attention.query, *attention.key_value, *attention.output, *layer.mlp)
-    return share * sum_linear_flops(maps) + _attention_flops(layer, setup, setup.entering_share)
+    return share * sum_linear_flops(maps) + _count_attention_flops(layer, setup, setup.entering_share)
 
 
-def _attention_flops(layer: Layer, setup: TrainingSetup, query_share: float = 1.0) -> float:
+def _count_attention_flops(layer: Layer, setup: TrainingSetup, query_share: float = 1.0) -> float:
     """Return the attention FLOPs per token. `query_share`: share of each sample's last tokens that have queries."""
     samples = setup.samples or ((setup.sequence_length, 1),)
     queries = [(number, round(query_share * length), length) for length, number in samples]
-    pairs = sum(number * attention_pairs(count, length - count, layer.window) for number, count, length in queries)
+    pairs = sum(n * count_attention_pairs(count, length - count, layer.window) for n, count, length in queries)
     return pairs * layer.attention.flops_per_pair / sum(number * length for length, number in samples)
 
 
@@ -293,7 +293,7 @@ class WorkerMemory(FrozenModel):
     """Bytes in host memory under `cpu_offload`."""
 
 
-def worker_memory(
+def compute_worker_memory(
     model: Architecture, layer_map: LayerMap, parameters: Parameters, setup: TrainingSetup
 ) -> WorkerMemory:
     dtype_bytes = 2 if setup.dtype == "bfloat16" else FLOAT32_BYTES
@@ -306,7 +306,7 @@ def worker_memory(
         gradients *= 2
         gathered = dtype_bytes * trained if dtype_bytes < FLOAT32_BYTES else 0
     elif setup.strategy == "fsdp2" or setup.zero_stage == 3:
-        gathered = gathered_weights(parameters, dtype_bytes, units=3 if setup.strategy == "fsdp2" else 2)
+        gathered = compute_gathered_bytes(parameters, dtype_bytes, units=3 if setup.strategy == "fsdp2" else 2)
         frozen, weights, gradients, moments = (-(-part // shards) for part in (frozen, weights, gradients, moments))
     else:
         weights, moments = dtype_bytes * trained + -(-weights // shards), -(-moments // shards)
@@ -323,9 +323,9 @@ def worker_memory(
                 host, frozen = host + frozen, 0
         moments = 0
     # 2. peaks of the forward and backward passes, and of the optimizer's update
-    activations, recomputed = saved_activations(model, layer_map, setup)
-    passing_back = recomputed + _gradients_of_activations(model, setup, dtype_bytes)
-    loss = _loss_bytes(model, layer_map.shape, setup, dtype_bytes)
+    activations, recomputed = compute_activation_bytes(model, layer_map, setup)
+    passing_back = recomputed + _compute_gradient_bytes(model, setup, dtype_bytes)
+    loss = _compute_loss_bytes(model, layer_map.shape, setup, dtype_bytes)
     persistent = frozen + weights + moments
     # Gradients of a step's first micro batch appear while activations are freed. FSDP2 shards them only with the last.
     unsharded = FLOAT32_BYTES * trained if setup.strategy == "fsdp2" else gradients
@@ -338,8 +338,8 @@ def worker_memory(
         of_layer, shared = (dtype_bytes + FLOAT32_BYTES) * parameters.trained_of_layer, parameters.shared_key_value
         during_passes = max(
             activations + gathered + states,
-            activations + gathered_weights(parameters, dtype_bytes, units=1) + loss,
-            activations + gathered_weights(parameters, dtype_bytes, units=2) + passing_back + of_layer + sharded,
+            activations + compute_gathered_bytes(parameters, dtype_bytes, units=1) + loss,
+            activations + compute_gathered_bytes(parameters, dtype_bytes, units=2) + passing_back + of_layer + sharded,
             dtype_bytes * parameters.root + (3 * dtype_bytes + FLOAT32_BYTES) * shared + states + sharded,
         )
     # CUDA's update has buffers for all that this worker updates, the CPU's for one tensor; only DDP updates everything.
@@ -365,7 +365,7 @@ def worker_memory(
     )
 
 
-def gathered_weights(parameters: Parameters, dtype_bytes: int, *, units: int) -> int:
+def compute_gathered_bytes(parameters: Parameters, dtype_bytes: int, *, units: int) -> int:
     """Bytes of the weights that a sharded worker has whole: those outside the layers for a whole pass, and of layers
     `units` at a time.
 
@@ -376,7 +376,7 @@ def gathered_weights(parameters: Parameters, dtype_bytes: int, *, units: int) ->
     return dtype_bytes * (parameters.root + units * max(parameters.largest_layer, parameters.shared_key_value))
 
 
-def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> tuple[int, int]:
+def compute_activation_bytes(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> tuple[int, int]:
     """Return two sizes in bytes per micro batch: all activations that the student's layers keep for the backward pass;
     and, under gradient checkpointing, the activations of the one layer that is recomputed at a time, else 0."""
     dtype_bytes = 2 if setup.dtype == "bfloat16" else FLOAT32_BYTES
@@ -398,27 +398,27 @@ def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingS
         if setup.gradient_checkpointing:
             per_token += dtype_bytes * hidden
             continue
-        per_token += _layer_bytes(model, layer, setup, dtype_bytes, has_gradient=i > begin)
+        per_token += _compute_layer_bytes(model, layer, setup, dtype_bytes, has_gradient=i > begin)
     if setup.trainable == "all":  # deep tokens run once more through the layers from the first gap on
         for i in range(layer_map.first_bypassed_layer, first):
-            layer_bytes = _layer_bytes(model, model.layers[i], setup, dtype_bytes, has_gradient=True)
+            layer_bytes = _compute_layer_bytes(model, model.layers[i], setup, dtype_bytes, has_gradient=True)
             per_token += round(setup.entering_share * (layer_bytes + dtype_bytes * cached)) + dtype_bytes * cached
             # of prompts that bypass the layer, only its normalized input remains
             if i in layer_map.bypassed_layers:
                 per_token -= layer_bytes - (dtype_bytes + FLOAT32_BYTES) * hidden
     recomputed = 0
     if setup.gradient_checkpointing:
-        recomputed = _layer_bytes(model, model.layers[-1], setup, dtype_bytes, has_gradient=True)
+        recomputed = _compute_layer_bytes(model, model.layers[-1], setup, dtype_bytes, has_gradient=True)
     return per_token * setup.tokens_per_pass, recomputed * setup.tokens_per_pass
 
 
-def _gradients_of_activations(model: Architecture, setup: TrainingSetup, dtype_bytes: int) -> int:
+def _compute_gradient_bytes(model: Architecture, setup: TrainingSetup, dtype_bytes: int) -> int:
     """Bytes of the gradients that the backward pass holds at once: those of gate, up and their product."""
-    widest = max(_inner_features(model, layer) for layer in model.layers)
+    widest = max(_count_inner_features(model, layer) for layer in model.layers)
     return dtype_bytes * widest * setup.tokens_per_pass
 
 
-def _inner_features(model: Architecture, layer: Layer) -> int:
+def _count_inner_features(model: Architecture, layer: Layer) -> int:
     """Return the features of a token inside an MLP: outputs of gate and up, input of down, for all its experts."""
     hidden = model.hidden_size
     return sum(
@@ -428,12 +428,12 @@ def _inner_features(model: Architecture, layer: Layer) -> int:
     )
 
 
-def _routed_features(model: Architecture, layer: Layer) -> int:
+def _count_routed_features(model: Architecture, layer: Layer) -> int:
     """Return the features of a token's hidden state, times the number of its experts."""
     return sum(linear.active * model.hidden_size for linear in layer.mlp if linear.copies > 1) // 3
 
 
-def _layer_bytes(
+def _compute_layer_bytes(
     model: Architecture, layer: Layer, setup: TrainingSetup, dtype_bytes: int, *, has_gradient: bool
 ) -> int:
     """Return the bytes per token of one student layer, without K and V."""
@@ -441,13 +441,13 @@ def _layer_bytes(
     norms = (model.num_norms - 1 + has_gradient) * FLOAT32_BYTES * hidden
     query = dtype_bytes * sum(linear.in_features for linear in own.query)
     attention = dtype_bytes * own.num_heads * (own.query_size + own.value_size) + FLOAT32_BYTES * own.num_heads
-    inner = _inner_features(model, layer)
-    routed = _routed_features(model, layer)
+    inner = _count_inner_features(model, layer)
+    routed = _count_routed_features(model, layer)
     tail = dtype_bytes * (2 * hidden + inner // 3) if setup.trainable in TRAINABLE_LAYERS else 0
     return norms + query + attention + dtype_bytes * (inner + routed) + tail
 
 
-def _loss_bytes(model: Architecture, student: StudentShape, setup: TrainingSetup, dtype_bytes: int) -> int:
+def _compute_loss_bytes(model: Architecture, student: StudentShape, setup: TrainingSetup, dtype_bytes: int) -> int:
     """Return the bytes of chunk buffers, hidden states of teacher and student, and the gradient from the fused loss."""
     tokens = setup.tokens_per_pass
     rows = min(max(MIN_CHUNK_ROWS, LOGITS_PER_CHUNK[setup.device] // model.vocab_size), tokens)

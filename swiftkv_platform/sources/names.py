@@ -280,14 +280,14 @@ def _make_source_absolute(source: Any) -> Any:
 
 def _map_names(spec: JobSpec, change: ChangeName) -> JobSpec:
     """Return the spec with `change` applied to every name that may be a path; unchanged sections are not copied."""
-    model = _update(spec.model, name_or_path=change(spec.model.name_or_path, "model", "model.name_or_path"))
+    model = _copy_with_changes(spec.model, name_or_path=change(spec.model.name_or_path, "model", "model.name_or_path"))
     sources = tuple(
-        _update(source, name_or_path=change(source.name_or_path, "data", f"data.sources[{i}].name_or_path"))
+        _copy_with_changes(source, name_or_path=change(source.name_or_path, "data", f"data.sources[{i}].name_or_path"))
         for i, source in enumerate(spec.data.sources)
     )
     tasks = tuple(_map_task(task, f"evaluation.tasks[{i}]", change) for i, task in enumerate(spec.evaluation.tasks))
-    data, evaluation = _update(spec.data, sources=sources), _update(spec.evaluation, tasks=tasks)
-    return _update(spec, model=model, data=data, evaluation=evaluation)
+    data, evaluation = _copy_with_changes(spec.data, sources=sources), _copy_with_changes(spec.evaluation, tasks=tasks)
+    return _copy_with_changes(spec, model=model, data=data, evaluation=evaluation)
 
 
 def _map_task(task: str | TaskSpec, field: str, change: ChangeName) -> str | TaskSpec:
@@ -298,10 +298,10 @@ def _map_task(task: str | TaskSpec, field: str, change: ChangeName) -> str | Tas
         return name
     if data_dir is not None:
         data_dir = change(data_dir, "location", f"{field}.data_dir")
-    return _update(task, name=name, data_dir=data_dir)
+    return _copy_with_changes(task, name=name, data_dir=data_dir)
 
 
-def _update(section: Section, **fields: Any) -> Section:
+def _copy_with_changes(section: Section, **fields: Any) -> Section:
     """Return a copy of `section` with changed values, which count as set; itself if nothing differs."""
     changed = {name: value for name, value in fields.items() if getattr(section, name) != value}
     return section.model_copy(update=changed) if changed else section

@@ -23,7 +23,7 @@ from swiftkv_platform.specs.base import (
 
 
 @dataclass(frozen=True)
-class Change:
+class PatchRule:
     """Metadata of a field: what `PATCH /deployments` may change, and with which effect."""
 
     effect: str = ""
@@ -60,13 +60,13 @@ class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
     """Models and options that running replicas can change without downtime."""
 
     model: Annotated[
-        ModelName, Change("The new model is loaded next to the serving one and swapped in; no request fails.")
+        ModelName, PatchRule("The new model is loaded next to the serving one and swapped in; no request fails.")
     ]
     """`mdl_` id, `job_` id of a succeeded job, unique name, or alias. With an alias, models promoted to it later are
     swapped in. Responses contain the `mdl_` id."""
     engine: Annotated[
         Engine,
-        Change(
+        PatchRule(
             "Only given options change; null resets an option, or all. Applied like a new model. Another device or "
             "number of cores replaces the replicas."
         ),
@@ -74,13 +74,13 @@ class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
     """Engine options."""
     candidate: Annotated[
         Candidate | None,
-        Change("Loaded like a new model; a new `share` takes effect at once. Null removes the candidate."),
+        PatchRule("Loaded like a new model; a new `share` takes effect at once. Null removes the candidate."),
     ] = None
     """Second model, for a share of the requests."""
     ignored_fields: Annotated[
         tuple[FieldName, ...] | None,
         Field(max_length=64),
-        Change("Takes effect at once, without loading. Null: removes all."),
+        PatchRule("Takes effect at once, without loading. Null: removes all."),
     ] = None
     """Unknown or unsupported request fields of OpenAI's routes to ignore instead of refusing; `*`: all unknown
     fields."""
@@ -88,17 +88,17 @@ class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
     cors_origins: Annotated[
         tuple[Origin, ...] | None,
         Field(max_length=64),
-        Change("Takes effect at once, without loading. Null: removes all."),
+        PatchRule("Takes effect at once, without loading. Null: removes all."),
     ] = None
     """Origins whose web pages may send requests (CORS), such as `https://chat.example.org`; `*`: all; null: none."""
 
     chat_template: Annotated[
         Annotated[str, Field(min_length=1, max_length=MAX_TEMPLATE_LENGTH)] | None,
-        Change("Applied like a new model. Null: the model's own."),
+        PatchRule("Applied like a new model. Null: the model's own."),
     ] = None
     """Jinja chat template, instead of those of the model and the candidate. With API keys, the operator must allow it
     (`chat_templates` of the tenant)."""
-    tool_call_parser: Annotated[ToolCallParser | None, Change("Applied like a new model.")] = None
+    tool_call_parser: Annotated[ToolCallParser | None, PatchRule("Applied like a new model.")] = None
     """Tool-call format, by model family; null: detected from the chat template."""
 
 
@@ -129,7 +129,7 @@ class ReplicasSpec(ScalingSpec):
     """HTTP path and autoscaling of a deployment."""
 
     route_prefix: Annotated[
-        str, Field(pattern=r"^/([A-Za-z0-9._~-]+(/[A-Za-z0-9._~-]+)*)?$", max_length=200), Change(allowed=False)
+        str, Field(pattern=r"^/([A-Za-z0-9._~-]+(/[A-Za-z0-9._~-]+)*)?$", max_length=200), PatchRule(allowed=False)
     ] = "/"
     """HTTP path prefix, unique among deployments. With API keys, it is below `/t/{tenant}`: `/chat` becomes
     `/t/acme/chat`."""

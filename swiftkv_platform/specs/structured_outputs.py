@@ -152,10 +152,10 @@ class StructuredOutputs:
         """Name of the constraint in errors."""
         return self.source or f"structured_outputs.{self.kind}"
 
-    def check_supported(self) -> None:
+    def check_schema_supported(self) -> None:
         """Raise `InvalidInputError` if the schema has a constraint that cannot be enforced."""
         if self.kind == "json":
-            check_supported(json.loads(self.text), self.name)
+            check_schema_supported(json.loads(self.text), self.name)
 
     def make_error(self, why: str) -> InvalidInputError:
         """Return an error for the compiler's message `why`, with the path in the schema that it is about."""
@@ -225,10 +225,10 @@ class StructuredOutputs:
         return value
 
 
-def check_supported(schema: Mapping[str, Any], name: str) -> None:
+def check_schema_supported(schema: Mapping[str, Any], name: str) -> None:
     """Raise `InvalidInputError` if a schema has a constraint that cannot be enforced. `name`: of the schema in
     errors."""
-    found = find_unsupported(schema)
+    found = find_unsupported_keyword(schema)
     if found is not None:
         path, keyword = found
         where = f"{name}.{path}" if path else name
@@ -278,7 +278,7 @@ def normalize_schema(schema: Schema) -> dict[str, Any]:
     return kept
 
 
-def find_unsupported(schema: Schema) -> tuple[str, str] | None:
+def find_unsupported_keyword(schema: Schema) -> tuple[str, str] | None:
     """Return (dotted path, keyword) of the first constraint that cannot be enforced, or None."""
     return next(
         (
@@ -387,7 +387,7 @@ def _constrains_nothing(schema: Schema, key: str, value: Any, kinds: frozenset[s
         case "properties" | "patternProperties":
             return isinstance(value, Mapping) and all(map(_accepts_all, value.values()))
         case "dependencies" | "dependentRequired" | "dependentSchemas":
-            return isinstance(value, Mapping) and all(_is_met(each, schema) for each in value.values())
+            return isinstance(value, Mapping) and all(_is_dependency_met(each, schema) for each in value.values())
         # 3. combinations
         case "allOf":
             return isinstance(value, list | tuple) and all(_accepts_all(one, kinds) for one in value)
@@ -408,7 +408,7 @@ def _constrains_nothing(schema: Schema, key: str, value: Any, kinds: frozenset[s
             return key not in _CONSTRAINING_KEYWORDS and key not in _KINDS_BY_KEYWORD
 
 
-def _is_met(dependency: Any, schema: Schema) -> bool:
+def _is_dependency_met(dependency: Any, schema: Schema) -> bool:
     """Whether all objects meet a dependency: a list of names, or a schema."""
     if isinstance(dependency, list | tuple):
         required = schema.get("required")

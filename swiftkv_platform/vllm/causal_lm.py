@@ -48,7 +48,7 @@ class StudentTensorNames:
     """Whether the model has no layers >= l."""
 
     @classmethod
-    def for_model(cls, family: Family, config: Any, layer_map: LayerMap, model: nn.Module) -> StudentTensorNames:
+    def from_model(cls, family: Family, config: Any, layer_map: LayerMap, model: nn.Module) -> StudentTensorNames:
         """Return the names for a `model` without weights; its parameters determine each projection's tensors."""
         is_prefill_only = bool(layer_map.leaders) and config.swiftkv_prefill_only
         runs_above = bool(layer_map.leaders) and not is_prefill_only
@@ -209,7 +209,7 @@ class SwiftKVForCausalLM(nn.Module):
         if self.adapter is not None:
             weights = self.adapter.apply(weights, base_prefix=BASE_PREFIX, source=self.config.name_or_path)
         groups = self.model.groups if self.model.layer_map.leaders else None
-        names = StudentTensorNames.for_model(self.family, self.config, self.model.layer_map, self)
+        names = StudentTensorNames.from_model(self.family, self.config, self.model.layer_map, self)
         checked = names.check_weights(weights, None if groups is None else groups.repeat_heads)
         loaded: set[str] = AutoWeightsLoader(self).load_weights(checked, mapper=names.make_mapper())
         return loaded

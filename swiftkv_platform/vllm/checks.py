@@ -14,7 +14,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import find_family
-from swiftkv_platform.vllm.quantized import ACCEPTED_METHODS, is_accepted_method
+from swiftkv_platform.vllm.quantized import ACCEPTED_METHODS, is_accepted_quantization
 from swiftkv_platform.vllm.versions import check_version
 
 _REQUEST_CHECKS = "swiftkv_platform.vllm.requests"
@@ -231,7 +231,7 @@ def _check_features(vllm_config: VllmConfig) -> None:
         _check_connector_of_own_kv(transfer, config.layer_map.deep_tail)
     _check_drafts(vllm_config)
     quantization = vllm_config.model_config.quantization
-    if quantization is not None and not is_accepted_method(quantization):
+    if quantization is not None and not is_accepted_quantization(quantization):
         raise _make_error(
             f"weights quantized with {quantization} are untested; {', '.join(ACCEPTED_METHODS)} or none is accepted",
             "quantization",

@@ -44,7 +44,7 @@ from swiftkv_platform.configs import get_layer_windows
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import Family
 from swiftkv_platform.vllm.deep_tokens import RowSelectingAttention, RowSelector, write_own_kv
-from swiftkv_platform.vllm.quantized import DECODE_QKV_NAME, GROUP_KV_NAME, QKV, check_blocks
+from swiftkv_platform.vllm.quantized import DECODE_QKV_NAME, GROUP_KV_NAME, QKV, check_scale_blocks
 
 
 @dataclass(frozen=True)
@@ -410,7 +410,7 @@ class GroupKVProjections(nn.Module):
             quant_config=vllm_config.quant_config,
             prefix=f"{prefix}.layers.{GROUP_KV_NAME}",
         )
-        check_blocks(self.projection)
+        check_scale_blocks(self.projection)
         self.num_groups = num_groups
         self.k_norms = nn.ModuleList(make_head_norm(family, config, heads, heads.total_num_kv_heads) for _ in leaders)
         self.has_head_norms = family.query_key_norms is not None

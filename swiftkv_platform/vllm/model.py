@@ -101,7 +101,7 @@ class LowerPart(nn.Module):
 
 
 @support_torch_compile(dynamic_arg_dims={"positions": 0, "x": 0})
-class RowsPart(nn.Module):
+class SelectedRowsPart(nn.Module):
     """Layers that run for the selected rows: layers >= l and the final norm, or a bypassed layer."""
 
     def __init__(self, *, layers: nn.ModuleList, norm: nn.Module | None) -> None:
@@ -190,7 +190,7 @@ class SwiftKVDecoder(nn.Module):
             projections = BypassedKVProjections(layers[layer].self_attn)
             self._add_lower_part(begin, layer, layers[layer].input_norm, projections)
             with set_model_tag(f"bypassed{layer}"):
-                self.bypassed.append(RowsPart(layers=layers[layer : layer + 1], norm=None))
+                self.bypassed.append(SelectedRowsPart(layers=layers[layer : layer + 1], norm=None))
             begin = layer + 1
         self._add_lower_part(begin, layer_map.num_key_value_layers, self.norm_swiftkv, self.groups)
         # CUDA graphs read the input of a part from the address at capture.
@@ -205,7 +205,7 @@ class SwiftKVDecoder(nn.Module):
         refuse_full_graphs_of_prompts(vllm_config.compilation_config)
         self.reader_layer_name = layers[-1].self_attn.attn.layer_name
         with set_model_tag("upper"):
-            self.upper = RowsPart(layers=layers[layer_map.num_key_value_layers :], norm=self.norm)
+            self.upper = SelectedRowsPart(layers=layers[layer_map.num_key_value_layers :], norm=self.norm)
         if layer_map.deep_leaders:
             self._enable_own_deep_kv(vllm_config)
         _disable_fast_prefill_selection(vllm_config, self.caches[0])

@@ -27,7 +27,7 @@ _IGNORE_FIELDS = ("ignored_layers", "ignore_list")
 """Fields of vLLM's configurations with whole names; those of transformers match parts of names."""
 
 
-def is_accepted_method(method: str) -> bool:
+def is_accepted_quantization(method: str) -> bool:
     plain = method.removeprefix("auto_").removesuffix("_marlin")
     return plain in ACCEPTED_METHODS or plain.startswith("fp8_")
 
@@ -45,7 +45,7 @@ def set_fused_parts(quant_config: QuantizationConfig, layer_map: LayerMap) -> No
             setattr(quant_config, field, [*listed, *_list_unquantized(listed, layer_map.num_hidden_layers)])
 
 
-def check_blocks(projection: Any) -> None:
+def check_scale_blocks(projection: Any) -> None:
     """Raise `ModelError` if a part of a fused projection begins inside a block with one scale."""
     block, sizes = getattr(projection, "weight_block_size", None), projection.output_partition_sizes
     if block and any(size % block[0] for size in sizes):

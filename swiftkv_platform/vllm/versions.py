@@ -109,7 +109,7 @@ def check_version(version: str) -> None:
     others."""
     if is_tested(version):
         return
-    changed = list(_find_changes())
+    changed = list(_find_interface_changes())
     if changed:
         raise make_untested_error(version, changed)
     logging.getLogger("vllm.swiftkv").warning(
@@ -130,7 +130,7 @@ def make_untested_error(version: str, changed: list[str]) -> ModelError:
     )
 
 
-def _find_changes() -> Iterator[str]:
+def _find_interface_changes() -> Iterator[str]:
     """Yield a clause for each used name that the installed vLLM lacks or has changed."""
     for module in _PLUGIN_MODULES:
         try:

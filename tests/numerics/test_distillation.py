@@ -199,7 +199,7 @@ def test_trained_layers_keep_the_teacher(trainable: Any) -> None:
 def test_buffers_stay_on_the_device_that_computes() -> None:
     """CPU offload keeps parameters elsewhere; here the meta device plays the part of host memory."""
     module = torch.nn.BatchNorm1d(3)
-    strategy.materialize(module, torch.device("meta"))
+    strategy.allocate_shards(module, torch.device("meta"))
     assert module.weight.is_meta
     assert module.running_var is not None
     assert module.running_var.equal(torch.ones(3))

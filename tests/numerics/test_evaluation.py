@@ -26,7 +26,7 @@ from swiftkv_platform.evaluation.quality import (
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.planning import read_architecture
-from swiftkv_platform.planning.prefill import prefill_flops, sum_linear_flops
+from swiftkv_platform.planning.prefill import count_prefill_flops, sum_linear_flops
 from swiftkv_platform.student_shape import LayerMap
 
 VOCAB, MAX_LENGTH, NUM_LAYERS = 97, 32, 4
@@ -271,7 +271,7 @@ def test_prefill_cost_counts_the_deep_tail(deep_tail: int) -> None:
     model = convert(LlamaForCausalLM(LlamaConfig(**TEACHER)).eval(), **shape)
     cost, num_tokens = measure_prefill(model, prompt_length=40, rounds=1), 40
     planned = read_architecture(model.config.to_dict())
-    flops = prefill_flops(planned, model.config.layer_map, num_tokens, "executed", square=True)
+    flops = count_prefill_flops(planned, model.config.layer_map, num_tokens, "executed", square=True)
     # generate() also projects K and V from x for the tail
     own = len(model.config.layer_map.leaders) * deep_tail * sum_linear_flops(planned.shared_attention.key_value)
     assert cost.swiftkv.flops_per_token * num_tokens == flops.total + own * (deep_tail < num_tokens)
@@ -285,7 +285,7 @@ def test_prefill_cost_is_counted_right(implementation: str, group_size: int) -> 
     cost = measure_prefill(model, prompt_length=num_tokens, rounds=1)
     planned = read_architecture(model.config.to_dict())
     for layers, counted in ((LayerMap.dense(len(planned.layers)), cost.dense), (model.config.layer_map, cost.swiftkv)):
-        flops = prefill_flops(planned, layers, num_tokens, "executed", square=True)
+        flops = count_prefill_flops(planned, layers, num_tokens, "executed", square=True)
         assert counted.flops_per_token == flops.total / num_tokens
     assert cost.dense.kv_bytes_per_token == NUM_LAYERS * 2 * 16 * 4
     assert cost.kv_bytes_ratio == (2 + 2 // group_size) / NUM_LAYERS

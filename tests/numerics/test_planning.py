@@ -15,7 +15,7 @@ from swiftkv_platform.model import convert
 from swiftkv_platform.model.cache import count_cache_bytes, make_cache
 from swiftkv_platform.planning import plan, read_architecture
 from swiftkv_platform.planning.parameters import count_dense_parameters, count_student_parameters
-from swiftkv_platform.planning.prefill import Components, Flops, forward_flops
+from swiftkv_platform.planning.prefill import Components, Flops, count_forward_flops
 from swiftkv_platform.specs import DistillationSpec
 from swiftkv_platform.student_shape import LayerMap
 from tests.support.parameters import in_turn, pairwise
@@ -59,7 +59,7 @@ def test_the_dense_plan_is_what_a_teacher_runs(name: str) -> None:
     dense = LayerMap.dense(5)
     tokens = torch.arange(PROMPT)[None]
     prefill = count(teacher, tokens, logits_to_keep=1)
-    planned = forward_flops(model, dense, num_tokens=PROMPT, num_selected=PROMPT, num_logits=1, square=True)
+    planned = count_forward_flops(model, dense, num_tokens=PROMPT, num_selected=PROMPT, num_logits=1, square=True)
     assert_equal(prefill, planned)
     result = plan(teacher.config.to_dict(), sequence_length=PROMPT, kv_cache_dtype="float32")
     assert count_cache_bytes(prefill[2]) == PROMPT * result.dense_kv_bytes_per_token
@@ -80,7 +80,7 @@ def test_the_executed_plan_is_what_a_student_runs(name: str, shape: Any) -> None
     model, layer_map = read_architecture(config), student.config.layer_map
     tokens = torch.arange(PROMPT)[None]
     prefill = count(student, tokens, logits_to_keep=1)
-    planned = forward_flops(model, layer_map, num_tokens=PROMPT, num_selected=1, num_logits=1, square=True)
+    planned = count_forward_flops(model, layer_map, num_tokens=PROMPT, num_selected=1, num_logits=1, square=True)
     assert_equal(prefill, planned)
     result = plan(config, sequence_length=PROMPT, kv_cache_dtype="float32")
     assert result.prefill["executed"].swiftkv.total - result.prefill["executed"].swiftkv.attention == pytest.approx(
@@ -89,8 +89,8 @@ def test_the_executed_plan_is_what_a_student_runs(name: str, shape: Any) -> None
     assert count_cache_bytes(prefill[2]) == PROMPT * result.kv_bytes_per_token
     decode = count(student, tokens[:, :1], past_key_values=prefill[2])
     one_token = {"num_tokens": 1, "num_selected": 1, "num_logits": 1, "past": PROMPT}
-    assert_equal(decode, forward_flops(model, layer_map, **one_token, square=True))
-    assert result.decode.swiftkv == Components.from_flops(forward_flops(model, layer_map, **one_token))
+    assert_equal(decode, count_forward_flops(model, layer_map, **one_token, square=True))
+    assert result.decode.swiftkv == Components.from_flops(count_forward_flops(model, layer_map, **one_token))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -12,7 +12,7 @@ from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.evaluation.harness import trust
 from swiftkv_platform.evaluation.harness.run import run_tasks
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
-from swiftkv_platform.evaluation.harness.trust import explain_distrust
+from swiftkv_platform.evaluation.harness.trust import find_code_risk
 from swiftkv_platform.model import convert
 from swiftkv_platform.sources import Access, SourceRules
 from swiftkv_platform.specs import PAPER_TASKS, DataSourceSpec, EvaluationSpec, JobSpec
@@ -244,7 +244,7 @@ def test_tasks_are_trusted_by_what_their_scorers_import() -> None:
     """The harness itself marks only a few of the tasks that run text as code."""
     from swiftkv_platform.evaluation.harness.tasks import load_task_manager
 
-    found = {name: explain_distrust(name, load_task_manager(True)) for name in (*TRUSTED, *UNTRUSTED)}
+    found = {name: find_code_risk(name, load_task_manager(True)) for name in (*TRUSTED, *UNTRUSTED)}
     assert {name: why for name, why in found.items() if name in TRUSTED and why} == {}
     assert {name: why for name, why in found.items() if name in UNTRUSTED and UNTRUSTED[name] not in str(why)} == {}
 
@@ -256,7 +256,7 @@ def test_no_file_of_the_installed_harness_that_runs_text_is_trusted() -> None:
     root = Path(lm_eval.tasks.__path__[0])
     files = [file for file in root.rglob("*.py") if file.parent != root and RUNS_CODE.search(file.read_text())]
     assert len(files) > 20
-    assert [file for file in files if trust._explain_file(file) is None] == []
+    assert [file for file in files if trust._find_file_risk(file) is None] == []
 
 
 @pytest.mark.slow("the harness takes seconds to import and to read its index")

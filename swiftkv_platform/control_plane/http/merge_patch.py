@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from swiftkv_platform.errors import InvalidInputError, PreconditionFailedError
 from swiftkv_platform.frozen import FiniteModel
-from swiftkv_platform.specs.deployment import Change
+from swiftkv_platform.specs.deployment import PatchRule
 
 Path = tuple[str, ...]
 
@@ -106,14 +106,14 @@ def derive_merge_patch(spec: type[BaseModel]) -> Callable[[type[Patch]], type[Pa
     return derive
 
 
-def _get_patch_rule(field: FieldInfo) -> Change:
-    return next((item for item in field.metadata if isinstance(item, Change)), Change())
+def _get_patch_rule(field: FieldInfo) -> PatchRule:
+    return next((item for item in field.metadata if isinstance(item, PatchRule)), PatchRule())
 
 
 def _make_patch_field(field: FieldInfo) -> Any:
     """Return the field of a patch. Its default is never read and appears in no schema."""
     description = " ".join(text for text in (field.description, _get_patch_rule(field).effect) if text)
-    bounds = [item for item in field.metadata if not isinstance(item, Change)]
+    bounds = [item for item in field.metadata if not isinstance(item, PatchRule)]
     annotation: Any = _make_partial(field.annotation)
     for bound in bounds:
         annotation = Annotated[annotation, bound]

@@ -49,10 +49,10 @@ exec(compile(sys.stdin.read(), "program", "exec"), {{"__name__": "__main__"}})
 def score_code(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     """Score whether the problem's tests pass with the model's completion of the function."""
     program = f"{document['prompt']}{results[0]}\n\n{document['test']}\n\ncheck({document['entry_point']})\n"
-    return {"pass@1": float(is_run_to_its_end(program))}
+    return {"pass@1": float(runs_to_completion(program))}
 
 
-def is_run_to_its_end(program: str) -> bool:
+def runs_to_completion(program: str) -> bool:
     """Whether a program runs to its end within limits of time, memory and output, in its own process and directory.
 
     The limits stop mistakes, not attacks: a program may read what this process may read, and use the network.

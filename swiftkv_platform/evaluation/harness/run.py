@@ -33,12 +33,12 @@ from swiftkv_platform.evaluation.harness.tasks import (
 from swiftkv_platform.evaluation.paired import (
     Interval,
     bootstrap_interval,
-    mean_interval,
-    share_interval,
-    unpaired_interval,
+    compute_mean_interval,
+    compute_share_interval,
+    compute_unpaired_interval,
 )
 from swiftkv_platform.evaluation.parts import NoResultStore, ResultStore, measure_once
-from swiftkv_platform.evaluation.quality import DEFAULT_WORKERS, evaluation_mode
+from swiftkv_platform.evaluation.quality import DEFAULT_WORKERS, run_in_evaluation_mode
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.sources import UNRESTRICTED, Access
@@ -74,14 +74,14 @@ def compute_loss_interval(
             paired = _compute_task_interval(of_teacher[0], of_student[0], scores, aggregate)
         else:
             paired = _compute_group_interval(of_teacher, of_student, scores)
-    return paired if paired is not None else unpaired_interval(scores[0] - scores[1], *errors)
+    return paired if paired is not None else compute_unpaired_interval(scores[0] - scores[1], *errors)
 
 
 def _compute_task_interval(
     teacher: list[Any], student: list[Any], scores: Sequence[float], aggregate: Callable[[Sequence[Any]], float] | None
 ) -> Interval | None:
     if _is_mean_of_shares(teacher, scores[0]) and _is_mean_of_shares(student, scores[1]):
-        return share_interval(_subtract_scores(teacher, student))
+        return compute_share_interval(_subtract_scores(teacher, student))
     return None if aggregate is None else bootstrap_interval(teacher, student, aggregate)
 
 
@@ -94,10 +94,10 @@ def _compute_group_interval(
     parts = [_subtract_scores(a, b) for a, b in zip(teacher, student, strict=True)]
     pooled = [np.mean(np.concatenate(mode)) for mode in (teacher, student)]
     if np.allclose(pooled, scores, rtol=1e-9):
-        return share_interval([loss for part in parts for loss in part])
+        return compute_share_interval([loss for part in parts for loss in part])
     means = [np.mean([np.mean(values) for values in mode]) for mode in (teacher, student)]
     if np.allclose(means, scores, rtol=1e-9):
-        return mean_interval([share_interval(part) for part in parts])
+        return compute_mean_interval([compute_share_interval(part) for part in parts])
     return None
 
 
@@ -289,7 +289,7 @@ def run_tasks(
     """
     if not tasks:
         return TaskResults()
-    with evaluation_mode(model), _silence_harness():
+    with run_in_evaluation_mode(model), _silence_harness():
         return _TaskRunner(model, tokenizer, spec, workers, parts).run(tasks)
 
 
@@ -325,7 +325,7 @@ class _TaskRunner:
 
     def _run_task(self, manager: Any, task: Task) -> tuple[TaskScore, ...]:
         if not self._workers.is_first:
-            self._language_model.serve_shares()
+            self._language_model.answer_shares()
             return self._workers.broadcast_from_first(())
         try:
             loaded = _load_task(manager, task)
@@ -337,9 +337,9 @@ class _TaskRunner:
                 answers.append(_run_harness(self._language_model, manager, task, loaded, limit, templated=templated))
             scores = tuple(_build_scores(task, answers[0], answers[1], _get_aggregations(loaded), templated=templated))
         except Exception as error:
-            self._language_model.release_workers(error)
+            self._language_model.end_other_workers(error)
             raise
-        self._language_model.release_workers()
+        self._language_model.end_other_workers()
         return self._workers.broadcast_from_first(scores)
 
     def _report_progress(self, done: int, total: int) -> None:

@@ -257,7 +257,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         self._generator = EngineGenerator(model, tokenizer, workers, batch_size)
         self._num_answered = self._num_to_answer = 0
 
-    def serve_shares(self) -> None:
+    def answer_shares(self) -> None:
         """Answer shares until the first worker ends the task. Raises that worker's error, if any."""
         while True:
             name, argument = self._workers.broadcast_from_first(_NO_COMMAND)
@@ -270,8 +270,8 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
             else:
                 self._answer_share(name, argument, None)
 
-    def release_workers(self, error: BaseException | None = None) -> None:
-        """End `serve_shares` on the other workers; with `error`, they raise it."""
+    def end_other_workers(self, error: BaseException | None = None) -> None:
+        """End `answer_shares` on the other workers; with `error`, they raise it."""
         self._workers.broadcast_from_first(("end", error))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -296,7 +296,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
             piece = by_context.setdefault(key, _RequestGroup([], [], len(shared)))
             piece.indices.append(index)
             piece.requests.append(request)
-        return self._answer_all("loglikelihood", list(by_context.values()), len(requests))
+        return self._answer_on_all_workers("loglikelihood", list(by_context.values()), len(requests))
 
     def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
         asked = [self._parse_request(index, *request.args) for index, request in enumerate(requests)]
@@ -345,7 +345,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
             # Neighbors may share a prefix.
             [
                 [(i, some[i]) for i in sorted(own)]
-                for own in _balance([one.num_tokens for one in some], self._workers.size)
+                for own in _balance_items([one.num_tokens for one in some], self._workers.size)
             ]
             for some in rounds
         ]
@@ -383,13 +383,13 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
             context, settings = request.args
             num_tokens = len(self.tok_encode(context)) + int(settings.get("max_gen_toks", self.max_gen_toks))
             pieces.append(_RequestGroup([index], [_HarnessRequest(request.args)], num_tokens, repr(settings)))
-        return self._answer_all("generate", pieces, len(requests))
+        return self._answer_on_all_workers("generate", pieces, len(requests))
 
     def _model_generate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         generated: torch.Tensor = super()._model_generate(*args, **kwargs, synced_gpus=self._workers.in_step)
         return generated
 
-    def _answer_all(self, name: str, pieces: list[_RequestGroup], total: int) -> list[Any]:
+    def _answer_on_all_workers(self, name: str, pieces: list[_RequestGroup], total: int) -> list[Any]:
         """Answer `pieces` on all workers; return the answers in the order of the requests."""
         command = name, self._model.model.swiftkv_enabled
         self._workers.broadcast_from_first(command)
@@ -447,7 +447,7 @@ def distribute_requests(
     shares: list[list[_Batch]] = [[] for _ in range(workers.size)]
     for _, group in groupby(sorted(pieces, key=lambda piece: piece.kind), key=lambda piece: piece.kind):
         same = list(group)
-        for share, own in zip(shares, _balance([piece.num_tokens for piece in same], workers.size), strict=True):
+        for share, own in zip(shares, _balance_items([piece.num_tokens for piece in same], workers.size), strict=True):
             share.extend(_make_batches([same[i] for i in own], max_prompts))
     if workers.in_step:
         shortest = min((batch for share in shares for batch in share), key=lambda batch: len(batch.requests))
@@ -457,7 +457,7 @@ def distribute_requests(
     return shares
 
 
-def _balance(lengths: Sequence[int], num_workers: int) -> list[list[int]]:
+def _balance_items(lengths: Sequence[int], num_workers: int) -> list[list[int]]:
     """Distribute items with `lengths` tokens to workers, with about equal tokens. Return each worker's indices, from
     the longest item to the shortest: they are assigned in alternating order of workers."""
     shares: list[list[int]] = [[] for _ in range(num_workers)]

@@ -28,7 +28,7 @@ from swiftkv_platform.evaluation.harness.builtin import (
     build_needle_task,
     build_tool_call_task,
 )
-from swiftkv_platform.evaluation.harness.trust import explain_distrust
+from swiftkv_platform.evaluation.harness.trust import find_code_risk
 from swiftkv_platform.installing import make_install_command
 from swiftkv_platform.sources import UNRESTRICTED, Access, PathSource
 from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
@@ -74,17 +74,17 @@ def resolve_tasks(
         DataError: a task's data is missing or forbidden.
     """
     if specs:
-        _check_installed()
+        _check_harness_installed()
         _sandbox_templates()
     tasks = []
     for spec in (TaskSpec(name=spec) if isinstance(spec, str) else spec for spec in specs):
         access.check_task(spec, TASKS_FIELD)
         paper = [Task(paper, paper.name) for paper in PAPER_TASKS]
         tasks += paper if spec.name == "paper" else [_resolve_task(spec, fetch, access)]
-    return [_check_allowed(task, access) for task in tasks]
+    return [_check_code_allowed(task, access) for task in tasks]
 
 
-def _check_installed() -> None:
+def _check_harness_installed() -> None:
     try:
         import lm_eval  # noqa: F401
     except ModuleNotFoundError as error:
@@ -107,11 +107,11 @@ def _sandbox_templates() -> None:
     utils.env = sandbox
 
 
-def _check_allowed(task: Task, access: Access) -> Task:
+def _check_code_allowed(task: Task, access: Access) -> Task:
     """Set `runs_code` of a task. Raises `InvalidInputError` if the task runs code and the operator forbids that."""
     if isinstance(task.source, str):
         with add_task_name_to_errors(task.spec):
-            why = explain_distrust(task.source, load_task_manager(True))
+            why = find_code_risk(task.source, load_task_manager(True))
     else:  # a file, or a task of this package
         why = "it is marked as unsafe" if _is_marked_unsafe(task.source) else None
     if why is None:

@@ -37,7 +37,7 @@ _HARMLESS_CALLS = frozenset({"re.compile", "regex.compile"})
 _HARNESS_TASKS_PREFIX = "lm_eval.tasks."
 
 
-def explain_distrust(name: str, manager: Any) -> str | None:
+def find_code_risk(name: str, manager: Any) -> str | None:
     """Return why a task, group or tag of the harness may run text as code, e.g. "a/utils.py imports sympy"; None if it
     is trusted. `manager`: the harness's `TaskManager`."""
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -48,7 +48,7 @@ def explain_distrust(name: str, manager: Any) -> str | None:
         each = pending.pop()
         if isinstance(each, Mapping):
             config, each = each, str(each.get("task") if isinstance(each.get("task"), str) else each.get("group"))
-            reason = _explain_config(config)
+            reason = _find_config_risk(config)
             if reason is not None:
                 return reason
             members = config.get("task")
@@ -63,23 +63,23 @@ def explain_distrust(name: str, manager: Any) -> str | None:
     return None
 
 
-def _explain_config(config: Mapping[str, Any]) -> str | None:
+def _find_config_risk(config: Mapping[str, Any]) -> str | None:
     """Return why the configuration of a task or group, with unresolved functions, is not trusted; None if it is."""
     if config.get("unsafe_code"):
         return "the harness marks it as unsafe"
     if config.get("process_results") is None and "class" not in config:
         for metric in config.get("metric_list") or ():
-            found = _explain_metric(metric)
+            found = _find_metric_risk(metric)
             if found is not None:
                 return found
     for function in _iter_functions(config):
-        found = _explain_function(function)
+        found = _find_function_risk(function)
         if found is not None:
             return found
     return None
 
 
-def _explain_metric(metric: Mapping[str, Any]) -> str | None:
+def _find_metric_risk(metric: Mapping[str, Any]) -> str | None:
     """Return why a metric is not trusted: the harness downloads unknown metrics as code from the hub."""
     from lm_eval.api.registry import metric_registry
 
@@ -115,15 +115,15 @@ def _is_function(value: str) -> bool:
     return value.startswith(f"{_get_tasks_directory()}/") and "\n" not in value
 
 
-def _explain_function(name: str) -> str | None:
+def _find_function_risk(name: str) -> str | None:
     module = name.rpartition(".")[0]
     directory, _, path = module.rpartition("/")
     file = Path(directory, f"{path.replace('.', '/')}.py")
-    return _explain_file(file) if file.is_file() else _explain_module(path, file)
+    return _find_file_risk(file) if file.is_file() else _find_module_risk(path, file)
 
 
 @cache
-def _explain_file(file: Path) -> str | None:
+def _find_file_risk(file: Path) -> str | None:
     """Return why a file of the harness is not trusted; None if it is."""
     pending, seen = [file], set[Path]()
     while pending:
@@ -138,12 +138,12 @@ def _explain_file(file: Path) -> str | None:
             for module, names in _list_imports(node):
                 files = [local for name in (module, *names) if (local := _find_local_file(name, each)) is not None]
                 pending += files
-                if not files and (found := _explain_module(module, each)) is not None:
+                if not files and (found := _find_module_risk(module, each)) is not None:
                     return found
     return None
 
 
-def _explain_module(module: str, file: Path) -> str | None:
+def _find_module_risk(module: str, file: Path) -> str | None:
     parts = module.split(".")
     if any(".".join(parts[:length]) in TRUSTED_MODULES for length in range(1, len(parts) + 1)):
         return None

@@ -141,7 +141,7 @@ def step(
     strategy = parallelize(distillation_model, spec, dtype=get_compute_dtype(spec), device=device)
     [(batch, lengths)] = build_micro_batches(strategy, rows(), range(len(rows())), spec.training)
     operator = patch("swiftkv_platform.model.packed_attention.choose_operator", return_value=on_cpu)
-    with operator if fakes else nullcontext(), strategy.micro_batch(last=True):
+    with operator if fakes else nullcontext(), strategy.run_micro_batch(last=True):
         sums = strategy(batch, lengths)
         strategy.backward(
             torch.stack([weight * sums[name] for name, weight in distillation_model.loss_weights.items()]).sum()

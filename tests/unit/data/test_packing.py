@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftkv_platform.data import packing
-from swiftkv_platform.data.packing import PackedRows, Samples, pack, select_batch_rows, select_rank_rows, total_steps
+from swiftkv_platform.data.packing import (
+    PackedRows,
+    Samples,
+    compute_total_steps,
+    pack,
+    select_batch_rows,
+    select_rank_rows,
+)
 
 MAX_LENGTH = 16
 PAD = 9999
@@ -173,7 +180,7 @@ def test_samples_share_prefixes_and_each_target_counts_once(prompts: list[list[i
     assert rows.num_counted_tokens == separate.num_counted_tokens
     assert rows.num_tokens <= separate.num_tokens
     for index, row in enumerate(pairwise(rows.row_starts)):
-        whole = rows.get_whole_members(index)
+        whole = rows.get_unshared_samples(index)
         assert set(whole) <= set(rows.members[slice(*row)])
         assert (rows[index]["input_ids"] != PAD).sum() == samples.lengths[whole].sum()
 
@@ -199,26 +206,26 @@ def test_a_counted_prompt_is_not_shared() -> None:
 
 def test_a_prompt_is_repeated_where_its_samples_need_several_rows() -> None:
     rows = share(make_samples_of_prompts([[1] * 9] * 5), max_length=16)
-    assert [len(rows.get_whole_members(index)) for index in range(len(rows))] == [1, 1, 1]
-    assert [len(rows.get_members(index)) for index in range(len(rows))] == [2, 2, 1]
+    assert [len(rows.get_unshared_samples(index)) for index in range(len(rows))] == [1, 1, 1]
+    assert [len(rows.get_sample_indices(index)) for index in range(len(rows))] == [2, 2, 1]
 
 
 def test_repeats_of_a_sample_stay_apart() -> None:
     """A source of weight 2 has two passes over its samples, not twice the gradient in one step."""
     rows = share(make_samples_of_prompts([[1] * 6, [1] * 6]), [0, 1, 0, 1], max_length=11)
-    assert [sorted(rows.get_members(index)) for index in range(len(rows))] == [[0, 1], [0, 1]]
+    assert [sorted(rows.get_sample_indices(index)) for index in range(len(rows))] == [[0, 1], [0, 1]]
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(0, 3), st.integers(1, 4))
 def test_every_epoch_takes_every_row_once(num_rows: int, batch_size: int, seed: int, epochs: int) -> None:
-    steps = total_steps(num_rows, batch_size=batch_size, num_epochs=epochs, max_steps=None)
+    steps = compute_total_steps(num_rows, batch_size=batch_size, num_epochs=epochs, max_steps=None)
     taken = [
         row for step in range(steps) for row in select_batch_rows(num_rows, batch_size=batch_size, seed=seed, step=step)
     ]
     assert num_rows * epochs <= len(taken) < num_rows * epochs + batch_size
     for epoch in range(epochs):
         assert sorted(taken[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
-    assert total_steps(num_rows, batch_size=batch_size, num_epochs=epochs, max_steps=3) == 3
+    assert compute_total_steps(num_rows, batch_size=batch_size, num_epochs=epochs, max_steps=3) == 3
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:

@@ -254,7 +254,7 @@ def test_rows_of_before_steering_still_open(write: Write, tmp_path: Path) -> Non
         (directory / name).unlink()
     opened = PreparedData.load(directory)
     assert texts(opened.steering) == texts(opened.held_out) == texts(prepared.held_out)
-    assert list(opened.held_out.get_text_ids(0)) == list(opened.held_out.get_members(0))
+    assert list(opened.held_out.get_text_ids(0)) == list(opened.held_out.get_sample_indices(0))
 
 
 def test_a_large_document_among_a_few_is_not_held_out_whole(write: Write) -> None:

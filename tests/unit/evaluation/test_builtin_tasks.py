@@ -130,7 +130,7 @@ def test_a_program_ends_with_what_it_has_started(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     program = f"import subprocess\nsubprocess.Popen(['sleep', '1000'], stdout=open({str(pipe)!r}, 'w'))"
-    assert humaneval.is_run_to_its_end(program)
+    assert humaneval.runs_to_completion(program)
     os.set_blocking(reader, True)
     assert os.read(reader, 1) == b"", "the pipe has no writer"
     os.close(reader)

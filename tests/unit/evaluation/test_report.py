@@ -11,7 +11,7 @@ import pytest
 from swiftkv_platform.contract.verdicts import describe_undecided_gates, find_worst_verdict, summarize_quality
 from swiftkv_platform.errors import QualityGateError
 from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
-from swiftkv_platform.evaluation.paired import share_interval
+from swiftkv_platform.evaluation.paired import compute_share_interval
 from swiftkv_platform.evaluation.prefill_cost import ModeCost, PrefillCost
 from swiftkv_platform.evaluation.quality import NUM_EXIT_BINS, ExitCounts, HeldOutTotals, SampleSums
 from swiftkv_platform.evaluation.report import Report
@@ -19,9 +19,9 @@ from swiftkv_platform.planning.gates import (
     NEEDLE_LENGTHS,
     WORSE_STUDENT_LOSS,
     compute_false_pass_probability,
+    find_excludable_loss,
     find_min_samples_to_exclude,
     forecast_gates,
-    smallest_excluded_loss,
 )
 from swiftkv_platform.specs import EvaluationSpec, load_spec
 from swiftkv_platform.specs.evaluation import compute_points_lost
@@ -71,7 +71,7 @@ def score(teacher: float, student: float, *, margin: float | None = 0.0, higher_
 
 def needle(teacher: float, student: float, num_samples: int = 400) -> TaskScore:
     lost = round((teacher - student) * num_samples)
-    low, high = share_interval([1.0] * lost + [0.0] * (num_samples - lost))
+    low, high = compute_share_interval([1.0] * lost + [0.0] * (num_samples - lost))
     return task("needle_1024", teacher, student, (100 * low, 100 * high), metric="found", num_samples=num_samples)
 
 
@@ -277,7 +277,7 @@ def pass_rate(spec: EvaluationSpec, lost: float) -> float:
         for name, size in sizes:
             shares = [(discordant + lost) / 2, (discordant - lost) / 2, 1 - discordant]
             worse, better, _ = rng.multinomial(size, shares)
-            low, high = share_interval([1.0] * worse + [-1.0] * better + [0.0] * (size - worse - better))
+            low, high = compute_share_interval([1.0] * worse + [-1.0] * better + [0.0] * (size - worse - better))
             student = 0.85 - (worse - better) / size
             scores.append(task(name, 0.85, student, (100 * low, 100 * high), num_samples=size))
         built = report(0.0, *scores, tasks=spec.tasks, max_drop=spec.max_drop)
@@ -317,8 +317,8 @@ def test_what_samples_can_exclude_is_told_before_the_job_and_is_the_limit_after_
     )
     narrow = forecast_gates(EvaluationSpec(tasks=("gsm8k",), max_drop=1.0, needle_lengths=()))[0]
     assert narrow.samples_needed is not None
-    assert smallest_excluded_loss(narrow.samples_needed) <= 1.0 < smallest_excluded_loss(narrow.samples_needed - 1)
-    assert smallest_excluded_loss(0) <= 100.0
+    assert find_excludable_loss(narrow.samples_needed) <= 1.0 < find_excludable_loss(narrow.samples_needed - 1)
+    assert find_excludable_loss(0) <= 100.0
     assert find_min_samples_to_exclude(0.0) is None
 
 

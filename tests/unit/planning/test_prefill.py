@@ -11,7 +11,7 @@ import pytest
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.planning import plan
 from swiftkv_platform.planning.parameters import split_by_size
-from swiftkv_platform.planning.prefill import attention_pairs
+from swiftkv_platform.planning.prefill import count_attention_pairs
 from swiftkv_platform.student_shape import LayerMap, ShapeRequest, StudentShape, format_layers, parse_layers
 from tests.support.model_configs import llama_config
 
@@ -143,7 +143,7 @@ def test_attention_pairs_count_the_mask() -> None:
             for key in range(query + 1)
             if window is None or key > query - window
         ]
-        assert attention_pairs(num_queries, past, window) == len(visible), (num_queries, past, window)
+        assert count_attention_pairs(num_queries, past, window) == len(visible), (num_queries, past, window)
 
 
 def test_heads_of_a_group_may_differ_from_the_teachers() -> None:

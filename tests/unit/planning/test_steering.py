@@ -19,7 +19,7 @@ def job(**sections: Any) -> JobSpec:
 
 def test_bests_are_as_far_apart_as_the_spec_says() -> None:
     """The distance is rounded up to measured steps: 100 steps become 124 in a run measured every 62."""
-    schedule = RunSchedule.for_spec(
+    schedule = RunSchedule.from_spec(
         job(checkpoint={"every_steps": 10**6, "best_every_steps": 100}), 1221, measures=True
     )
     assert schedule.measurement_interval == 62

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv_platform.specs.structured_outputs import find_unsupported, normalize_schema
+from swiftkv_platform.specs.structured_outputs import find_unsupported_keyword, normalize_schema
 
 VACUOUS: list[dict[str, Any]] = [
     {"propertyNames": {"type": "string"}},
@@ -61,14 +61,14 @@ CONSTRAINING: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("schema", VACUOUS, ids=str)
 def test_a_keyword_that_constrains_nothing_is_removed(schema: dict[str, Any]) -> None:
-    assert find_unsupported(schema) is None
-    assert find_unsupported({"properties": {"a": schema}}) is None
+    assert find_unsupported_keyword(schema) is None
+    assert find_unsupported_keyword({"properties": {"a": schema}}) is None
 
 
 @pytest.mark.parametrize("schema", CONSTRAINING, ids=str)
 def test_a_keyword_that_constrains_is_kept(schema: dict[str, Any]) -> None:
     assert normalize_schema(schema) == schema
-    assert find_unsupported({"items": schema}) is not None
+    assert find_unsupported_keyword({"items": schema}) is not None
 
 
 TYPES = ["object", "array", "string", "integer", "number", "boolean", "null"]

@@ -131,7 +131,7 @@ class MetricsBuffer:
         self._thread = threading.Thread(target=copy_context().run, args=(self._drain,), name="metrics", daemon=True)
         self._thread.start()
 
-    def add(self, point: dict[str, float]) -> None:
+    def add_point(self, point: dict[str, float]) -> None:
         """Queue a point without waiting for the store."""
         self._items.put(point)
 

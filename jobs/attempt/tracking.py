@@ -138,7 +138,7 @@ class LossCurve:
             self._points = [point for point in stored if point["step"] <= step]
             self._halve_points()
 
-    def add(self, point: Point) -> None:
+    def add_point(self, point: Point) -> None:
         """Add the losses of a step. A long run keeps only every second, fourth, ... step, and always the last one."""
         losses = {key: value for key, value in point.items() if key in ("step", "tokens", "loss") or "_loss" in key}
         with self._lock:

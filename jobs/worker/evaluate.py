@@ -212,7 +212,7 @@ class _TrainedStudent:
             directory.mkdir()
             writer = ShardWriter(directory, "trained")
             for name, tensor in self.trained.items():
-                writer.add(name, tensor)
+                writer.add_tensor(name, tensor)
             writer.flush()
         self.workers.gather(None)  # the others wait, also those on other machines
         return Checkpoint.from_directory(directory) if copies else self.trained

@@ -4,7 +4,6 @@ and the student with its calibrated start. Does not use Ray.
 
 from __future__ import annotations
 
-import builtins
 import ctypes
 import os
 import shutil
@@ -183,7 +182,7 @@ class StoreFiles:
     def __init__(self, workspace: Path) -> None:
         self._workspace = workspace
 
-    def list(self, source: S3Source) -> builtins.list[RemoteFile]:
+    def list_files(self, source: S3Source) -> list[RemoteFile]:
         """List the objects at or below `source`. Raises `DataError` if there are none."""
         with open_source_bucket(source, DataError, field=_DATA_FIELD) as store:
             if source.key and store.head(source.key) is not None:
@@ -191,7 +190,7 @@ class StoreFiles:
             objects = list_prefix(store, source, DataError, field=_DATA_FIELD)
             return [RemoteFile(source.store, each.key) for each in objects]
 
-    def fetch(self, file: RemoteFile) -> Path:
+    def fetch_file(self, file: RemoteFile) -> Path:
         """Download an object, unless it exists already."""
         path = self.get_path(file)
         if not path.exists():
@@ -208,8 +207,8 @@ def fetch_data(uri: str, workspace: Path) -> Path:
     """Download the object or prefix at an `s3://` address, and return its path below `workspace`. Raises `DataError` if
     there is no object."""
     files, source = StoreFiles(workspace), S3Source(uri)
-    for file in files.list(source):
-        files.fetch(file)
+    for file in files.list_files(source):
+        files.fetch_file(file)
     return files.get_path(RemoteFile(source.store, source.key))
 
 
@@ -334,5 +333,5 @@ def calibrate(
         progress=progress if workers.is_first else lambda _done, _total: None,
     )
     for name, tensor in tensors:
-        writer.add(name, tensor.to(source.model.dtype))
+        writer.add_tensor(name, tensor.to(source.model.dtype))
     writer.flush()

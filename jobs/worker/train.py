@@ -231,8 +231,8 @@ class _RankZeroListener(_Listener):
             self._trace_first_step(self._training_since)
             self._training_since = None
         point = metrics.to_point() | self._telemetry.compute_point(metrics)
-        self._metrics.add(point)
-        self._curve.add(point)
+        self._metrics.add_point(point)
+        self._curve.add_point(point)
         self._run.log(point, metrics.step)
 
     def on_steering(self, note: SteeringNote) -> None:

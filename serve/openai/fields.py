@@ -133,7 +133,7 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
         ("vLLM", ALL): {
             "top_k min_p repetition_penalty min_tokens stop_token_ids include_stop_str_in_output ignore_eos "
             "skip_special_tokens structured_outputs": "",
-            "allowed_token_ids": "refused with `structured_outputs` or `response_format`",
+            "allowed_token_ids": "refused with structured outputs",
             "truncate_prompt_tokens": "keeps the end of the prompt",
             "priority": "lower values are scheduled first",
         },

@@ -36,7 +36,7 @@ class BaseTensor(FrozenModel):
     """Hex digest of the tensor's bytes, row by row, little-endian."""
 
     @classmethod
-    def describe(cls, tensor: torch.Tensor) -> BaseTensor:
+    def from_tensor(cls, tensor: torch.Tensor) -> BaseTensor:
         return cls(dtype=get_dtype_name(tensor.dtype), shape=tuple(tensor.shape), sha256=_compute_sha256(tensor))
 
 
@@ -135,7 +135,7 @@ class AdapterConfig(FrozenModel):
         """Return a tensor of the base in the student's dtype."""
         return tensor.to(getattr(torch, self.cast[name])) if name in self.cast else tensor
 
-    def apply(
+    def apply_to_base(
         self, tensors: Iterable[tuple[str, torch.Tensor]], *, base_prefix: str, source: str
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the student's tensors from the adapter's and the base's; the base's names begin with `base_prefix`.

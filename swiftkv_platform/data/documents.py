@@ -331,7 +331,7 @@ class DocumentWriter:
         self._sources = array("i")
         self._source_splits = array("b")  # -1: not assigned by the source, 0: train, 1: held out
 
-    def add(self, encoded: EncodedDocument, *, digest: int, source: int, held_out: bool | None) -> None:
+    def add_document(self, encoded: EncodedDocument, *, digest: int, source: int, held_out: bool | None) -> None:
         """Add a document. `held_out`: whether its source holds it out; None if the source has no splits."""
         for tokens, loss_mask in encoded.samples:
             self._tokens.write(tokens.astype(self._dtype).tobytes())

@@ -91,7 +91,7 @@ class NonEmptyColumns:
         self._rows: Iterator[Row] | None = None
         self._filled_by_column_set: dict[frozenset[str], set[str]] = {}
 
-    def are_filled(self, table_columns: Collection[str], columns: Collection[str]) -> bool:
+    def are_non_empty(self, table_columns: Collection[str], columns: Collection[str]) -> bool:
         """Whether each of `columns` is non-empty in some row with the set of columns `table_columns`."""
         wanted = _select_format_columns(table_columns)
         filled = self._filled_by_column_set.setdefault(wanted, set())
@@ -127,7 +127,7 @@ def match_format(
     match. Formats with empty columns are tried last; without `non_empty`, no column counts as empty."""
     found = [(candidate, group) for candidate in formats for group in candidate.matches(columns)]
     for candidate, group in found:
-        if non_empty is None or non_empty.are_filled(columns, group):
+        if non_empty is None or non_empty.are_non_empty(columns, group):
             return candidate, group, True
     return (*found[0], False) if found else None
 

@@ -299,7 +299,7 @@ class SourceCollector:
     def _add_document(
         self, encoded: EncodedDocument, digest: int, *, held_out: bool | None, is_conversation: bool
     ) -> None:
-        self.writer.add(encoded, digest=digest, source=self.index, held_out=held_out)
+        self.writer.add_document(encoded, digest=digest, source=self.index, held_out=held_out)
         self._lengths.append(encoded.num_tokens)
         if encoded.is_too_long and is_conversation:
             self._truncated += 1

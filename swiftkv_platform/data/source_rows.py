@@ -85,10 +85,10 @@ class RemoteFile:
 class RemoteFiles(Protocol):
     """Lists and downloads objects of stores."""
 
-    def list(self, source: S3Source) -> Sequence[RemoteFile]:
+    def list_files(self, source: S3Source) -> Sequence[RemoteFile]:
         """Return the object that `source` names, or those below it, sorted. Raises `DataError` if there are none."""
 
-    def fetch(self, file: RemoteFile) -> Path:
+    def fetch_file(self, file: RemoteFile) -> Path:
         """Download an object unless its copy exists, and return the copy's path."""
 
 
@@ -150,7 +150,7 @@ def _require_remote(remote: RemoteFiles | None, name: str, field: str) -> Remote
 def _open_upload(remote: RemoteFiles, stored: StoredFile, name: str, field: str) -> Table:
     """Return the table of an uploaded file. Raises `DataError` if its SHA-256 is not that of the upload."""
     store, _, key = stored.uri.rpartition("/")
-    file = remote.fetch(RemoteFile(store, key))
+    file = remote.fetch_file(RemoteFile(store, key))
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if digest != stored.sha256:
@@ -214,7 +214,7 @@ def _open_file(file: Path, reader: FileReader, field: str) -> Table:
 def _open_objects(remote: RemoteFiles, named: S3Source, source: DataSourceSpec, source_field: str) -> list[Table]:
     """Return one table per object. Each is downloaded when read; a streamed source's copies are deleted afterwards."""
     field = f"{source_field}.name_or_path"
-    objects = {file.key.removeprefix(named.key).lstrip("/"): file for file in remote.list(named)}
+    objects = {file.key.removeprefix(named.key).lstrip("/"): file for file in remote.list_files(named)}
     if list(objects) == [""]:
         check_single_file(source, source_field)
         chosen = [file for file in objects.values() if find_data_suffix(file.key) is not None]
@@ -227,7 +227,7 @@ def _open_objects(remote: RemoteFiles, named: S3Source, source: DataSourceSpec, 
 
 def _open_object(remote: RemoteFiles, file: RemoteFile, field: str, *, keep: bool) -> Table:
     def download() -> Table:
-        copy = remote.fetch(file)
+        copy = remote.fetch_file(file)
         reader = find_reader(copy, field)
         assert reader is not None, "the key ends like a readable file"
         return _open_file(copy, reader, field)

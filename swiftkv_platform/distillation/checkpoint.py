@@ -83,7 +83,7 @@ class RetryPolicy:
     max_attempts: int = 5
     initial_backoff_s: float = 1.0
 
-    def call(self, function: Callable[[], T]) -> T:
+    def retry(self, function: Callable[[], T]) -> T:
         for attempt in range(self.max_attempts - 1):
             try:
                 return function()
@@ -127,7 +127,7 @@ class Checkpointer:
         except BaseException:  # e.g. a full disk, which these files would keep full
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        self._uploader.start(directory, name, progress)
+        self._uploader.start_upload(directory, name, progress)
 
     def finish(self) -> None:
         """Wait until the last checkpoint is stored. Raises `StorageError` if that fails."""
@@ -251,7 +251,7 @@ class Uploader:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def start(self, directory: Path, name: str, progress: Progress) -> None:
+    def start_upload(self, directory: Path, name: str, progress: Progress) -> None:
         """Upload this worker's `directory`, then delete it. Waits for the previous checkpoint first; its error has been
         reported already."""
         self.wait()
@@ -285,7 +285,9 @@ class Uploader:
         own_files: dict[str, ManifestFile] | StorageError
         try:
             own_files = (
-                self._retry_policy.call(lambda: self._store.upload(directory, name)) if any(directory.iterdir()) else {}
+                self._retry_policy.retry(lambda: self._store.upload(directory, name))
+                if any(directory.iterdir())
+                else {}
             )
         except StorageError as error:
             own_files = error
@@ -302,7 +304,7 @@ class Uploader:
 
     def _commit(self, name: str, files: Mapping[str, ManifestFile], progress: Progress) -> StorageError | None:
         try:
-            self._retry_policy.call(lambda: self._store.commit(name, files, progress, dist.get_world_size()))
+            self._retry_policy.retry(lambda: self._store.commit(name, files, progress, dist.get_world_size()))
         except StorageError as error:
             return error
         return None

@@ -338,7 +338,7 @@ class DistillationModel(nn.Module):
             targets, loss_mask = input_ids.roll(-1, dims=1).view(1, -1), loss_mask.reshape(1, -1)
             if self.sequence is not None:
                 own = self.sequence.get_own_positions(context.num_tokens)
-                context, own_context = self.sequence.shard(context), self.sequence.shard(own_context)
+                context, own_context = self.sequence.shard_context(context), self.sequence.shard_context(own_context)
                 targets, loss_mask = targets[:, own], loss_mask[:, own]
             counted = loss_mask.flatten().nonzero().squeeze(1)  # [num_counted]
             selection, student_rows = self._select_tokens(own_context, loss_mask.flatten(), counted)

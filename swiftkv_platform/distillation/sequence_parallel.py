@@ -49,7 +49,7 @@ class SequenceGroup:
         count = num_tokens // self.size
         return slice(self.rank * count, (self.rank + 1) * count)
 
-    def shard(self, context: DecoderContext) -> DecoderContext:
+    def shard_context(self, context: DecoderContext) -> DecoderContext:
         """Return the context of this worker's tokens. Samples stay whole, because its heads attend over whole
         samples."""
         own = self.get_own_positions(context.num_tokens)
@@ -68,7 +68,7 @@ class SequenceGroup:
         dist.all_reduce(marked, group=self.group)
         return marked > 0
 
-    def exchange(self, tensor: Tensor) -> Tensor:
+    def exchange_heads_and_tokens(self, tensor: Tensor) -> Tensor:
         """Split axis 1 over the group and gather axis 2: [batch, n, m / size, dim] -> [batch, n / size, m, dim].
         Exchanges heads for tokens, or tokens for heads. Collective."""
         parts = tensor.unflatten(1, (self.size, -1)).movedim(1, 0)  # one part per worker
@@ -121,12 +121,12 @@ def _attend(
     samples: PackedSamples = arguments[SAMPLES_KEY]
     # K and V projected from x may be followed by the same number of K and V of the tokens themselves.
     key, value = (
-        torch.cat([group.exchange(part) for part in tensor.split(query.shape[2], dim=2)], dim=2)
+        torch.cat([group.exchange_heads_and_tokens(part) for part in tensor.split(query.shape[2], dim=2)], dim=2)
         for tensor in (key, value)
     )
-    query = group.exchange(query)
+    query = group.exchange_heads_and_tokens(query)
     output = samples.attend(query, key, value, scaling=arguments["scaling"], layer=module.layer_idx)  # type: ignore[arg-type]
-    return group.exchange(output), None
+    return group.exchange_heads_and_tokens(output), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_IMPLEMENTATION, _attend)

@@ -111,7 +111,7 @@ class Strategy(ABC):
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def sum(self, values: Tensor) -> Tensor:
+    def sum_over_workers(self, values: Tensor) -> Tensor:
         total = values.detach().clone().to(self.device)
         dist.all_reduce(total)
         return total

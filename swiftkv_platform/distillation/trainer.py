@@ -268,7 +268,7 @@ class Trainer:
         # 1. this worker's micro batches, and the counted positions of all workers
         micro_batches = self._build_micro_batches(progress.step)
         masks = [batch["loss_mask"].sum() for batch, _ in micro_batches]
-        num_counted = int(strategy.sum(torch.stack(masks).sum()))
+        num_counted = int(strategy.sum_over_workers(torch.stack(masks).sum()))
         scale = strategy.world_size / max(num_counted, 1)  # gradients are averaged over the workers
 
         # 2. teacher and student forward, losses and backward, see `DistillationModel.forward`
@@ -285,7 +285,7 @@ class Trainer:
         grad_norm = strategy.step_optimizer(rate)
 
         # 4. mean losses of all workers
-        means = (strategy.sum(totals) / max(num_counted, 1)).tolist()
+        means = (strategy.sum_over_workers(totals) / max(num_counted, 1)).tolist()
         losses = dict(zip(weights, means, strict=True))
         losses = {"loss": sum(weights[name] * mean for name, mean in losses.items()), **losses}
         self._check_finite(progress.step, losses["loss"], grad_norm)
@@ -364,7 +364,7 @@ class ValidationSet:
         for batch, lengths in build_micro_batches(self._strategy, self._rows, self.selected, self._training):
             kl, num_counted = self._strategy.sum_held_out(batch, lengths), batch["loss_mask"].sum()
             sums += torch.stack([kl.detach().double().cpu(), num_counted.double().cpu()])
-        total, num_counted = self._strategy.sum(sums).tolist()
+        total, num_counted = self._strategy.sum_over_workers(sums).tolist()
         return total / num_counted if num_counted else math.nan
 
 

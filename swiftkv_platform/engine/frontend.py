@@ -294,7 +294,7 @@ class EngineFrontend(ABC):
             try:
                 return self.grammar_compiler.compile(structured_outputs)
             finally:
-                budget.spend(max(time.monotonic() - began - FREE_COMPILE_S, 0.0))
+                budget.spend_seconds(max(time.monotonic() - began - FREE_COMPILE_S, 0.0))
 
         with self._compiling.limit_call(sender):
             return await self._compilers.run(sender, compile_grammar)

@@ -73,7 +73,7 @@ class GrammarBudget:
         with self._lock:
             return CALLER_BURST_S - self._bucket.level
 
-    def spend(self, seconds: float) -> None:
+    def spend_seconds(self, seconds: float) -> None:
         """Spend CPU seconds; a negative number returns them."""
         with self._lock:
             self._bucket.consume(seconds)
@@ -133,7 +133,7 @@ class GrammarCpuTime:
         self.spent_s += seconds
         charge = max(self.spent_s - FREE_S_PER_TOKEN * self.num_tokens, 0.0)
         if self.budget is not None:
-            self.budget.spend(charge - self._charged_s)
+            self.budget.spend_seconds(charge - self._charged_s)
         self._charged_s = charge
 
 

@@ -106,7 +106,7 @@ class Gate(FrozenModel):
     def reason(self) -> str:
         text = f"{self.subject} is {self.value:.4g}, and the limit {self.field} is {self.limit:g}"
         if self.interval is None:
-            return text if self.outcome != "undecided" else f"{text}: undecided, because there is no interval"
+            return text if self.outcome != "undecided" else f"{text}: undecided, because the 95% interval is unknown"
         text += f" (95% interval {self.interval[0]:.4g} to {self.interval[1]:.4g})"
         if self.outcome != "undecided":
             return text

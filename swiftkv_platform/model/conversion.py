@@ -125,7 +125,7 @@ def make_student(
     parameters = student.state_dict()
     with torch.no_grad():
         for start in plan_copied_start(student):
-            parameters[start.name].copy_(start.make(partial(read_rows, parameters)))
+            parameters[start.name].copy_(start.make_tensor(partial(read_rows, parameters)))
     if calibration is not None:
         calibrate(student, calibration)
     return student
@@ -260,7 +260,7 @@ def convert_checkpoint(
     with create_directory_atomically(target) as partial:
         writer = ShardWriter(partial, "swiftkv", max_shard_bytes)
         for done, (name, tensor) in enumerate(tensors, start=1):
-            writer.add(name, tensor)
+            writer.add_tensor(name, tensor)
             num_bytes += tensor.nbytes
             progress(done, total)
         writer.add_checkpoint(student.base, "teacher", files)

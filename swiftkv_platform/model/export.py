@@ -281,7 +281,7 @@ def _export_quantized(
         writer = ShardWriter(partial, "weights")
         for done, made in enumerate(tensors(), start=1):
             for part, values in made.items():
-                writer.add(part, values)
+                writer.add_tensor(part, values)
             progress(done, len(names))
         writer.finish()
         copy_companion_files(source.directory, partial)

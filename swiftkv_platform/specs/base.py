@@ -196,7 +196,7 @@ def _validate_url(url: str) -> str:
     try:
         _ = parts.port
     except ValueError as error:
-        raise ValueError("its port is not a number from 0 to 65535") from error
+        raise ValueError("the port is not a number from 0 to 65535") from error
     return url
 
 

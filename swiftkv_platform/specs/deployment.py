@@ -59,28 +59,26 @@ Candidate = TypeVar("Candidate", bound=CandidateSpec)
 class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
     """Models and options that running replicas can change without downtime."""
 
-    model: Annotated[
-        ModelName, PatchRule("The new model is loaded next to the serving one and swapped in; no request fails.")
-    ]
+    model: Annotated[ModelName, PatchRule("Loaded next to the running model, then swapped in; no request fails.")]
     """`mdl_` id, `job_` id of a succeeded job, unique name, or alias. With an alias, models promoted to it later are
     swapped in. Responses contain the `mdl_` id."""
     engine: Annotated[
         Engine,
         PatchRule(
-            "Only given options change; null resets an option, or all. Applied like a new model. Another device or "
-            "number of cores replaces the replicas."
+            "Only given options change; null resets an option, or all. Reloads the model without downtime; another "
+            "device or number of cores replaces the replicas."
         ),
     ] = Field(default={}, validate_default=True)
     """Engine options."""
     candidate: Annotated[
         Candidate | None,
-        PatchRule("Loaded like a new model; a new `share` takes effect at once. Null removes the candidate."),
+        PatchRule("Loaded without downtime; a new `share` takes effect at once. Null removes the candidate."),
     ] = None
     """Second model, for a share of the requests."""
     ignored_fields: Annotated[
         tuple[FieldName, ...] | None,
         Field(max_length=64),
-        PatchRule("Takes effect at once, without loading. Null: removes all."),
+        PatchRule("Takes effect at once, without a reload. Null: removes all."),
     ] = None
     """Unknown or unsupported request fields of OpenAI's routes to ignore instead of refusing; `*`: all unknown
     fields."""
@@ -88,17 +86,17 @@ class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
     cors_origins: Annotated[
         tuple[Origin, ...] | None,
         Field(max_length=64),
-        PatchRule("Takes effect at once, without loading. Null: removes all."),
+        PatchRule("Takes effect at once, without a reload. Null: removes all."),
     ] = None
     """Origins whose web pages may send requests (CORS), such as `https://chat.example.org`; `*`: all; null: none."""
 
     chat_template: Annotated[
         Annotated[str, Field(min_length=1, max_length=MAX_TEMPLATE_LENGTH)] | None,
-        PatchRule("Applied like a new model. Null: the model's own."),
+        PatchRule("Reloads the model without downtime. Null: the model's own."),
     ] = None
     """Jinja chat template, instead of those of the model and the candidate. With API keys, the operator must allow it
     (`chat_templates` of the tenant)."""
-    tool_call_parser: Annotated[ToolCallParser | None, PatchRule("Applied like a new model.")] = None
+    tool_call_parser: Annotated[ToolCallParser | None, PatchRule("Reloads the model without downtime.")] = None
     """Tool-call format, by model family; null: detected from the chat template."""
 
 

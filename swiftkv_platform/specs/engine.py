@@ -79,11 +79,11 @@ class EngineConfig(FiniteModel):
     """On a CPU in bfloat16, use this project's kernels for attention, norms, RoPE and SiLU, compiled on first use.
     False, without a C++ compiler or without AVX-512: use PyTorch's."""
     max_num_waiting: NumWaiting = WAITING_SEQUENCES.default
-    """Max waiting sequences per caller, minus half of those of other callers; further ones are refused. Each of a
-    request's `n` samples counts."""
+    """Max waiting sequences per caller, less half of all other callers' waiting ones; further ones are refused. Each of
+    a request's `n` samples counts."""
     max_waiting_prompt_tokens: NumTokens | None = None
-    """Max waiting prompt tokens per caller, minus half of those of other callers; further requests are refused. Null:
-    only `max_num_waiting` limits the queue."""
+    """Max waiting prompt tokens per caller, less half of all other callers' waiting ones; further requests are refused.
+    Null: only `max_num_waiting` limits the queue."""
     max_queue_s: WaitSeconds | None = None
     """Max estimated queue time in seconds; a request that would wait longer is refused. Null: only `max_num_waiting`
     limits the queue."""

@@ -128,7 +128,7 @@ class EvaluationSpec(Spec):
     """Gate: min share of held-out positions where teacher and student have the same most likely token. `auto`: 0.8 for
     instruction-tuned models, none for others."""
     max_needle_drop: NonNegative | Literal["auto"] | None = "auto"
-    """Gate like `max_drop`, for `needle_lengths` where the teacher finds 80% or more; `auto`: 5 to 20."""
+    """Gate: `max_drop` for `needle_lengths` at which the teacher finds 80% or more; `auto`: 5 to 20 points."""
     max_drop: NonNegative | Literal["auto"] | None = "auto"
     """Gate: max loss against the teacher on each of `tasks`, in percentage points; in percent of the teacher's score
     for scores outside 0..1 or where lower is better. Passed if the 95% interval of the paired differences is within the

@@ -157,7 +157,7 @@ class SamplingParams:
     logprobs: int | None = None
     """Number of most probable tokens to return log-probabilities for, besides the generated token; None: none."""
     prompt_logprobs: int | None = None
-    """Like `logprobs` for prompt tokens, which then run all layers."""
+    """`logprobs` for the prompt's tokens, which then run all layers."""
     truncate_prompt_tokens: int | None = None
     """Keep only this many last tokens of the prompt; -1: as many as fit with `max_tokens`."""
     early_exit: EarlyExit = _NO_EARLY_EXIT

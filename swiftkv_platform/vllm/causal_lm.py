@@ -207,7 +207,7 @@ class SwiftKVForCausalLM(nn.Module):
         """Load a checkpoint in this project's or the reference's format. For an adapter, `weights` also has the base's
         tensors, with `BASE_PREFIX`. Raises `ModelError`: missing or unexpected SwiftKV tensors, or a different base."""
         if self.adapter is not None:
-            weights = self.adapter.apply(weights, base_prefix=BASE_PREFIX, source=self.config.name_or_path)
+            weights = self.adapter.apply_to_base(weights, base_prefix=BASE_PREFIX, source=self.config.name_or_path)
         groups = self.model.groups if self.model.layer_map.leaders else None
         names = StudentTensorNames.from_model(self.family, self.config, self.model.layer_map, self)
         checked = names.check_weights(weights, None if groups is None else groups.repeat_heads)

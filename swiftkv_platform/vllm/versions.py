@@ -150,7 +150,7 @@ def _find_interface_changes() -> Iterator[str]:
                 for part in path.split("."):
                     found = getattr(found, part)
             except (ImportError, AttributeError):
-                yield f"{module}.{path} is gone"
+                yield f"{module}.{path} no longer exists"
                 continue
             if differences := compare(found, expected.split()):
                 yield f"{module}.{path} {differences}"

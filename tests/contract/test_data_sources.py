@@ -54,10 +54,10 @@ def test_a_prefix_is_read_and_what_is_streamed_is_not_kept(prefix: str, streamin
 def test_one_object_is_read_by_its_name(prefix: str, tmp_path: Path) -> None:
     remote, place = StoreFiles(tmp_path), S3Source(prefix)
     file = RemoteFile(f"s3://{place.bucket}", f"{place.key}/deep/a.jsonl")
-    assert remote.list(S3Source(f"{prefix}/deep/a.jsonl")) == [file]
-    assert remote.list(S3Source(f"{prefix}/deep/")) == [file]
+    assert remote.list_files(S3Source(f"{prefix}/deep/a.jsonl")) == [file]
+    assert remote.list_files(S3Source(f"{prefix}/deep/")) == [file]
     with pytest.raises(DataError, match="no object exists at"):
-        remote.list(S3Source(f"{prefix}/nothing"))
+        remote.list_files(S3Source(f"{prefix}/nothing"))
 
 
 ODD = ("a#1.jsonl", "b?x=1#y.jsonl", "c%20d e.jsonl", "[f]*.jsonl", "d#1/g.jsonl", "é&+.JSONL")
@@ -68,7 +68,7 @@ def test_a_key_is_taken_character_by_character(prefix: str, tmp_path: Path) -> N
     store, remote = open_store(f"s3://{place.bucket}"), StoreFiles(tmp_path)
     for key in ODD:
         store.put_bytes(f"{place.key}/{key}", json.dumps({"text": key}).encode())
-    assert sorted(file.key for file in remote.list(place)) == sorted(f"{place.key}/{key}" for key in ODD)
+    assert sorted(file.key for file in remote.list_files(place)) == sorted(f"{place.key}/{key}" for key in ODD)
     for name in (place.name, *(f"{place.name}/{key}" for key in ODD)):
         source = DataSourceSpec(name_or_path=name)
         found = [row.content for row in read_source_rows(source, 0, seed=0, remote=remote)]
@@ -107,7 +107,7 @@ def test_an_adapter_and_its_base_come_from_a_store(
 def test_a_bucket_that_is_not_there_is_a_fault_of_the_name(prefix: str, tmp_path: Path) -> None:
     name = f"s3://no-such-{S3Source(prefix).bucket}/rows"
     for kind, work in (
-        (DataError, lambda: StoreFiles(tmp_path).list(S3Source(name))),
+        (DataError, lambda: StoreFiles(tmp_path).list_files(S3Source(name))),
         (ModelError, lambda: download_prefix(name, tmp_path / "model", ModelError, field="model")),
         (ModelError, lambda: read_teacher_config(name, read_object)),
     ):
@@ -118,7 +118,7 @@ def test_a_bucket_that_is_not_there_is_a_fault_of_the_name(prefix: str, tmp_path
 
 def test_a_key_that_no_client_can_name_is_refused_and_not_tried_again(prefix: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="has an empty segment"):
-        StoreFiles(tmp_path).list(S3Source(f"{prefix}//deep/a.jsonl"))
+        StoreFiles(tmp_path).list_files(S3Source(f"{prefix}//deep/a.jsonl"))
 
 
 @pytest.mark.slow("starts an S3 server")
@@ -132,7 +132,7 @@ def test_an_object_that_no_client_can_name_is_told_of(
     with pytest.raises(
         InvalidInputError, match=r'"unnamed//a.jsonl" contained empty path segment; keys must not contain empty'
     ):
-        StoreFiles(tmp_path).list(S3Source(moto_server.uri("unnamed")))
+        StoreFiles(tmp_path).list_files(S3Source(moto_server.uri("unnamed")))
     client.delete_object(Bucket=moto_server.bucket, Key="unnamed//a.jsonl")  # other tests list the whole bucket
 
 

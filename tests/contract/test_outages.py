@@ -99,7 +99,7 @@ def through_an_outage(
     ending, running = begin(server, "ending"), begin(server, "running")
     server.worker(ending).artifact()
     metrics = MetricsBuffer(EventReporter(server.parts.objects, AttemptId(running, 1), "rank0"), 20, interval_s=0.1)
-    metrics.add({"step": 1})
+    metrics.add_point({"step": 1})
     metrics.flush()
 
     begin_outage()
@@ -108,8 +108,8 @@ def through_an_outage(
     waiting = server.submit(name="waiting")["id"]
     for number in itertools.count():
         if number < ROUNDS:
-            metrics.add({"step": 2 + 2 * number})
-            metrics.add({"step": 3 + 2 * number})
+            metrics.add_point({"step": 2 + 2 * number})
+            metrics.add_point({"step": 3 + 2 * number})
         elif time.monotonic() >= back:
             break
         server.tick()

@@ -201,7 +201,7 @@ def test_tensors_as_they_stream_by_are_checked_and_applied(base: Path, full: Pat
     of_base = [(f"base/{name}", tensor) for name, tensor in tensors_of(base).items()]
 
     def apply(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        return dict(adapter.apply(tensors, base_prefix="base/", source="adapter"))
+        return dict(adapter.apply_to_base(tensors, base_prefix="base/", source="adapter"))
 
     assert equal(apply(own + of_base), tensors_of(full))
     for tensors, message in (

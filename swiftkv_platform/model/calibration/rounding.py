@@ -97,7 +97,9 @@ class _RoundingPass:
         for i in range(layer_map.num_key_value_layers):
             yield from self._round_layer(i)
         self._x, deep = self._hidden, [self._select_deep_tokens(row)[0] for row in range(len(self._deep))]
-        self._hidden = [self._store.add(kept.select(x.load("cpu"))) for kept, x in zip(deep, self._x, strict=True)]
+        self._hidden = [
+            self._store.save_tensor(kept.select(x.load("cpu"))) for kept, x in zip(deep, self._x, strict=True)
+        ]
         with load_module(self._source, decoder.norm_swiftkv):
             for leader in layer_map.leaders:
                 self._key_value = [()] * len(deep)
@@ -120,7 +122,7 @@ class _RoundingPass:
                 deep[begin : begin + length // 2] = False
             begin += length
         context = make_packed_context(self._decoder, ids, positions, lengths, dtype=torch.float32)
-        self._hidden.append(self._store.add(context.hidden))
+        self._hidden.append(self._store.save_tensor(context.hidden))
         self._contexts.append(replace(context, hidden=torch.empty(0)))
         self._deep.append(deep)
 
@@ -140,7 +142,7 @@ class _RoundingPass:
                     yield name, (integers, scale)
             self._round_experts(i, layer)
             for row in range(len(self._hidden)):
-                self._hidden[row] = self._store.add(self._run_layer(i, row))
+                self._hidden[row] = self._store.save_tensor(self._run_layer(i, row))
 
     def _round_experts(self, i: int, layer: nn.Module) -> None:
         """Round experts to nearest, in the format in which they will be stored; in memory they are fused."""
@@ -182,7 +184,7 @@ class _RoundingPass:
 
         def keep(key_value: KeyValue) -> KeyValue:
             if len(self._config.layer_map.get_group(i)) > 1:
-                self._key_value[row] = tuple(map(self._store.add, key_value))
+                self._key_value[row] = tuple(map(self._store.save_tensor, key_value))
             return key_value
 
         if not self._config.layer_map.deep_leaders:

@@ -81,7 +81,7 @@ def write_adapter(
     def describe(name: str) -> torch.Tensor:
         """Read a tensor of the base and record its digest."""
         tensor = base.read(name)
-        tensors[name] = BaseTensor.describe(tensor)
+        tensors[name] = BaseTensor.from_tensor(tensor)
         return tensor
 
     # 1. write the tensors that differ from the base, or that the base lacks
@@ -98,7 +98,7 @@ def write_adapter(
                 continue
             replaced.append(name)
         num_written += tensor.nbytes
-        writer.add(name, tensor)
+        writer.add_tensor(name, tensor)
     writer.flush()
     if refuses_full_size and num_written >= MAX_ADAPTER_SHARE * num_bytes:
         raise ModelError(
@@ -154,7 +154,7 @@ def assemble_adapter(
     writer.add_checkpoint(own, "swiftkv", files)
     for name, shard in kept.items():
         if shard not in whole:
-            writer.add(name, adapter.cast_base_tensor(name, base.read(name)))
+            writer.add_tensor(name, adapter.cast_base_tensor(name, base.read(name)))
     writer.finish()
     copy_companion_files(directory, target, leaving_out=(ADAPTER_FILE,))
     shutil.copyfile(directory / "config.json", target / "config.json")
@@ -253,9 +253,9 @@ def _find_adapter_directory(source: str | Path, arguments: dict[str, Any]) -> Pa
         directory = Path(source) / subfolder
         return directory if (directory / ADAPTER_FILE).is_file() else None
     hub_files = Checkpoint(str(source), {}, hub)
-    if any(hub_files.find(name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+    if any(hub_files.find_file(name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
         return None  # decided without asking the hub, which an offline machine cannot do
-    if hub_files.find(ADAPTER_FILE) is None:
+    if hub_files.find_file(ADAPTER_FILE) is None:
         return None
     return fetch_model_directory(str(source), hub.get("revision"), field="model.name_or_path", subfolder=subfolder)
 

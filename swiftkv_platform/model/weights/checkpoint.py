@@ -128,9 +128,9 @@ class Checkpoint(LazyTensors):
     def read(self, name: str, part: Part | None = None, /) -> torch.Tensor:
         return self.read_tensors([name], part)[name]
 
-    def path(self, shard: str) -> Path:
+    def get_path(self, shard: str) -> Path:
         """Return the path of a file; one on the hub is downloaded."""
-        path = self.find(shard)
+        path = self.find_file(shard)
         if path is None:
             raise _make_weights_error(self.source, f"its index names {shard}, which does not exist")
         return path
@@ -143,7 +143,7 @@ class Checkpoint(LazyTensors):
             by_shard.setdefault(shard, []).append(name)
         return by_shard
 
-    def find(self, filename: str) -> Path | None:
+    def find_file(self, filename: str) -> Path | None:
         """Return the path of a file of any kind, or None."""
         path = _find_file(self.source, filename, self.hub_arguments)
         return None if path is None else Path(path)
@@ -153,7 +153,7 @@ class Checkpoint(LazyTensors):
         """Shapes and dtypes of all tensors. Raises `ModelError`: a tensor in the index is not in its file."""
         found: dict[str, tuple[str, TensorInfo]] = {}
         for shard in sorted(set(self.shards.values())):
-            with _open_shard(self.path(shard), self.source) as file:
+            with _open_shard(self.get_path(shard), self.source) as file:
                 for name in file.keys():  # noqa: SIM118  # the file is not a mapping
                     found[name] = shard, _read_info(file.get_slice(name))
         for name, shard in self.shards.items():
@@ -168,7 +168,7 @@ class Checkpoint(LazyTensors):
             by_shard.setdefault(self.shards[name], []).append(name)
         read: dict[str, torch.Tensor] = {}
         for shard, wanted in by_shard.items():
-            with _open_shard(self.path(shard), self.source) as file:
+            with _open_shard(self.get_path(shard), self.source) as file:
                 read |= {name: _read_tensor(file, name, part) for name in wanted}
         return read
 

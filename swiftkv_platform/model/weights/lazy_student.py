@@ -190,7 +190,7 @@ class LazyStudent:
         copied = self._copied.get(name)
         if copied is None or name in self._teacher:  # the latter if the files are a student's
             return self._teacher.read(name, rows)
-        return copied.make(self._teacher.read, rows)
+        return copied.make_tensor(self._teacher.read, rows)
 
 
 def get_local_rows(parameter: DTensor) -> slice:
@@ -255,7 +255,7 @@ class StartingTensor:
     heads: tuple[int, int] | None = None
     """Number of key-value heads of a source and of this tensor, if they differ; rows are then heads x head_dim."""
 
-    def make(self, read: Callable[[str, slice | None], Tensor], rows: slice | None = None) -> Tensor:
+    def make_tensor(self, read: Callable[[str, slice | None], Tensor], rows: slice | None = None) -> Tensor:
         """Return this tensor, or the given rows of it, in the dtype of its sources. The mean is computed in float32.
         `read` returns a teacher's tensor by name, or the given rows of it."""
         if self.heads is not None:  # sharing heads changes the rows

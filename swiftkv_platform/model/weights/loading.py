@@ -68,10 +68,10 @@ def load_checked(
     """
     if checkpoint is None:
         return load(source, *args, config=config, **kwargs)
-    if (adapter := checkpoint.find(ADAPTER_FILE)) is not None:  # a caller may have read the configuration otherwise
+    if (adapter := checkpoint.find_file(ADAPTER_FILE)) is not None:  # a caller may have read the configuration
         refuse_peft_adapter(adapter.parent, checkpoint.source, field=MODEL_FIELD)
     quantized = check_checkpoint_fits(checkpoint, config, build)
-    generation = read_generation_config(checkpoint.find(GENERATION_CONFIG_NAME), checkpoint.source)
+    generation = read_generation_config(checkpoint.find_file(GENERATION_CONFIG_NAME), checkpoint.source)
     location: str | Path | None = source
     if quantized:
         dtype = _resolve_dtype(kwargs.pop("dtype", kwargs.pop("torch_dtype", None)), config)
@@ -134,7 +134,7 @@ def build_on_meta(build: Callable[[], Any], checkpoint: Checkpoint, device: torc
         # Make it again: its buffers are on the meta device too, and no file stores them.
         with torch.device("cpu"):
             model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
-    generation = read_generation_config(checkpoint.find(GENERATION_CONFIG_NAME), checkpoint.source)
+    generation = read_generation_config(checkpoint.find_file(GENERATION_CONFIG_NAME), checkpoint.source)
     if generation is not None:
         model.generation_config = generation
     empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
@@ -284,7 +284,7 @@ class _TensorSources:
     sources: dict[str, list[str]] = field(default_factory=dict)
     """Names in the checkpoint, by the matching pattern of the converter."""
 
-    def add(self, pattern: str | None, name: str) -> None:
+    def add_name(self, pattern: str | None, name: str) -> None:
         self.sources.setdefault(pattern or "", []).append(name)
 
     @property
@@ -320,7 +320,7 @@ class StoredWeights:
         for name in sorted(self._weights.shards, key=_make_natural_sort_key):  # experts in their order
             target, pattern = rename_source_key(name, renamings, converters)
             stored = self._stored.setdefault(target, _TensorSources(by_pattern.get(pattern or "")))
-            stored.add(pattern, name)
+            stored.add_name(pattern, name)
 
     def __contains__(self, name: str) -> bool:
         """Whether the checkpoint stores a tensor under this name; a tied tensor counts under one name only."""

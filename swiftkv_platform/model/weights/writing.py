@@ -114,7 +114,7 @@ class ShardWriter:
         """File by tensor, complete after `flush`."""
         self._num_files = 0
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         if self._pending and self._pending_bytes + tensor.nbytes > self._max_bytes:
             self.flush()
         tensor = tensor.detach().cpu().contiguous()
@@ -148,7 +148,7 @@ class ShardWriter:
         for done, (shard, file) in enumerate(targets.items(), start=1):
             names = wanted[shard]
             if len(names) == len(checkpoint.names_by_shard[shard]):
-                link_or_copy_file(checkpoint.path(shard), self._directory / file, files)
+                link_or_copy_file(checkpoint.get_path(shard), self._directory / file, files)
             else:
                 write_shard(checkpoint.read_tensors(names), self._directory / file)
             self.shards |= dict.fromkeys(names, file)
@@ -168,7 +168,7 @@ def write_model_shards(
     """Write a model's tensors to files named as by `save_pretrained`, with one file's tensors in memory at a time."""
     writer = ShardWriter(directory, "partial", max_shard_bytes)
     for name, tensor in tensors:
-        writer.add(name, tensor)
+        writer.add_tensor(name, tensor)
     writer.flush()
     files = sorted(set(writer.shards.values()))
     if len(files) == 1:

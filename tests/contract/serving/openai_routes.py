@@ -167,7 +167,7 @@ BAD: list[tuple[Any, dict[str, Any], str, str]] = [
             ({"extra": {"repetition_penalty": 1e-39}}, "repetition_penalty", "from 0.01 to 100"),
             ({"logit_bias": {"5": 101}}, "logit_bias", "from -100 to 100"),
             ({"extra": {"top_k": -2}}, "top_k", "from -1 to"),
-            ({"suffix": "x"}, "suffix", "suffix is 'x'; fill-in-the-middle is not supported"),
+            ({"suffix": "x"}, "suffix", "suffix is 'x'; leave it out: fill-in-the-middle is not supported"),
             ({"extra": {"colour": "red"}}, "colour", "colour is not a field of /v1/completions"),
             ({"max_tokens": 0}, "max_tokens", "or be sent with echo"),
             ({"max_tokens": 4, "extra": {"min_tokens": 5}}, "min_tokens", "at most max_tokens, 4"),

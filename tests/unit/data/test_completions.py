@@ -36,7 +36,9 @@ SETTINGS = {"max_tokens": 8, "num_completions": 2, "seed": 3}
 
 
 class InMemoryAnswers(dict[str, bytes]):
-    """An `CompletionStore` that refuses to overwrite."""
+    """A `CompletionStore` that refuses to overwrite."""
+
+    load_answers = dict[str, bytes].get
 
     def store_answers(self, key: str, data: bytes) -> None:
         assert key not in self, "an answer is written twice"

@@ -119,10 +119,10 @@ def test_a_directory_gives_its_split_and_passes_nothing_over_in_silence(
     objects = {name: tmp_path / "d" / name for name in names}
 
     class Remote:
-        def list(self, source: S3Source) -> list[RemoteFile]:
+        def list_files(self, source: S3Source) -> list[RemoteFile]:
             return [RemoteFile("s3://bucket", f"{source.key}/{name}") for name in sorted(objects)]
 
-        def fetch(self, file: RemoteFile) -> Path:
+        def fetch_file(self, file: RemoteFile) -> Path:
             return objects[file.key.removeprefix("d/")]
 
     checked = partial(check_sources, (DataSourceSpec.model_validate(source),))
@@ -275,10 +275,10 @@ def test_s3_sources_come_through_the_given_remote(write: Write, streaming: bool)
     fetched = dict[str, Path]()
 
     class Remote:
-        def list(self, source: S3Source) -> list[RemoteFile]:
+        def list_files(self, source: S3Source) -> list[RemoteFile]:
             return [RemoteFile(f"s3://{source.bucket}", f"{source.key}/{name}") for name in objects]
 
-        def fetch(self, file: RemoteFile) -> Path:
+        def fetch_file(self, file: RemoteFile) -> Path:
             assert file.store == "s3://bucket"
             name = file.key.removeprefix("prefix/")
             fetched[name] = Path(write(objects[name], f"fetched/{name}"))

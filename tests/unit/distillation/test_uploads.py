@@ -66,7 +66,7 @@ def test_training_goes_on_during_an_upload_and_the_end_waits_for_it(tmp_path: Pa
     store.reachable.clear()
     uploader = Uploader(cast("Any", store), AT_ONCE)
     directory = staged(tmp_path, "a")
-    uploader.start(directory, "a", Progress(1))
+    uploader.start_upload(directory, "a", Progress(1))
     assert store.committed == []  # `start` did not wait for the upload
     store.reachable.set()
     uploader.finish()
@@ -78,12 +78,12 @@ def test_a_store_that_comes_back_in_time_loses_nothing(tmp_path: Path) -> None:
     """A checkpoint that cannot be stored is reported, and those before and after it are stored."""
     store = Store(failures=2)
     uploader = Uploader(cast("Any", store), AT_ONCE)
-    uploader.start(staged(tmp_path, "a"), "a", Progress(1))
+    uploader.start_upload(staged(tmp_path, "a"), "a", Progress(1))
     uploader.finish()
     assert (store.committed, store.lost) == (["a"], [])
     store.failures = 3
-    uploader.start(staged(tmp_path, "b"), "b", Progress(2))
-    uploader.start(staged(tmp_path, "c"), "c", Progress(3))
+    uploader.start_upload(staged(tmp_path, "b"), "b", Progress(2))
+    uploader.start_upload(staged(tmp_path, "c"), "c", Progress(3))
     uploader.finish()
     assert (store.committed, store.lost) == (["a", "c"], ["b"])
 
@@ -95,7 +95,7 @@ def test_the_last_checkpoint_must_arrive(
     """`finish` raises; an error that is not the store's is neither retried nor reported as a lost checkpoint."""
     store = Store(failures=failures, error=error)
     uploader = Uploader(cast("Any", store), AT_ONCE)
-    uploader.start(staged(tmp_path, "a"), "a", Progress(1))
+    uploader.start_upload(staged(tmp_path, "a"), "a", Progress(1))
     with pytest.raises(error, match="away"):
         uploader.finish()
     assert store.lost == lost
@@ -114,7 +114,7 @@ class _Checkpointer:
 
     def save(self, progress: Progress) -> None:
         name = f"step-{progress.step}"
-        self._uploader.start(staged(self._tmp_path, name), name, progress)
+        self._uploader.start_upload(staged(self._tmp_path, name), name, progress)
 
 
 class _Trainer(Trainer):

@@ -69,7 +69,7 @@ GIB = 1 << 30
         ({"gpus_per_worker": 1}, "resources.gpus_per_worker is 1.0; this machine has 0 GPUs"),
         ({"gpus_per_worker": 4, "GPU": 2}, "resources.gpus_per_worker is 4.0; this machine has 2 GPUs"),
         ({"gpus_per_worker": 1, "num_workers": 4, "GPU": 2}, "resources.num_workers is 4, which need 4 GPUs; this "),
-        ({"accelerator_type": "H100"}, "resources.accelerator_type is 'H100'; this machine has no GPU, leave"),
+        ({"accelerator_type": "H100"}, "resources.accelerator_type is 'H100'; this machine has no GPU; leave"),
         (
             {"accelerator_type": "H100", "gpus_per_worker": 1, "GPU": 2, "accelerator_type:A100": 1},
             "resources.accelerator_type is 'H100'; this machine has A100",

@@ -66,7 +66,7 @@ def test_points_are_told_without_a_flush_nor_another_step_once_the_store_is_back
         for step in (1, 2, 3):
             store.written.clear()
             store.error = AWAY
-            buffer.add(point(step))
+            buffer.add_point(point(step))
             buffer.flush()
             store.error = None
             store.written.wait()
@@ -78,10 +78,10 @@ def test_points_survive_an_outage_of_the_store(store: HangingStore, error: Excep
     with capture_logs() as lines, metrics_buffer(store) as buffer:
         store.error = error
         for step in (1, 2):
-            buffer.add(point(step))
+            buffer.add_point(point(step))
             buffer.flush()
         store.error = None
-        buffer.add(point(3))
+        buffer.add_point(point(3))
     (event,) = said(store)
     assert event.data["points"] == [point(1), point(2), point(3)]
     assert {line["event"] for line in lines} == {"metrics_delayed"}
@@ -90,7 +90,7 @@ def test_points_survive_an_outage_of_the_store(store: HangingStore, error: Excep
 def test_the_end_tries_once_more_and_says_what_is_lost(store: HangingStore) -> None:
     store.error = AWAY
     with capture_logs() as lines, metrics_buffer(store) as buffer:
-        buffer.add(point(1))
+        buffer.add_point(point(1))
     assert lines[-1] == {"event": "metrics_lost", "num_points": 1, "log_level": "error"}
     assert "metrics" not in {thread.name for thread in threading.enumerate()}
     buffer.flush()
@@ -171,7 +171,7 @@ def test_the_last_events_are_looked_for_more_than_once_and_nothing_holds_up_the_
 
 def draw(drawn: LossCurve, *steps: int, loss: float = 1.0) -> None:
     for step in steps:
-        drawn.add({"step": step, "tokens": 10 * step, "loss": loss, "logits_loss": loss, "lr": 0.1, "mfu": 0.4})
+        drawn.add_point({"step": step, "tokens": 10 * step, "loss": loss, "logits_loss": loss, "lr": 0.1, "mfu": 0.4})
     drawn.save()
 
 

@@ -134,7 +134,7 @@ def test_an_evaluation_reads_what_was_trained_and_the_curve_alone(job: Job, monk
     _, prepared = prepare(job, spec)
     checkpoint = checkpoint_of(job, spec, state={"moments": torch.zeros(1 << 20)})
     drawn = LossCurve(job.store, AttemptId("job", 1))
-    drawn.add({"step": 4, "tokens": 77, "loss": 0.125})
+    drawn.add_point({"step": 4, "tokens": 77, "loss": 0.125})
     drawn.save()
     read: Counter[str] = Counter()
     stream = LocalObjectStore.stream

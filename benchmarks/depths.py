@@ -173,7 +173,7 @@ class TrainingRuns:
         measured = EvaluationModel(lazy, spec.distillation, sharded=False, device=device)
         measured.load_tensors(tensors)
         totals: HeldOutTotals = measured(
-            lambda student: Evaluation(student, self.data.held_out, spec.evaluation).compare("")
+            lambda student: Evaluation(student, self.data.held_out, spec.evaluation).compare_modes("")
         )
         return totals
 

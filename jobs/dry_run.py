@@ -393,7 +393,7 @@ def _run_evaluate(spec: JobSpec, config: Any, fakes: FakeInputs) -> Memory:
     settings = spec.evaluation.model_copy(update={"max_tokens": size * _HELD_OUT_TOKENS})
     with fakes.use_fakes(tracker):
         workers = FakeWorkers(in_step=True)
-        model(lambda student: Evaluation(student, rows, settings, workers=workers).compare("distilled"))
+        model(lambda student: Evaluation(student, rows, settings, workers=workers).compare_modes("distilled"))
     return Memory(peak=tracker.peak, parameters=parameters, passing=tracker.peak - parameters)
 
 

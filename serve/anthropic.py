@@ -23,13 +23,7 @@ from swiftkv_platform.serve.openai.chat import (
     prepare_prompt,
 )
 from swiftkv_platform.serve.openai.outputs import make_event_stream
-from swiftkv_platform.serve.openai.schemas import (
-    CallArguments,
-    ChatRequest,
-    OpenAIFields,
-    map_parts_by_path,
-    restrict_schema_to_route,
-)
+from swiftkv_platform.serve.openai.schemas import CallArguments, ChatRequest, OpenAIFields, limit_schema, map_parts
 from swiftkv_platform.serve.replica_state import ReplicaState
 from swiftkv_platform.serve.schemas import BodyPart, PositiveNumber, TextPart, TypedPart
 from swiftkv_platform.serve.tools.calling import ANTHROPIC_LIMITS, MAX_TOOLS, SKIPPED_TOOL, FunctionTool, ToolName
@@ -175,7 +169,7 @@ class OutputConfig(BodyPart):
     """Schema of the completion."""
 
 
-class CountRequest(OpenAIFields, json_schema_extra=restrict_schema_to_route("messages")):
+class CountRequest(OpenAIFields, json_schema_extra=limit_schema("messages")):
     """Body of `POST /v1/messages/count_tokens`: as of `/v1/messages`, with optional `max_tokens`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -192,9 +186,9 @@ class CountRequest(OpenAIFields, json_schema_extra=restrict_schema_to_route("mes
     chat_template_kwargs: dict[str, Any] = {}
 
     def list_messages(self) -> Iterator[tuple[str, Mapping[str, TextPart]]]:
-        yield "system", map_parts_by_path("system", self.system)
+        yield "system", map_parts("system", self.system)
         for number, message in enumerate(self.messages):
-            parts = map_parts_by_path(f"messages.{number}.content", message.content)
+            parts = map_parts(f"messages.{number}.content", message.content)
             if any(part.type == "tool_result" for part in parts.values()):
                 yield "tool", {}
             yield message.role, parts
@@ -229,7 +223,7 @@ class CountRequest(OpenAIFields, json_schema_extra=restrict_schema_to_route("mes
         )
 
 
-class MessagesRequest(CountRequest, json_schema_extra=restrict_schema_to_route("messages")):
+class MessagesRequest(CountRequest, json_schema_extra=limit_schema("messages")):
     """Body of `POST /v1/messages`."""
 
     max_tokens: PositiveNumber

@@ -127,11 +127,11 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
         preferred = next((name for name in names if loads.get(name, math.inf) <= max_load), None)
 
         # 2. sort the others by load
-        def rank(replica: RunningReplica) -> tuple[bool, int, float]:
+        def rank_replica(replica: RunningReplica) -> tuple[bool, int, float]:
             name = replica.replica_id.unique_id
             return name != preferred, loads[name], random.random()  # noqa: S311  # a tie, not a secret
 
-        return [[replica] for replica in sorted(candidate_replicas, key=rank)]
+        return [[replica] for replica in sorted(candidate_replicas, key=rank_replica)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:  # noqa: ARG002
         """Record the prefixes of a request that a replica has accepted; called by Serve."""

@@ -197,7 +197,7 @@ class PhaseProgressReporter:
         """Start the clock of a part, of which `done` units are complete already."""
         self._started[part] = time.monotonic(), done
 
-    def report(self, part: str, done: int, total: int) -> None:
+    def report_progress(self, part: str, done: int, total: int) -> None:
         """Write an event if the part is complete or the last event is not recent. Ignores storage errors."""
         now = time.monotonic()
         if done < total and now < self._last_report + PROGRESS_INTERVAL_S:
@@ -214,7 +214,7 @@ def make_progress_callback(
 ) -> Callable[[int, int], None]:
     """Return a callback (done, total) that reports the progress of a phase with a single part."""
     reporter = EventReporter(store, request.attempt_id, f"{phase}-progress")
-    return partial(PhaseProgressReporter(reporter, phase).report, part)
+    return partial(PhaseProgressReporter(reporter, phase).report_progress, part)
 
 
 def report_workers_requested(reporter: EventReporter, spec: JobSpec, phase: str, *, num_workers: int = 1) -> None:

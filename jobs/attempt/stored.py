@@ -300,7 +300,7 @@ class StoredResults:
         self._store.put_bytes(self._attempt.evaluation_key(self._digest, name), data)
 
     def report_progress(self, name: str, done: int, total: int) -> None:
-        self._progress.report(name, done, total)
+        self._progress.report_progress(name, done, total)
 
 
 def fetch_parent(store: ObjectStore, parent: Parent, directory: Path) -> None:

@@ -72,7 +72,7 @@ def evaluate_and_publish(
     with _open_workspace(request.spec) as workspace:
         directory = workspace.path
         student = _TrainedStudent.load(request.spec, get_access(request), workspace, store, checkpoint)
-        report = student.measure(prepared, StoredResults(store, request, checkpoint))
+        report = student.measure_quality(prepared, StoredResults(store, request, checkpoint))
         if not student.workers.is_first:
             return None  # the first worker checks the gates after the report is stored
         lineage = _build_lineage(request, prepared.data.fingerprint)
@@ -102,7 +102,7 @@ def evaluate_trial(
     store = open_store(store_uri)
     with _open_workspace(request.spec) as workspace:
         student = _TrainedStudent.load(request.spec, get_access(request), workspace, store, checkpoint)
-        report = student.measure(prepared, StoredResults(store, request, checkpoint))
+        report = student.measure_quality(prepared, StoredResults(store, request, checkpoint))
         if not student.workers.is_first:
             return None
         with closing(TrackedRun(store, request)) as run:
@@ -217,7 +217,7 @@ class _TrainedStudent:
         self.workers.gather(None)  # the others wait, also those on other machines
         return Checkpoint.from_directory(directory) if copies else self.trained
 
-    def measure(self, prepared: PreparedInputs, parts: ResultStore) -> Report:
+    def measure_quality(self, prepared: PreparedInputs, parts: ResultStore) -> Report:
         spec = self.spec.evaluation
         fetched = self.workspace.path / f"tasks-{self.workers.rank}"
         tasks = resolve_tasks(spec.tasks, fetch=lambda uri: fetch_data(uri, fetched), access=self.access)
@@ -227,7 +227,7 @@ class _TrainedStudent:
 
         def compare(name: str) -> HeldOutTotals:
             totals: HeldOutTotals = model(
-                lambda student: Evaluation(student, rows, spec, workers=workers, parts=parts).compare(name)
+                lambda student: Evaluation(student, rows, spec, workers=workers, parts=parts).compare_modes(name)
             )
             return totals
 
@@ -237,7 +237,7 @@ class _TrainedStudent:
             calibrated = compare("calibrated")
         model.load_tensors(self._fetch_trained(sharded=sharded))
         report: Report = model(
-            lambda student: Evaluation(student, rows, spec, workers=workers, parts=parts).report(
+            lambda student: Evaluation(student, rows, spec, workers=workers, parts=parts).build_report(
                 self.tokenizer,
                 tasks,
                 rewired=rewired,

@@ -69,7 +69,7 @@ class Evaluation:
         self._student, self._rows, self._spec = student, rows, spec
         self._workers, self._parts = workers, parts
 
-    def compare(self, name: str) -> HeldOutTotals:
+    def compare_modes(self, name: str) -> HeldOutTotals:
         """Compare teacher and student on the spec's share of held-out rows; `name` identifies the student."""
         batch_size = max(1, _TOKENS_PER_FORWARD // self._rows.max_length)
         totals: HeldOutTotals = self._measure_once(
@@ -85,7 +85,7 @@ class Evaluation:
         )
         return totals
 
-    def report(
+    def build_report(
         self,
         tokenizer: PreTrainedTokenizerBase,
         tasks: Sequence[Task],
@@ -116,7 +116,7 @@ class Evaluation:
             spec,
             rewired=rewired,
             calibrated=calibrated,
-            distilled=self.compare("distilled"),
+            distilled=self.compare_modes("distilled"),
             continuations=self._measure_once(
                 "continuations", ContinuationQuality | None, partial(self._measure_continuations, tokenizer)
             ),
@@ -201,7 +201,9 @@ def evaluate_directory(
         progress("Preparing text")
         rows = _prepare_rows(student, tokenizer, job, data, workspace)
         progress("Measuring tasks and held-out text")
-        return Evaluation(student, rows, spec, parts=_ProgressReporter(progress)).report(tokenizer, tasks), lineage
+        return Evaluation(student, rows, spec, parts=_ProgressReporter(progress)).build_report(
+            tokenizer, tasks
+        ), lineage
 
 
 class _ProgressReporter(NoResultStore):

@@ -25,7 +25,7 @@ from swiftkv_platform.data.completions import (
     TeacherIdentity,
 )
 from swiftkv_platform.data.documents import DocumentEncoder
-from swiftkv_platform.data.packing import PackedRows, compute_total_steps
+from swiftkv_platform.data.packing import PackedRows, count_steps
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.model import (
@@ -141,7 +141,7 @@ def prepare_run(
     assert spec.training.batch_size is not None
     plan = RunPlan(
         spec=spec,
-        total_steps=compute_total_steps(
+        total_steps=count_steps(
             len(data.train),
             batch_size=spec.training.batch_size,
             num_epochs=spec.training.num_epochs,
@@ -242,7 +242,7 @@ def write_worker_answers(request: AttemptRequest, store_uri: str, worker: int) -
                     connect if is_served else load_engine,
                     worker=worker,
                     num_workers=spec.resources.max_workers,
-                    progress=partial(progress.report, f"{field}, worker {worker}"),
+                    progress=partial(progress.report_progress, f"{field}, worker {worker}"),
                 )
                 if is_served:
                     reporter.send_message(f"{field}, worker {worker}: {connect().describe_usage()}")

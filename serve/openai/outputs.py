@@ -17,14 +17,7 @@ from swiftkv_platform.serve.collector import OutputCollector
 from swiftkv_platform.serve.openai.schemas import StreamOptions
 from swiftkv_platform.serve.schemas import Usage
 from swiftkv_platform.serve.tools.calling import ToolCallRules
-from swiftkv_platform.serve.tools.parser import (
-    CallStart,
-    CompletionDelta,
-    ParsedAnswer,
-    ParsedCall,
-    TextDelta,
-    ToolCallParser,
-)
+from swiftkv_platform.serve.tools.parser import Delta, NewCall, ParsedAnswer, ParsedCall, TextDelta, ToolCallParser
 from swiftkv_platform.web.problems import make_error_problem, to_openai_error
 
 if TYPE_CHECKING:
@@ -217,14 +210,14 @@ class ToolCallStreams:
             "finish_reason": _select_finish_reason(choice, parsed.calls),
         }
 
-    def _format_deltas(self, deltas: Sequence[CompletionDelta]) -> dict[str, Any]:
+    def _format_deltas(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """Return a delta's content and calls, with one entry per call, since clients join deltas by the entry's
         index."""
         text, calls = "", dict[int, dict[str, Any]]()
         for delta in deltas:
             if isinstance(delta, TextDelta):
                 text += delta.text
-            elif isinstance(delta, CallStart):
+            elif isinstance(delta, NewCall):
                 function = {"name": delta.name, "arguments": ""}
                 new_id = self._rules.family.make_id()
                 calls[delta.index] = {"index": delta.index, "id": new_id, "type": "function", "function": function}

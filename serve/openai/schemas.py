@@ -68,7 +68,7 @@ def _to_parts(content: Any) -> Any:
     raise ValueError("must be text, or a list of parts of type 'text'")
 
 
-def map_parts_by_path(path: str, parts: Sequence[TextPart] | None) -> dict[str, TextPart]:
+def map_parts(path: str, parts: Sequence[TextPart] | None) -> dict[str, TextPart]:
     """Return parts by their path in the body. `path`: of the list."""
     return {f"{path}.{number}": part for number, part in enumerate(parts or ())}
 
@@ -215,10 +215,10 @@ class StreamOptions(BodyPart):
     """Send the token usage up to each event, as in vLLM."""
 
 
-def restrict_schema_to_route(route: Route) -> Callable[[dict[str, Any]], None]:
+def limit_schema(route: Route) -> Callable[[dict[str, Any]], None]:
     """Return a `json_schema_extra` that limits a body's schema to the route's accepted fields."""
 
-    def extend(schema: dict[str, Any]) -> None:
+    def limit_to_route(schema: dict[str, Any]) -> None:
         schema["additionalProperties"] = False
         served = get_served_names(route)
         schema["properties"] = {name: value for name, value in schema["properties"].items() if name in served}
@@ -226,7 +226,7 @@ def restrict_schema_to_route(route: Route) -> Callable[[dict[str, Any]], None]:
             if field.treatment is Treatment.WITHOUT_EFFECT and "." not in field.name:
                 schema["properties"][field.name] = {"description": "Accepted without effect."}
 
-    return extend
+    return limit_to_route
 
 
 class OpenAIFields(SamplingFields, extra="allow"):
@@ -307,7 +307,7 @@ class OpenAIFields(SamplingFields, extra="allow"):
             yield f"structured_outputs.{key}"
 
 
-class CompletionRequest(OpenAIFields, json_schema_extra=restrict_schema_to_route("completions")):
+class CompletionRequest(OpenAIFields, json_schema_extra=limit_schema("completions")):
     """Body of `POST /v1/completions`."""
 
     prompt: PromptField
@@ -329,7 +329,7 @@ class CompletionRequest(OpenAIFields, json_schema_extra=restrict_schema_to_route
         return self._make_params(max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
 
 
-class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=restrict_schema_to_route("chat/completions")):
+class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=limit_schema("chat/completions")):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -354,7 +354,7 @@ class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=restrict_schema_to
 
     def list_messages(self) -> Iterator[tuple[str, Mapping[str, TextPart]]]:
         for number, message in enumerate(self.messages):
-            yield message.role, map_parts_by_path(f"messages.{number}.content", message.content)
+            yield message.role, map_parts(f"messages.{number}.content", message.content)
 
     def make_sampling_params(self, num_free_tokens: int) -> SamplingParams:
         """Return the sampling parameters. `num_free_tokens`: context left by the prompt. Raises

@@ -236,20 +236,20 @@ class TextDelta:
 
 
 @dataclass(frozen=True)
-class CallStart:
+class NewCall:
     index: int
     name: str
 
 
 @dataclass(frozen=True)
-class ArgumentsDelta:
+class CallDelta:
     """Next part of a call's arguments, as JSON text."""
 
     index: int
     text: str
 
 
-CompletionDelta = TextDelta | CallStart | ArgumentsDelta
+Delta = TextDelta | NewCall | CallDelta
 
 
 @dataclass
@@ -265,11 +265,11 @@ class ParsedAnswer:
     text: str = ""
     calls: list[ParsedCall] = field(default_factory=list)
 
-    def add_deltas(self, deltas: Iterable[CompletionDelta]) -> None:
+    def add_deltas(self, deltas: Iterable[Delta]) -> None:
         for delta in deltas:
             if isinstance(delta, TextDelta):
                 self.text += delta.text
-            elif isinstance(delta, CallStart):
+            elif isinstance(delta, NewCall):
                 self.calls.append(ParsedCall(delta.name))
             else:
                 self.calls[delta.index].arguments += delta.text
@@ -291,7 +291,7 @@ class ToolCallParser(ABC):
     def __init__(self, names: Set[str]) -> None:
         self._names = names
         self._text = TextBuffer()
-        self._deltas: list[CompletionDelta] = []
+        self._deltas: list[Delta] = []
         self._space = ""
         """Held-back whitespace; dropped before a call, and at the end of a completion with calls."""
         self._arguments: list[str] = []
@@ -299,12 +299,12 @@ class ToolCallParser(ABC):
         self.num_calls = 0
         self._parsing = self._parse()
 
-    def feed(self, text: str) -> list[CompletionDelta]:
+    def feed(self, text: str) -> list[Delta]:
         """Append text, and return the new deltas."""
         self._text.append(text)
         return self._parse_appended()
 
-    def finish(self) -> list[CompletionDelta]:
+    def finish(self) -> list[Delta]:
         """End the completion, and return the last deltas."""
         self._text.is_complete = True
         return self._parse_appended()
@@ -315,7 +315,7 @@ class ToolCallParser(ABC):
     def begin_call(self, name: str) -> None:
         self._flush_arguments()
         self._space = ""
-        self._deltas.append(CallStart(self.num_calls, name))
+        self._deltas.append(NewCall(self.num_calls, name))
         self.num_calls += 1
 
     def add_arguments(self, text: str) -> None:
@@ -329,7 +329,7 @@ class ToolCallParser(ABC):
         """Read calls without marker at the beginning of the completion."""
         yield from ()
 
-    def _parse_appended(self) -> list[CompletionDelta]:
+    def _parse_appended(self) -> list[Delta]:
         next(self._parsing, None)
         self._flush_arguments()
         deltas, self._deltas = self._deltas, []
@@ -372,7 +372,7 @@ class ToolCallParser(ABC):
 
     def _flush_arguments(self) -> None:
         if self._arguments:
-            self._deltas.append(ArgumentsDelta(self.num_calls - 1, "".join(self._arguments)))
+            self._deltas.append(CallDelta(self.num_calls - 1, "".join(self._arguments)))
             self._arguments = []
 
     def _skip_closing(self, marker: str) -> Parsing[None]:

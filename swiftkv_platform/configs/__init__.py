@@ -88,7 +88,7 @@ class SwiftKVConfigMixin:
         return LayerMap(cast("Any", self).num_hidden_layers, shape)
 
 
-def register() -> None:
+def register_configs() -> None:
     """Make `AutoConfig` read the `config.json` of every family's students."""
     for config in CONFIG_CLASSES.values():
         AutoConfig.register(config.model_type, config, exist_ok=True)

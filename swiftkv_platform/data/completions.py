@@ -71,7 +71,7 @@ class Completion:
     @property
     def digest(self) -> int:
         """64-bit hash of the prompt, so that all of its completions are in the same split."""
-        return int.from_bytes(_hash(self.prompt_token_ids)[:8], "big")
+        return int.from_bytes(_hash_json(self.prompt_token_ids)[:8], "big")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class PromptSource:
         description = [asdict(self.teacher), settings]
         waiting = self._read_prompts()
         while prompts := tuple(islice(waiting, _PROMPTS_PER_SHARD)):
-            key = _hash([*description, [prompt.prompt_token_ids for prompt in prompts]]).hex()
+            key = _hash_json([*description, [prompt.prompt_token_ids for prompt in prompts]]).hex()
             seeds = tuple(
                 _derive_seed(self.settings.seed, repeat, prompt)
                 for prompt in prompts
@@ -147,8 +147,8 @@ class PromptSource:
 
 
 def _derive_seed(seed: int, repeat: int, prompt: Completion) -> int:
-    return int.from_bytes(_hash([seed, repeat, prompt.prompt_token_ids])[:7], "big")
+    return int.from_bytes(_hash_json([seed, repeat, prompt.prompt_token_ids])[:7], "big")
 
 
-def _hash(value: Sequence[object]) -> bytes:
+def _hash_json(value: Sequence[object]) -> bytes:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()

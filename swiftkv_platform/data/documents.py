@@ -120,7 +120,7 @@ class DocumentEncoder:
                 value="assistant" if self._assistant_only else "all",
             )
         long = [len(text.text) > _MAX_PIECE_LENGTH and text.loss_spans is None for text in texts]
-        encoding = self._tokenize(
+        encoding = self._tokenize_texts(
             ["" if is_long else text.text for text, is_long in zip(texts, long, strict=True)], with_offsets
         )
         # 2. tokenize long texts in pieces, and add loss masks
@@ -134,7 +134,7 @@ class DocumentEncoder:
             strict=True,
         )
         return [
-            _merge_encoded([self._encode(document, text, *next(tokens)) for text in document.texts])
+            _merge_encoded([self._encode_text(document, text, *next(tokens)) for text in document.texts])
             for document in documents
         ]
 
@@ -144,20 +144,20 @@ class DocumentEncoder:
         SentencePiece adds a space before a text. So that it does not before a later piece, this is tokenized after a
         line end, whose tokens are removed.
         """
-        [line_end] = self._tokenize(["\n"], False)["input_ids"]
+        [line_end] = self._tokenize_texts(["\n"], False)["input_ids"]
         pieces, begin = list[TokenIds](), 0
         while begin < len(text):
             end = text.rfind("\n", begin, begin + _MAX_PIECE_LENGTH) + 1 or begin + _MAX_PIECE_LENGTH
-            [ids] = self._tokenize([text[begin:end] if not begin else f"\n{text[begin:end]}"], False)["input_ids"]
+            [ids] = self._tokenize_texts([text[begin:end] if not begin else f"\n{text[begin:end]}"], False)["input_ids"]
             if begin and ids[: len(line_end)] == line_end:
                 ids = ids[len(line_end) :]
             elif begin:  # the line end is one token with what follows it
-                [ids] = self._tokenize([text[begin:end]], False)["input_ids"]
+                [ids] = self._tokenize_texts([text[begin:end]], False)["input_ids"]
             pieces.append(np.array(ids, dtype=np.int32))
             begin = end
         return np.concatenate(pieces)
 
-    def _tokenize(self, texts: list[str], with_offsets: bool) -> Any:
+    def _tokenize_texts(self, texts: list[str], with_offsets: bool) -> Any:
         if not texts:  # some tokenizers refuse an empty list
             return {"input_ids": [], "offset_mapping": []}
         return self._tokenizer(
@@ -200,7 +200,7 @@ class DocumentEncoder:
             samples, len(ids), is_too_long=len(ids) > self.max_length, num_truncated_tokens=len(ids) - len(truncated)
         )
 
-    def _encode(
+    def _encode_text(
         self, document: RenderedDocument, text: RenderedText, ids: TokenIds, offsets: list[Span] | None
     ) -> EncodedDocument:
         # 1. find target tokens

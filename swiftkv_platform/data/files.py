@@ -204,16 +204,16 @@ def _read_json_array(file: Path, _columns: Sequence[str] | None, field: str) -> 
 
 def _parse_elements(file: Path, field: str) -> Iterator[Any]:
     parser = _JsonParser(file, field)
-    parser.expect("[")
+    parser.expect_character("[")
     if parser.peek() == "]":
-        parser.expect("]")
+        parser.expect_character("]")
     else:
         while True:
             yield parser.parse_element()
             if parser.peek() != ",":
                 break
-            parser.expect(",")
-        parser.expect("]")
+            parser.expect_character(",")
+        parser.expect_character("]")
     if parser.peek():
         raise parser.make_error("Extra data")
 
@@ -237,16 +237,16 @@ class _JsonParser:
             begin = self._offset
             while begin < len(self._text) and self._text[begin] in _JSON_WHITESPACE:
                 begin += 1
-            self._advance(begin)
+            self._advance_to(begin)
             if self._offset < len(self._text):
                 return self._text[self._offset]
             if not self._read_chunk():
                 return ""
 
-    def expect(self, character: str) -> None:
+    def expect_character(self, character: str) -> None:
         if self.peek() != character:
             raise self.make_error(f"Expecting {character!r}")
-        self._advance(self._offset + 1)
+        self._advance_to(self._offset + 1)
 
     def parse_element(self) -> Any:
         self.peek()
@@ -256,7 +256,7 @@ class _JsonParser:
             except json.JSONDecodeError as error:
                 offset = error.pos - self._offset
                 if len(self._text) - self._offset > _MAX_ELEMENT_LENGTH or not self._read_chunk():
-                    self._advance(self._offset + offset)
+                    self._advance_to(self._offset + offset)
                     raise self.make_error(error.msg) from error
             except (ValueError, RecursionError) as error:  # as in `parse_line`
                 raise self.make_error(str(error)) from error
@@ -264,13 +264,13 @@ class _JsonParser:
                 # A number at the end of the window may continue.
                 if end == len(self._text) and self._read_chunk():
                     continue
-                self._advance(end)
+                self._advance_to(end)
                 return value
 
     def make_error(self, why: str) -> DataError:
         return _make_json_error(self._file, self._line, self._column, why, self._field)
 
-    def _advance(self, end: int) -> None:
+    def _advance_to(self, end: int) -> None:
         passed = self._text[self._offset : end]
         breaks = passed.count("\n")
         self._line += breaks

@@ -360,7 +360,7 @@ def select_rank_rows(rows: Sequence[int], rank: int, world_size: int) -> list[in
     return list(rows[rank::world_size])
 
 
-def compute_total_steps(num_rows: int, *, batch_size: int, num_epochs: int, max_steps: int | None) -> int:
+def count_steps(num_rows: int, *, batch_size: int, num_epochs: int, max_steps: int | None) -> int:
     """Return the number of optimizer steps of a run: `max_steps` if given, else enough for `num_epochs`; the last step
     is filled up from the next epoch.
     """

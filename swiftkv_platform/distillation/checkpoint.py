@@ -149,7 +149,7 @@ class Checkpointer:
     def roll_back(self, step: int) -> None:
         """Load the checkpoint of `step`, after its upload has ended. Raises `StorageError` if it is missing or
         unreadable; a later attempt resumes from the newest checkpoint."""
-        self._uploader.wait()
+        self._uploader.wait_for_upload()
         keys = broadcast_from_rank_0(lambda: self._store.find_by_step(step))
         if not keys:
             raise StorageError(
@@ -254,25 +254,25 @@ class Uploader:
     def start_upload(self, directory: Path, name: str, progress: Progress) -> None:
         """Upload this worker's `directory`, then delete it. Waits for the previous checkpoint first; its error has been
         reported already."""
-        self.wait()
+        self.wait_for_upload()
         self._error = None
-        self._thread = threading.Thread(target=self._run, args=(directory, name, progress), name="checkpoint")
+        self._thread = threading.Thread(target=self._run_upload, args=(directory, name, progress), name="checkpoint")
         self._thread.start()
 
     def finish(self) -> None:
         """Wait for the last checkpoint. Raises `StorageError` on every worker if it is not complete."""
-        self.wait()
+        self.wait_for_upload()
         if self._error is not None:
             raise self._error
 
-    def wait(self) -> None:
+    def wait_for_upload(self) -> None:
         """Wait until the last checkpoint is complete or reported as failed."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None and not isinstance(self._error, StorageError):
             raise self._error
 
-    def _run(self, directory: Path, name: str, progress: Progress) -> None:
+    def _run_upload(self, directory: Path, name: str, progress: Progress) -> None:
         try:
             self._error = self._upload_files(directory, name, progress)
         except BaseException as error:

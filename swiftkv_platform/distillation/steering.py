@@ -295,9 +295,7 @@ def _format_kl(kl: float | None) -> str:
 _INITIAL_STATE = SteeringState()
 
 
-def compute_learning_rate(
-    spec: OptimizerSpec, step: int, total_steps: int, state: SteeringState = _INITIAL_STATE
-) -> float:
+def get_learning_rate(spec: OptimizerSpec, step: int, total_steps: int, state: SteeringState = _INITIAL_STATE) -> float:
     """Return the rate of optimizer step `step` (0-based): a linear rise over the warm-up, then the schedule down to
     zero.
 

@@ -25,13 +25,13 @@ from swiftkv_platform.distillation.steering import (
     SteeringState,
     choose_first_trial_rate,
     choose_model_step,
-    compute_learning_rate,
     compute_max_stable_rate,
     decide_after_measurement,
     decide_rollback,
     describe_decision,
     describe_rate,
     get_default_warmup_steps,
+    get_learning_rate,
     search_learning_rate,
 )
 from swiftkv_platform.distillation.strategy import DDPStrategy, FSDP2Strategy, Strategy, WeightSource
@@ -281,7 +281,7 @@ class Trainer:
             totals += torch.stack([loss_sums[name].detach() for name in weights])
 
         # 3. clip the gradients and update the weights
-        rate = compute_learning_rate(self._spec.optimizer, progress.step, self._total_steps, progress.steering)
+        rate = get_learning_rate(self._spec.optimizer, progress.step, self._total_steps, progress.steering)
         grad_norm = strategy.step_optimizer(rate)
 
         # 4. mean losses of all workers

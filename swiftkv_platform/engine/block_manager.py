@@ -30,14 +30,14 @@ class BlockTable:
     runs: list[tuple[int, int]] = field(default_factory=list)
     """The blocks as runs [first, end) of adjacent blocks."""
 
-    def append(self, block: int) -> None:
+    def append_block(self, block: int) -> None:
         self.blocks.append(block)
         if self.runs and self.runs[-1][1] == block:
             self.runs[-1] = (self.runs[-1][0], block + 1)
         else:
             self.runs.append((block, block + 1))
 
-    def pop(self) -> int:
+    def pop_block(self) -> int:
         block = self.blocks.pop()
         first, end = self.runs.pop()
         if first < end - 1:
@@ -100,7 +100,7 @@ class BlockManager:
         for block in matched:
             self._evictable.pop(block, None)
             self._reference_counts[block] += 1
-            table.append(block)
+            table.append_block(block)
         table.num_committed_blocks = len(matched)
         self._append_blocks(table, self.count_blocks(num_tokens))
 
@@ -113,14 +113,12 @@ class BlockManager:
     def shrink(self, table: BlockTable, num_tokens: int) -> None:
         """Free the blocks that `num_tokens` tokens do not need, except committed ones."""
         while len(table.blocks) > max(self.count_blocks(num_tokens), table.num_committed_blocks):
-            block = table.pop()
+            block = table.pop_block()
             assert self._reference_counts[block] == 1, f"block {block} is shared, yet not committed"
             self._reference_counts[block] = 0
             self._mark_empty(block)
 
-    def cache_full_blocks(
-        self, table: BlockTable, token_ids: list[int], num_committed_tokens: int, tenant: str
-    ) -> None:
+    def cache_blocks(self, table: BlockTable, token_ids: list[int], num_committed_tokens: int, tenant: str) -> None:
         """Add the full blocks of the first `num_committed_tokens` tokens to the prefix cache. Do not count drafts,
         which may still be rejected."""
         if not self._enable_prefix_caching:
@@ -183,7 +181,7 @@ class BlockManager:
             self._free_map[block] = 0
             self._num_empty -= 1
             self._reference_counts[block] = 1
-            table.append(block)
+            table.append_block(block)
 
     def _find_longest_free_run(self, num_blocks_wanted: int) -> int:
         """Choose the first of `num_blocks_wanted` new blocks in the longest run of empty blocks. Half of the run's

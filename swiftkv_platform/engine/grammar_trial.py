@@ -77,7 +77,7 @@ def _convert_grammar(kind: str, text: str, whitespace: str | None) -> str:
     return LLMatcher.grammar_from_lark(text)
 
 
-def start_large_stack_thread(work: Callable[[], None]) -> threading.Thread:
+def start_thread(work: Callable[[], None]) -> threading.Thread:
     """Start a daemon thread with a stack of `THREAD_STACK_BYTES`. The size is a process-wide setting, hence the
     lock."""
     thread = threading.Thread(target=work, name="grammar", daemon=True)
@@ -168,7 +168,7 @@ def main() -> None:
             else:
                 found.append(None)
 
-        start_large_stack_thread(work).join()
+        start_thread(work).join()
         if not problems:
             break
         sys.stdout.write(json.dumps(problems[0]) + "\n")

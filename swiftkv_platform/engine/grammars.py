@@ -22,12 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from swiftkv_platform.engine.grammar_trial import (
-    TrialCompiler,
-    TrialCompilerError,
-    make_matcher,
-    start_large_stack_thread,
-)
+from swiftkv_platform.engine.grammar_trial import TrialCompiler, TrialCompilerError, make_matcher, start_thread
 from swiftkv_platform.errors import InvalidInputError, QueueFullError, RateLimitedError
 from swiftkv_platform.limits import GRAMMAR_SECONDS_PER_MINUTE
 from swiftkv_platform.specs.engine import EngineConfig
@@ -289,7 +284,7 @@ class GrammarCompiler:
 
         try:
             self._check_in_trial_process(structured_outputs)
-            thread = start_large_stack_thread(compile_grammar)
+            thread = start_thread(compile_grammar)
         except BaseException:
             _compile_slots.release()
             raise

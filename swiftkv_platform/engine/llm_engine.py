@@ -177,7 +177,7 @@ class LLMEngine:
         self._running[request_id] = [first]
         if others:
             self._pending_samples[request_id] = others
-        self._scheduler.add(first)
+        self._scheduler.add_sequence(first)
 
     def step(self) -> list[RequestOutput]:
         """Run one batch. Returns the outputs of sequences that got a token or ended; empty without unfinished requests,
@@ -192,7 +192,7 @@ class LLMEngine:
         for sequence in sequences:
             sequence.finish("abort")
             if sequence in self._running[request_id]:
-                self._scheduler.remove(sequence)
+                self._scheduler.remove_sequence(sequence)
         self._running.pop(request_id, None)
         return sequences[0].make_output() if sequences else None
 
@@ -279,10 +279,10 @@ class LLMEngine:
         for sequence in self._pending_samples.pop(first.request_id, ()):
             sequence.prompt_logprobs = list(first.prompt_logprobs)
             self._running[first.request_id].append(sequence)
-            self._scheduler.add(sequence)
+            self._scheduler.add_sequence(sequence)
 
     def _remove_sequence(self, sequence: Sequence) -> None:
-        self._scheduler.remove(sequence)
+        self._scheduler.remove_sequence(sequence)
         self._running[sequence.request_id].remove(sequence)
         if not self._running[sequence.request_id]:
             del self._running[sequence.request_id]

@@ -96,11 +96,11 @@ class Scheduler:
             tokens[sequence.sender] += sequence.num_tokens - sequence.num_computed_tokens
         return tokens
 
-    def add(self, sequence: Sequence) -> None:
+    def add_sequence(self, sequence: Sequence) -> None:
         assert sequence.status is SequenceStatus.WAITING
         bisect.insort(self._waiting, sequence, key=_get_queue_rank)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove_sequence(self, sequence: Sequence) -> None:
         """Remove a finished sequence and free its blocks."""
         assert sequence.status is SequenceStatus.FINISHED
         self._blocks.free(sequence.block_table, discard=sequence.finish_reason == "error")
@@ -151,7 +151,7 @@ class Scheduler:
         sequence.num_computed_tokens += num_tokens
         assert sequence.num_computed_tokens <= sequence.num_tokens
         num_shared = min(sequence.num_computed_tokens, sequence.num_shareable_tokens)
-        self._blocks.cache_full_blocks(sequence.block_table, sequence.token_ids, num_shared, sequence.sender.tenant)
+        self._blocks.cache_blocks(sequence.block_table, sequence.token_ids, num_shared, sequence.sender.tenant)
         self._blocks.shrink(sequence.block_table, sequence.num_tokens)
 
     def assert_consistent(self) -> None:
@@ -226,7 +226,7 @@ class Scheduler:
         self._running.remove(sequence)
         self._last_step.pop(sequence, None)
         sequence.preempt()
-        self.add(sequence)
+        self.add_sequence(sequence)
         self.num_preemptions += 1
 
     def _start_waiting(self, scheduled: dict[Sequence, int], *, running: Sequence | None = None) -> None:

@@ -138,7 +138,7 @@ class _StudentMeasurement:
     teacher_perplexity: float | None = None
     """Set by the first measurement."""
 
-    def measure(self, shape: ShapeRequest) -> UntrainedReport:
+    def measure_student(self, shape: ShapeRequest) -> UntrainedReport:
         """Measure a student of `shape` with the calibrated start. Raises `DataError` if nothing is held out,
         `ModelError` if the family is unknown or its prompts cannot bypass layers."""
         student = make_student(self.teacher, shape, calibration=self.calibration)
@@ -363,7 +363,7 @@ def analyze(
     # 3. untrained students of each depth
     group_size, starts = options.key_value_group_size, dict[int, UntrainedReport]()
     for depth in (options.depths or range(1, num_layers)) if options.measure else ():
-        starts[depth] = measurement.measure(
+        starts[depth] = measurement.measure_student(
             ShapeRequest(num_key_value_layers=depth, key_value_group_size=min(group_size, num_layers - depth))
         )
         progress(f"Depth l = {depth}: KL {starts[depth].kl:.3f} nats")
@@ -375,7 +375,7 @@ def analyze(
             progress(f"Prompts bypass layer {layer}: KL {costs[-1]:.3f} nats")
         first = tuple(range(options.num_prefill_layers))
         for layers in (first, *select_prefill_layers(costs, options.num_prefill_layers, depths)):
-            lists.append(measurement.measure(make_prefill_layers_shape(layers, num_layers, group_size)))
+            lists.append(measurement.measure_student(make_prefill_layers_shape(layers, num_layers, group_size)))
             progress(f"Prompts run layers {format_layers(layers)}: KL {lists[-1].kl:.3f} nats")
     is_tested = teacher_found is not None and teacher_found >= MIN_TEACHER_SHARE_FOUND
     best = min(

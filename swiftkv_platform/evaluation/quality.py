@@ -163,12 +163,12 @@ def evaluate(
     share = -(-len(indices) // workers.size)
     # In step, a worker without further rows runs one that is not counted.
     fill = indices[:1] * (share - len(workers.get_share(indices))) if workers.in_step else []
-    totals = measure(model, rows, workers.get_share(indices), batch_size=min(batch_size, share), not_counted=fill)
+    totals = measure_rows(model, rows, workers.get_share(indices), batch_size=min(batch_size, share), not_counted=fill)
     return sum(workers.gather(totals), HeldOutTotals())
 
 
 @torch.no_grad()
-def measure(
+def measure_rows(
     model: Any, rows: PackedRows, indices: Sequence[int], *, batch_size: int, not_counted: Sequence[int] = ()
 ) -> HeldOutTotals:
     """Return the sums over the rows `indices`; the rows `not_counted` run afterwards and add nothing."""

@@ -32,7 +32,7 @@ _MAX_ERROR_LENGTH = 300
 """Maximum characters of a transformers error in a message."""
 
 
-configs.register()
+configs.register_configs()
 
 
 def read_config(

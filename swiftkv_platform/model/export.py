@@ -164,14 +164,14 @@ def export_adapter(
     if name_or_path is None:
         name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else str(base)
 
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+    def iterate_tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for done, name in enumerate(checkpoint.shards, start=1):
             yield name, checkpoint.read(name)
             progress(done, len(checkpoint.shards))
 
     with create_directory_atomically(target) as partial:
         adapter = write_adapter(
-            tensors(),
+            iterate_tensors(),
             config,
             of_base,
             partial,
@@ -257,7 +257,7 @@ def _export_quantized(
     plain = [name.removesuffix(".weight") for name in inputs if name not in formats]
     ignored = sorted({"lm_head", *(name for name in plain if not name.endswith(embeddings))})
 
-    def tensors() -> Iterator[dict[str, torch.Tensor]]:
+    def iterate_tensors() -> Iterator[dict[str, torch.Tensor]]:
         rounded = set()
         if calibration is not None:
             student = get_student_classes(source.whole.model_type).causal_lm
@@ -279,7 +279,7 @@ def _export_quantized(
 
     with create_directory_atomically(target) as partial:
         writer = ShardWriter(partial, "weights")
-        for done, made in enumerate(tensors(), start=1):
+        for done, made in enumerate(iterate_tensors(), start=1):
             for part, values in made.items():
                 writer.add_tensor(part, values)
             progress(done, len(names))

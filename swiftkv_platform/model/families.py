@@ -86,7 +86,7 @@ def _build_classes(family: Family) -> StudentClasses:
     return StudentClasses(_import_teacher_class(family, "ForCausalLM"), config, causal_lm)
 
 
-configs.register()
+configs.register_configs()
 STUDENT_CLASSES = {model_type: _build_classes(family) for model_type, family in FAMILIES.items()}
 
 

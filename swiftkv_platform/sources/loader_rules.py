@@ -50,7 +50,7 @@ class FileRules:
     keep_numbers: bool = True
     """Whether unknown keys keep numbers, booleans and lists of these."""
 
-    def clean(self, file: str, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    def clean_values(self, file: str, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         """Return a cleaned copy. Raises `ModelError` for refused keys, and for known keys with an invalid value."""
         cleaned: dict[str, Any] = {}
         for key, value in values.items():
@@ -269,7 +269,7 @@ def _refuse_code(values: Mapping[str, Any], depth: int = 0) -> None:
 def clean_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a cleaned `config.json`. Raises `ModelError` if it names code, weights or another model."""
     _refuse_code(values)
-    cleaned = _CONFIG_RULES.clean(CONFIG, values)
+    cleaned = _CONFIG_RULES.clean_values(CONFIG, values)
     if get_teacher_type(values.get("model_type")) not in FAMILIES:  # only vLLM serves it
         return _clean_object(values)
     cleaned = {key: value for key, value in cleaned.items() if key not in (*_IMPLEMENTATION_KEYS, *_CALL_KEYS)}
@@ -281,13 +281,13 @@ def clean_config(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def clean_generation(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a cleaned `generation_config.json`: numbers and names of modes. Raises `ModelError`."""
-    return _GENERATION_RULES.clean(GENERATION, values)
+    return _GENERATION_RULES.clean_values(GENERATION, values)
 
 
 def clean_tokenizer(values: Mapping[str, Any], *, has_file: bool) -> dict[str, Any]:
     """Return a cleaned `tokenizer_config.json`. `has_file`: whether there is a `tokenizer.json`, which then defines the
     tokenizer. Raises `ModelError` if it names files or an unsupported class."""
-    cleaned = _select_custom_tokens(values) | _TOKENIZER_RULES.clean(TOKENIZER_CONFIG, values)
+    cleaned = _select_custom_tokens(values) | _TOKENIZER_RULES.clean_values(TOKENIZER_CONFIG, values)
     if has_file:
         return cleaned | {"tokenizer_class": TOKENIZER_CLASS}
     name = values.get("tokenizer_class")
@@ -300,7 +300,7 @@ def clean_tokenizer(values: Mapping[str, Any], *, has_file: bool) -> dict[str, A
 
 
 def clean_special_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
-    return _select_custom_tokens(values) | _SPECIAL_TOKEN_RULES.clean(SPECIAL_TOKENS, values)
+    return _select_custom_tokens(values) | _SPECIAL_TOKEN_RULES.clean_values(SPECIAL_TOKENS, values)
 
 
 def clean_added_tokens(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -246,7 +246,7 @@ def refuse_relative_paths(spec: JobSpec, *, relative_paths: bool) -> None:
     """Raise `InvalidInputError` for the first relative path, or path in another user's home: workers would resolve it
     differently. `relative_paths`: as for `parse_source`."""
 
-    def check(name: str, kind: NameKind, field: str) -> str:
+    def require_absolute(name: str, kind: NameKind, field: str) -> str:
         path = _parse_path(name, kind, field, relative_paths=relative_paths)
         if path is not None and is_relative(name):
             raise InvalidInputError.for_field(
@@ -254,7 +254,7 @@ def refuse_relative_paths(spec: JobSpec, *, relative_paths: bool) -> None:
             )
         return name
 
-    _map_names(spec, check)
+    _map_names(spec, require_absolute)
 
 
 def is_relative(path: str) -> bool:

@@ -50,7 +50,7 @@ def apply_changes(document: Mapping[str, Any], changes: Mapping[str, Any]) -> di
         *parents, last = path.split(".")
         inner: Any = changed
         for key in parents:
-            inner = _enter(inner, key, path)
+            inner = _enter_container(inner, key, path)
         _validate_key(inner, last, path)
         inner[int(last) if isinstance(inner, list) else last] = value
     return changed
@@ -61,7 +61,7 @@ def is_index(key: str, items: Sequence[Any]) -> bool:
     return key.isdecimal() and len(key) < 10 and int(key) < len(items)  # `int` fails for thousands of digits
 
 
-def _enter(container: Any, key: str, path: str) -> Any:
+def _enter_container(container: Any, key: str, path: str) -> Any:
     _validate_key(container, key, path)
     if isinstance(container, list):
         return container[int(key)]

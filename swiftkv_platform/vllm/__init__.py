@@ -39,7 +39,7 @@ def register() -> None:
         if is_tested(vllm.__version__):
             raise
         raise make_untested_error(vllm.__version__, [str(error)]) from error
-    configs.register()
+    configs.register_configs()
     for name in (family.student_class_name for family in FAMILIES.values()):
         ModelRegistry.register_model(name, f"swiftkv_platform.vllm.causal_lm:{name}")
         MODELS_CONFIG_MAP[name] = SwiftKVChecks

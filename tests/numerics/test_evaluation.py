@@ -20,7 +20,7 @@ from swiftkv_platform.evaluation.quality import (
     Quality,
     TeacherQuality,
     evaluate,
-    measure,
+    measure_rows,
     select_evaluation_rows,
 )
 from swiftkv_platform.model import convert
@@ -148,8 +148,9 @@ def test_shares_of_workers_add_up_and_the_model_is_as_it_was(student: Any) -> No
     rows = make_rows(LENGTHS)
     student.swiftkv(False).train()
     indices = list(range(len(rows)))
-    whole = measure(student, rows, indices, batch_size=3)
-    parts = measure(student, rows, indices[::2], batch_size=3) + measure(student, rows, indices[1::2], batch_size=3)
+    whole = measure_rows(student, rows, indices, batch_size=3)
+    halves = [measure_rows(student, rows, half, batch_size=3) for half in (indices[::2], indices[1::2])]
+    parts = halves[0] + halves[1]
     assert (parts.num_positions, parts.agreements) == (whole.num_positions, whole.agreements)
     assert parts.by_position.positions == whole.by_position.positions
     assert parts.by_prompt_length.kl == pytest.approx(whole.by_prompt_length.kl, rel=1e-6)

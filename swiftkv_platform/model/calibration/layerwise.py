@@ -105,7 +105,7 @@ class ActivationStore:
         with tempfile.TemporaryDirectory(prefix="activations-") as directory:
             yield cls(max_bytes, Path(directory))
 
-    def save_tensor(self, tensor: torch.Tensor) -> StoredActivation:
+    def save(self, tensor: torch.Tensor) -> StoredActivation:
         if self.num_bytes + tensor.nbytes <= self._max_bytes:
             self.num_bytes += tensor.nbytes
             return StoredActivation(self, tensor.cpu(), None)

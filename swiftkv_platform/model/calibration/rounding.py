@@ -97,9 +97,7 @@ class _RoundingPass:
         for i in range(layer_map.num_key_value_layers):
             yield from self._round_layer(i)
         self._x, deep = self._hidden, [self._select_deep_tokens(row)[0] for row in range(len(self._deep))]
-        self._hidden = [
-            self._store.save_tensor(kept.select(x.load("cpu"))) for kept, x in zip(deep, self._x, strict=True)
-        ]
+        self._hidden = [self._store.save(kept.select(x.load("cpu"))) for kept, x in zip(deep, self._x, strict=True)]
         with load_module(self._source, decoder.norm_swiftkv):
             for leader in layer_map.leaders:
                 self._key_value = [()] * len(deep)
@@ -122,7 +120,7 @@ class _RoundingPass:
                 deep[begin : begin + length // 2] = False
             begin += length
         context = make_packed_context(self._decoder, ids, positions, lengths, dtype=torch.float32)
-        self._hidden.append(self._store.save_tensor(context.hidden))
+        self._hidden.append(self._store.save(context.hidden))
         self._contexts.append(replace(context, hidden=torch.empty(0)))
         self._deep.append(deep)
 
@@ -142,7 +140,7 @@ class _RoundingPass:
                     yield name, (integers, scale)
             self._round_experts(i, layer)
             for row in range(len(self._hidden)):
-                self._hidden[row] = self._store.save_tensor(self._run_layer(i, row))
+                self._hidden[row] = self._store.save(self._run_layer(i, row))
 
     def _round_experts(self, i: int, layer: nn.Module) -> None:
         """Round experts to nearest, in the format in which they will be stored; in memory they are fused."""
@@ -182,15 +180,15 @@ class _RoundingPass:
         inputs = self._decoder.norm_swiftkv(x)
         shared = leader.make_cache_entry([project(inputs) for project in leader.input_projections], rotation)
 
-        def keep(key_value: KeyValue) -> KeyValue:
+        def store_key_value(key_value: KeyValue) -> KeyValue:
             if len(self._config.layer_map.get_group(i)) > 1:
-                self._key_value[row] = tuple(map(self._store.save_tensor, key_value))
+                self._key_value[row] = tuple(map(self._store.save, key_value))
             return key_value
 
         if not self._config.layer_map.deep_leaders:
-            return keep(leader.expand_key_value(shared))
+            return store_key_value(leader.expand_key_value(shared))
         own = DeepGroup(0, leader, DeepSpanWriter([shared]), kept)
-        return lambda *of_layer: keep(own(*of_layer))
+        return lambda *of_layer: store_key_value(own(*of_layer))
 
 
 @contextmanager
@@ -198,12 +196,12 @@ def _record_grams(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, torc
     """Yield the sums over tokens of x^T x by module, for inputs x of `modules` while the block runs."""
     grams: dict[nn.Module, torch.Tensor] = {}
 
-    def add(module: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+    def add_gram(module: nn.Module, inputs: tuple[torch.Tensor]) -> None:
         x = inputs[0].flatten(0, -2)
         if len(x):
             grams[module] = grams[module].addmm_(x.T, x) if module in grams else x.T @ x
 
-    handles = [module.register_forward_pre_hook(add) for module in modules]
+    handles = [module.register_forward_pre_hook(add_gram) for module in modules]
     try:
         yield grams
     finally:

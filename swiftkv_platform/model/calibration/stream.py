@@ -191,14 +191,14 @@ class _CalibrationPass:
     def _embed_batch(self, inputs: dict[str, torch.Tensor]) -> None:
         context = self._decoder.make_context(**inputs)
         self._positions.append(context.position_ids)
-        self._hidden.append(self._store.save_tensor(context.hidden))
+        self._hidden.append(self._store.save(context.hidden))
 
     def _run_layer(self, i: int, states: list[StoredActivation], row: int) -> None:
         """Run layer i over the hidden states of a row."""
         # Masks are rebuilt per layer: the masks of all rows could be larger than the rows.
         hidden = states[row].load(self._device)
         context = self._decoder.make_context(inputs_embeds=hidden, position_ids=self._positions[row])
-        states[row] = self._store.save_tensor(self._decoder.run_layer(i, context.hidden, context))
+        states[row] = self._store.save(self._decoder.run_layer(i, context.hidden, context))
 
     def _compute_regression_inputs(self, row: int) -> torch.Tensor:
         """Return [h, 1], [num_tokens, hidden_size + 1]."""
@@ -224,7 +224,7 @@ class _CalibrationPass:
                     _add_to_sum(of_layer.cross, (i, name), inputs.T @ output)
                 if takes_own:
                     if i == leader:
-                        self._own_inputs.append(self._store.save_tensor(recorder.input))
+                        self._own_inputs.append(self._store.save(recorder.input))
                     own = _append_intercept(self._own_inputs[row].load(self._device)) * self._scale
                     if i == leader:
                         of_layer.own_gram = _add_gram(of_layer.own_gram, own)

@@ -78,7 +78,7 @@ def write_adapter(
     added, replaced, cast, seen = list[str](), list[str](), dict[str, str](), set[str]()
     num_bytes = num_written = 0
 
-    def describe(name: str) -> torch.Tensor:
+    def read_and_record(name: str) -> torch.Tensor:
         """Read a tensor of the base and record its digest."""
         tensor = base.read(name)
         tensors[name] = BaseTensor.from_tensor(tensor)
@@ -91,7 +91,7 @@ def write_adapter(
         if name not in base.shards:
             added.append(name)
         else:
-            before = describe(name)
+            before = read_and_record(name)
             if _are_bitwise_equal(before.to(tensor.dtype), tensor):
                 if before.dtype != tensor.dtype:
                     cast[name] = get_dtype_name(tensor.dtype)
@@ -111,7 +111,7 @@ def write_adapter(
     # 2. base tensors that the student lacks: its teacher's projections are restored, others are dropped
     missing = [name for name in base.shards if name not in seen]
     for name in missing:
-        describe(name)
+        read_and_record(name)
     modules = frozenset(teacher_modules)
     dropped = [name for name in missing if replaced or name.rpartition(".")[0] not in modules]
     returned = set(missing) - set(dropped)
@@ -179,11 +179,11 @@ def check_adapter_base(adapter: AdapterConfig, base: Checkpoint) -> None:
             name, "unknown" if info.dtype is None else get_dtype_name(info.dtype), info.shape, base.source
         )
 
-    def check(name: str) -> None:
+    def check_tensor(name: str) -> None:
         adapter.check_base_tensor(name, base.read(name), base.source)
 
     with ThreadPoolExecutor(_PARALLEL_TENSORS) as pool:
-        checks = [pool.submit(check, name) for name in base.shards]
+        checks = [pool.submit(check_tensor, name) for name in base.shards]
         try:
             for each in checks:
                 each.result()

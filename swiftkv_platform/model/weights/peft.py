@@ -196,7 +196,7 @@ class _MergedTensors:
 
     def read_all(self) -> Iterator[tuple[str, torch.Tensor]]:
         for key in self._names:
-            yield key, self._merge(key, self._read_base(key))
+            yield key, self._merge_weight(key, self._read_base(key))
 
     def make_error(self, why: str) -> ModelError:
         base = self._lora.base_model_name_or_path
@@ -214,7 +214,7 @@ class _MergedTensors:
             raise self.make_error(f"its {key} is {list(after.shape)}, and its base model's {list(before.shape)}")
         return after
 
-    def _merge(self, key: str, weight: torch.Tensor) -> torch.Tensor:
+    def _merge_weight(self, key: str, weight: torch.Tensor) -> torch.Tensor:
         """Add scale * B A to a weight [rows, columns], and with DoRA give its rows the stored norms."""
         if key not in self._parts:
             return weight

@@ -342,7 +342,7 @@ def measured(
     lazy = open_lazy_student(spec, path, device=device)
     model = EvaluationModel(lazy, spec.distillation, sharded=sharded, device=device)
     model.load_tensors({name: p.detach() for name, p in disturbed(spec, path).swiftkv_parameters().items()})
-    totals: HeldOutTotals = model(lambda student: Evaluation(student, rows(), spec.evaluation).compare("student"))
+    totals: HeldOutTotals = model(lambda student: Evaluation(student, rows(), spec.evaluation).compare_modes("student"))
     assert totals.num_positions == rows().num_counted_tokens == sum(totals.exit_head.positions)
     sums = {name: getattr(totals, name) for name in ("teacher_nll", "student_nll", "kl", "agreements")}
     sums |= {"by position": totals.by_position.kl, "by prompt": totals.by_prompt_length.kl}

@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftkv_platform.data import packing
-from swiftkv_platform.data.packing import (
-    PackedRows,
-    Samples,
-    compute_total_steps,
-    pack,
-    select_batch_rows,
-    select_rank_rows,
-)
+from swiftkv_platform.data.packing import PackedRows, Samples, count_steps, pack, select_batch_rows, select_rank_rows
 
 MAX_LENGTH = 16
 PAD = 9999
@@ -218,14 +211,14 @@ def test_repeats_of_a_sample_stay_apart() -> None:
 
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(0, 3), st.integers(1, 4))
 def test_every_epoch_takes_every_row_once(num_rows: int, batch_size: int, seed: int, epochs: int) -> None:
-    steps = compute_total_steps(num_rows, batch_size=batch_size, num_epochs=epochs, max_steps=None)
+    steps = count_steps(num_rows, batch_size=batch_size, num_epochs=epochs, max_steps=None)
     taken = [
         row for step in range(steps) for row in select_batch_rows(num_rows, batch_size=batch_size, seed=seed, step=step)
     ]
     assert num_rows * epochs <= len(taken) < num_rows * epochs + batch_size
     for epoch in range(epochs):
         assert sorted(taken[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
-    assert compute_total_steps(num_rows, batch_size=batch_size, num_epochs=epochs, max_steps=3) == 3
+    assert count_steps(num_rows, batch_size=batch_size, num_epochs=epochs, max_steps=3) == 3
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:

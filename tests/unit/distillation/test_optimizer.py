@@ -5,7 +5,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from swiftkv_platform.distillation.steering import compute_learning_rate
+from swiftkv_platform.distillation.steering import get_learning_rate
 from swiftkv_platform.distillation.strategy import build_adamw, build_optimizers, set_learning_rate
 from swiftkv_platform.specs import JobSpec, OptimizerSpec
 
@@ -14,7 +14,7 @@ TOTAL = 100
 
 def _rates(**spec: object) -> list[float]:
     built = OptimizerSpec.model_validate({"learning_rate": 1e-3, "warmup_ratio": 0.1, **spec})
-    return [compute_learning_rate(built, step, TOTAL) for step in range(TOTAL)]
+    return [get_learning_rate(built, step, TOTAL) for step in range(TOTAL)]
 
 
 def test_rates_of_schedules() -> None:
@@ -25,7 +25,7 @@ def test_rates_of_schedules() -> None:
     assert _rates(schedule="cosine", warmup_ratio=0.0)[TOTAL // 2] == pytest.approx(0.5e-3), "half of the rate half way"
     assert _rates(schedule="constant")[10:] == [1e-3] * 90
     assert _rates(warmup_ratio=0.0, schedule="constant") == [1e-3] * TOTAL
-    assert compute_learning_rate(OptimizerSpec(learning_rate=1e-3), 0, 1) == 1e-3, "a single step has the full rate"
+    assert get_learning_rate(OptimizerSpec(learning_rate=1e-3), 0, 1) == 1e-3, "a single step has the full rate"
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])

@@ -21,7 +21,7 @@ def admit(blocks: BlockManager, tokens: list[int], *, tenant: str = "", commit: 
     assert blocks.can_allocate(matched, len(tokens))
     blocks.allocate(table, matched, len(tokens))
     if commit:
-        blocks.cache_full_blocks(table, tokens, len(tokens), tenant)
+        blocks.cache_blocks(table, tokens, len(tokens), tenant)
     return table, len(matched)
 
 
@@ -47,7 +47,7 @@ def _held(blocks: BlockManager, known: list[BlockTable]) -> list[BlockTable]:
     rest = BlockTable()
     for block, count in enumerate(blocks._reference_counts):
         for _ in range(count - sum(table.blocks.count(block) for table in known)):
-            rest.append(block)
+            rest.append_block(block)
     return [rest]
 
 
@@ -58,7 +58,7 @@ def test_what_is_discarded_or_not_committed_is_not_found() -> None:
     assert admit(blocks, tokens(12))[1] == 0
     blocks = manager()
     table, _ = admit(blocks, tokens(12), commit=False)
-    blocks.cache_full_blocks(table, tokens(12), 7, "")
+    blocks.cache_blocks(table, tokens(12), 7, "")
     assert admit(blocks, tokens(12))[1] == 1
     blocks = manager(caching=False)
     table, _ = admit(blocks, tokens(12))
@@ -162,7 +162,7 @@ class Accounting(RuleBasedStateMachine):
 
     def _commit(self, which: int) -> None:
         table, token_ids, tenant = self.live[which]
-        self.blocks.cache_full_blocks(table, token_ids, len(token_ids), tenant)
+        self.blocks.cache_blocks(table, token_ids, len(token_ids), tenant)
         for index in range(len(token_ids) // BLOCK):
             self.contents[table.blocks[index]] = (hash(tenant), *token_ids[: (index + 1) * BLOCK])
 

@@ -75,7 +75,7 @@ class Line:
             priority=priority,
             sender=sender,
         )
-        self.scheduler.add(sequence)
+        self.scheduler.add_sequence(sequence)
         return sequence
 
     def step_until(self, name: str, limit: int) -> int:
@@ -101,7 +101,7 @@ class Line:
         if reaches_last_token:
             sequence.append_token(0)
         if sequence.status is SequenceStatus.FINISHED:
-            self.scheduler.remove(sequence)
+            self.scheduler.remove_sequence(sequence)
 
     def run(self, limit: int = 10_000) -> list[dict[str, int]]:
         """Step until no sequence is left."""

@@ -26,14 +26,7 @@ from swiftkv_platform.serve.tools.families import (
     MistralParser,
     detect_family,
 )
-from swiftkv_platform.serve.tools.parser import (
-    ArgumentsDelta,
-    CallStart,
-    ParsedAnswer,
-    ParsedCall,
-    TextDelta,
-    ToolCallParser,
-)
+from swiftkv_platform.serve.tools.parser import CallDelta, NewCall, ParsedAnswer, ParsedCall, TextDelta, ToolCallParser
 from swiftkv_platform.sources.teacher_config import find_builtin_teacher
 from swiftkv_platform.specs.deployment import ToolCallParser as FamilyName
 from swiftkv_platform.specs.job import BUILTIN_TEACHER
@@ -148,9 +141,9 @@ def test_a_calls_name_comes_first_and_its_arguments_as_they_are_written() -> Non
     reading = HermesParser(NAMES)
     for piece, told in (
         ('Hm. <tool_call>{"name": "search", "arg', [TextDelta("Hm.")]),
-        ('uments": {"q"', [CallStart(0, "search"), ArgumentsDelta(0, '{"q"')]),
-        (': "x', [ArgumentsDelta(0, ': "x')]),
-        ('"}}</tool_call> ok', [ArgumentsDelta(0, '"}'), TextDelta(" ok")]),
+        ('uments": {"q"', [NewCall(0, "search"), CallDelta(0, '{"q"')]),
+        (': "x', [CallDelta(0, ': "x')]),
+        ('"}}</tool_call> ok', [CallDelta(0, '"}'), TextDelta(" ok")]),
     ):
         assert reading.feed(piece) == told
     assert reading.finish() == []

@@ -182,7 +182,7 @@ def _delete_intermediate_objects(store: ObjectStore, request: AttemptRequest) ->
             attempts.discard_inputs(request.job_id)
             attempts.discard_trial_checkpoints(request.job_id)
     except StorageError as error:
-        get_logger().warning("files_left_behind", error=error.message)
+        get_logger().warning("intermediate_objects_not_deleted", error=error.message)
 
 
 def set_ray_train_environment() -> None:

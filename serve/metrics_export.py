@@ -58,7 +58,7 @@ class RayMetricsExport:
                 for name, description, value in metrics.read_gauges():
                     self.set_gauge(name, description, value, metrics.model)
             except Exception:  # such as from an engine that is closing
-                get_logger().exception("reading the engine's gauges failed")
+                get_logger().exception("engine_gauges_unreadable")
             await asyncio.sleep(_GAUGE_INTERVAL_S)
 
     def _get_metric(self, kind: type[M], name: str, description: str, **options: Any) -> M:

@@ -248,7 +248,7 @@ def read_stop_request(store: ObjectStore, request: AttemptRequest) -> StopReques
             return StopRequest.PAUSE
         return StopRequest.STOP if attempts.is_preemption_announced(request.attempt_id) else StopRequest.NONE
     except StorageError as error:
-        get_logger().warning("control_unreadable", error=error.message)
+        get_logger().warning("stop_request_unreadable", error=error.message)
         return StopRequest.NONE
 
 
@@ -283,7 +283,7 @@ def checkpoint_on_sigterm(store: ObjectStore, request: AttemptRequest) -> Iterat
         return
 
     def request_checkpoint() -> None:
-        get_logger().warning("preempted")
+        get_logger().warning("sigterm_received")
         with suppress(StorageError):  # then the attempt ends with the existing checkpoints
             AttemptStore(store).announce_preemption(request.attempt_id)
 
@@ -347,7 +347,7 @@ def follow_events(
                 return
             if attempt < _FINAL_READ_ATTEMPTS:
                 time.sleep(_EVENT_POLL_INTERVAL_S)
-        get_logger().error("events_not_followed", after=cursor)
+        get_logger().error("event_forwarding_failed", after=cursor)
 
     follower = threading.Thread(target=copy_context().run, args=(follow,), name="events", daemon=True)
     follower.start()
@@ -364,4 +364,4 @@ def _deliver_event(on_event: Callable[[AttemptEvent], None], event: AttemptEvent
     except StorageError:
         raise
     except Exception:
-        get_logger().exception("event_not_handled", type=event.type, message=event.message)
+        get_logger().exception("event_handler_failed", type=event.type, message=event.message)

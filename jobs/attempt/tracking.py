@@ -71,7 +71,7 @@ class TrackedRun:
                     name = path.relative_to(files).as_posix()
                     self._store.upload_file(path, join_key(self._make_upload_prefix(files), name))
         except (StorageError, OSError) as error:
-            get_logger().warning("tracking_files_delayed", error=str(error))
+            get_logger().warning("tracking_files_upload_delayed", error=str(error))
 
     def close(self) -> None:
         """End the run in this process, and save its files unless W&B has all of them."""
@@ -85,7 +85,7 @@ class TrackedRun:
         try:
             self._store.delete_prefix(self._make_upload_prefix(files))
         except StorageError as error:  # they are deleted with the job's other tracking files
-            get_logger().warning("tracking_files_left", error=str(error))
+            get_logger().warning("tracking_files_not_deleted", error=str(error))
 
     def _make_upload_prefix(self, directory: Path) -> str:
         return join_key(self._request.attempt_id.tracking_prefix, directory.name)
@@ -96,7 +96,7 @@ def _try_to_report_run(on_info: Callable[[TrackingInfo], None], info: TrackingIn
     try:
         on_info(info)
     except StorageError as error:
-        get_logger().warning("tracking_info_delayed", error=error.message)
+        get_logger().warning("tracking_location_delayed", error=error.message)
         return False
     return True
 
@@ -132,7 +132,7 @@ class LossCurve:
         try:
             stored = _read_stored_curve(self._store, self._attempt)
         except StorageError as error:
-            get_logger().warning("curve_restarted", step=step, error=error.message)
+            get_logger().warning("loss_curve_restarted", step=step, error=error.message)
             return
         with self._lock:
             self._points = [point for point in stored if point["step"] <= step]
@@ -155,7 +155,7 @@ class LossCurve:
         try:
             self._store.put_bytes(self._attempt.curve_key, json.dumps(points).encode())
         except StorageError as error:
-            get_logger().warning("curve_delayed", num_points=len(points), error=error.message)
+            get_logger().warning("loss_curve_upload_delayed", num_points=len(points), error=error.message)
 
     def _halve_points(self) -> None:
         while len(self._points) > _MAX_LOSS_CURVE_POINTS:

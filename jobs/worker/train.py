@@ -236,7 +236,7 @@ class _RankZeroListener(_Listener):
         self._run.log(point, metrics.step)
 
     def on_steering(self, note: SteeringNote) -> None:
-        get_logger().info("steering", note=note.message)
+        get_logger().info("steering_decision", note=note.message)
         with suppress(StorageError):  # training continues while the store is unavailable
             self._reporter.send_steering_decision(note.message, note.data)
 

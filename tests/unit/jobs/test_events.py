@@ -145,8 +145,8 @@ def test_an_event_that_could_not_be_passed_on_is_handed_on_again(
     ("failing_lists", "errors", "heard", "logged"),
     [
         (2, {}, ["one", "two"], None),
-        (10**9, {}, [], "events_not_followed"),
-        (0, {"one": [ValueError("no such figure")]}, ["two"], "event_not_handled"),
+        (10**9, {}, [], "event_forwarding_failed"),
+        (0, {"one": [ValueError("no such figure")]}, ["two"], "event_handler_failed"),
     ],
 )
 def test_the_last_events_are_looked_for_more_than_once_and_nothing_holds_up_the_end(
@@ -165,7 +165,7 @@ def test_the_last_events_are_looked_for_more_than_once_and_nothing_holds_up_the_
         pass
     assert listener.everything() == heard
     assert logged is None or lines[-1]["event"] == logged
-    if logged == "event_not_handled":
+    if logged == "event_handler_failed":
         assert [(line["message"], line["exc_info"]) for line in lines] == [("one", True)]
 
 

@@ -417,12 +417,12 @@ def _join_evaluation(
     request: AttemptRequest, store_uri: str, stored: StoredInputs, member: GroupMember
 ) -> Iterator[PreparedInputs]:
     """Join the evaluation's process group, and download the inputs to this machine."""
-    from swiftkv_platform.jobs.worker.setup import join_process_group, shared_workspace
+    from swiftkv_platform.jobs.worker.setup import create_shared_workspace, join_process_group
     from swiftkv_platform.model.workers import Workers
 
     if member.rank == 0:
         report_workers_started(open_store(store_uri), request, "evaluate")
-    with join_process_group(member, request.spec.resources), shared_workspace("rows") as workspace:
+    with join_process_group(member, request.spec.resources), create_shared_workspace("rows") as workspace:
         rows, workers = workspace.path / "rows", Workers()
         if workspace.is_downloader:
             stored.fetch_rows(rows)

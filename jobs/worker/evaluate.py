@@ -27,6 +27,7 @@ from swiftkv_platform.jobs.attempt.tracking import TrackedRun, read_loss_curve
 from swiftkv_platform.jobs.worker.measure import Evaluation
 from swiftkv_platform.jobs.worker.setup import (
     Workspace,
+    create_shared_workspace,
     fetch_data,
     get_access,
     get_free_bytes,
@@ -35,7 +36,6 @@ from swiftkv_platform.jobs.worker.setup import (
     open_lazy_student,
     resolve_shared_teacher,
     set_up_process,
-    shared_workspace,
     write_companion_files,
 )
 from swiftkv_platform.model.weights.adapters import write_adapter
@@ -157,7 +157,7 @@ def save_trained_student(request: AttemptRequest, store_uri: str, checkpoint: st
 @contextmanager
 def _open_workspace(spec: JobSpec) -> Iterator[Workspace]:
     set_up_process(spec)
-    with shared_workspace("evaluate") as workspace:
+    with create_shared_workspace("evaluate") as workspace:
         yield workspace
 
 

@@ -126,7 +126,7 @@ class Workspace:
 
 
 @contextmanager
-def shared_workspace(name: str) -> Iterator[Workspace]:
+def create_shared_workspace(name: str) -> Iterator[Workspace]:
     """Create a directory for all workers of a machine, and remove it on exit. Collective."""
     workers = Workers()
     hosts, host = workers.gather(socket.gethostname()), socket.gethostname()

@@ -160,7 +160,7 @@ def main() -> None:
     for line in sys.stdin:
         problems: list[str | None] = []
 
-        def work(request: str = line, found: list[str | None] = problems) -> None:
+        def compile_request(request: str = line, found: list[str | None] = problems) -> None:
             try:
                 make_matcher(byte_vocabulary, *json.loads(request))
             except ValueError as error:
@@ -168,7 +168,7 @@ def main() -> None:
             else:
                 found.append(None)
 
-        start_thread(work).join()
+        start_thread(compile_request).join()
         if not problems:
             break
         sys.stdout.write(json.dumps(problems[0]) + "\n")

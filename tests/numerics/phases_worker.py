@@ -34,11 +34,11 @@ from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, PreparedInp
 from swiftkv_platform.jobs.worker.evaluate import evaluate_and_publish
 from swiftkv_platform.jobs.worker.setup import (
     calibrate,
+    create_shared_workspace,
     get_compute_dtype,
     load_tokenizer,
     open_lazy_student,
     set_up_process,
-    shared_workspace,
 )
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.model.weights.writing import MAX_SHARD_BYTES, write_model_shards
@@ -228,7 +228,7 @@ def share_workspace(case: Case) -> list[tuple[str, bool, int]]:
     into it, and how many workers share it."""
     del case
     workers = Workers()
-    with shared_workspace("shared") as workspace:
+    with create_shared_workspace("shared") as workspace:
         assert workspace.path.is_dir()
         found = workers.gather((str(workspace.path), workspace.is_downloader, workspace.num_local_workers))
     workers.gather(None)

@@ -144,7 +144,7 @@ class EngineGenerator:
             max_num_seqs=num_seqs,
             # In step, each pass must run all layers: if the longest text fits, one text of a step reaches its end.
             max_num_batched_tokens=max(_TOKENS_PER_STEP, context_length),
-            kv_cache_bytes=self._kv_cache_bytes(lengths, num_seqs, swiftkv=swiftkv),
+            kv_cache_bytes=self._compute_kv_cache_bytes(lengths, num_seqs, swiftkv=swiftkv),
         )
         answers: dict[str, list[int] | str] = {}
         with open_engine(
@@ -169,7 +169,7 @@ class EngineGenerator:
             engine.add_request([0], SamplingParams(max_tokens=1, temperature=0.0), _FILLER_REQUEST_ID)
         return True
 
-    def _kv_cache_bytes(self, lengths: Sequence[int], num_seqs: int, *, swiftkv: bool) -> int | None:
+    def _compute_kv_cache_bytes(self, lengths: Sequence[int], num_seqs: int, *, swiftkv: bool) -> int | None:
         """Return the bytes for the longest concurrent texts, limited to this worker's share of host memory; None on a
         GPU, where the engine measures free memory. Collective."""
         num_local_workers = self.workers.count_local()

@@ -118,11 +118,11 @@ class LazyStudent:
     def map_parameters(self, module: nn.Module) -> None:
         """Map the parameters of a module with the student as `student` and optionally a
         `teacher_copy`, to their names in the student."""
-        self._map_parameters(module, _student_name)
+        self._map_parameters(module, _get_student_name)
 
     def _map_parameters(self, root: nn.Module, student_name: Callable[[str], str]) -> None:
         self._root = root
-        self._student_name = student_name
+        self._get_student_name = student_name
         self._names: dict[_ParameterSlot, str] = {}
         aliases: dict[int, list[str]] = defaultdict(list)
         for prefix, module in root.named_modules():
@@ -173,7 +173,7 @@ class LazyStudent:
             only: names in the student of the parameters to load; None: all.
         """
         for own_name, parameter in root.named_parameters():
-            name = self._student_name(own_name)
+            name = self._get_student_name(own_name)
             if only is not None and (name not in only or own_name.startswith(_TEACHER_PREFIX)):
                 continue
             if not isinstance(parameter, DTensor):
@@ -205,7 +205,7 @@ def get_local_rows(parameter: DTensor) -> slice:
     return slice(start, start + parameter.to_local().shape[0])
 
 
-def _student_name(name: str) -> str:
+def _get_student_name(name: str) -> str:
     """Return the name in the student of a parameter of `DistillationModel`."""
     if name.startswith(_TEACHER_PREFIX):
         return f"model.{name.removeprefix(_TEACHER_PREFIX)}"

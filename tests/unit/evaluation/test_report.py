@@ -194,7 +194,7 @@ def test_points_lost_are_judged_only_with_samples_enough(
     (gate,) = built.gates
     assert (gate.outcome, gate.passed, gate.samples_needed) == (outcome, outcome == "passed", samples)
     if outcome == "undecided":
-        said = "there is no interval" if samples is None else f"use {samples:,} samples"
+        said = "the 95% interval is unknown" if samples is None else f"use {samples:,} samples"
         assert re.search(f"undecided, .*{said}", gate.reason)
         built.check_gates()
     assert find_worst_verdict(built.model_dump(mode="json")) == outcome

@@ -73,7 +73,7 @@ def open_database(name: str, directory: Path, postgres: str | None) -> Database:
     url = f"sqlite:///{directory / name}.db"
     if postgres is not None:
         admin, name = Database(postgres), f"measured_{name}"
-        with admin.writing() as session:
+        with admin.begin_write() as session:
             session.execute(text(f"DROP SCHEMA IF EXISTS {name} CASCADE"))
             session.execute(text(f"CREATE SCHEMA {name}"))
         admin.close()
@@ -96,7 +96,7 @@ def insert_jobs(database: Database, count: int) -> None:
                 job_events.append(event)
         jobs.append(make_job_columns(job))
         events += [vars(event) for event in job_events]
-    with database.writing() as session:
+    with database.begin_write() as session:
         if jobs:
             session.execute(insert(JobRow), jobs)
             session.execute(insert(EventRow), events)

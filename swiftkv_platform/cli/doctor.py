@@ -366,7 +366,7 @@ def check_database(context: CheckContext) -> Finding:
     try:
         wait_s = max(_MIN_CONNECT_TIMEOUT_S, int(context.timeout_s / 2))
         address = url.update_query_dict({"connect_timeout": str(wait_s)}).render_as_string(hide_password=False)
-        with closing(Database(address)) as database, database.reading() as session:
+        with closing(Database(address)) as database, database.begin_read() as session:
             present = get_current_revision(session.connection())
     except InvalidInputError as error:
         return _report_invalid_url(join_lines(error))

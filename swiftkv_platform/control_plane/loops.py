@@ -43,7 +43,7 @@ class Leases(Repository):
         has_run_out = or_(LeaseRow.expires_at <= now, LeaseRow.expires_at > now + _MAX_LEASE_EXPIRY_S)
         succeed = row.where(has_run_out).values(holder=holder, expires_at=until, token=LeaseRow.token + 1)
         try:
-            with self._database.writing() as session:
+            with self._database.begin_write() as session:
                 for statement in (renew, succeed):
                     token: int | None = session.scalar(statement.returning(LeaseRow.token))
                     if token is not None:
@@ -56,7 +56,7 @@ class Leases(Repository):
     def release(self, name: str, holder: str) -> None:
         """Release the lease if `holder` has it."""
         mine = update(LeaseRow).where(LeaseRow.name == name, LeaseRow.holder == holder)
-        with self._database.writing() as session:
+        with self._database.begin_write() as session:
             session.execute(mine.values(holder=_NO_HOLDER, expires_at=0.0))  # the row keeps the token
 
 

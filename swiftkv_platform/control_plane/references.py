@@ -1,5 +1,5 @@
 """References from jobs to uploaded files, models and other jobs' objects. They are stored with the job, so that finding
-the users of an object does not search specs."""
+the jobs that use an object does not search specs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from swiftkv_platform.contract.attempts import is_file_id
-from swiftkv_platform.control_plane.database.tables import JobRow, UseRow
+from swiftkv_platform.control_plane.database.tables import JobRow, ReferenceRow
 from swiftkv_platform.control_plane.jobs.job import LIVE_STATUSES, JobStatus
 from swiftkv_platform.errors import ConflictError
 
@@ -25,10 +25,10 @@ _PARENT_REFERENCE = re.compile(r"(mdl_[0-9A-Za-z]{1,36})$|(job_[0-9A-Za-z]{1,36}
 """`training.from`: a model, or the beginning of the name of a checkpoint."""
 
 
-def find_uses(spec: Any) -> set[str]:
+def find_references(spec: Any) -> set[str]:
     """Return the ids of files, models and jobs that a spec names as its parent, sources or publish target.
 
-    Ids in other text, such as `metadata`, use nothing. The spec is a plain document, which this version need not be
+    Ids in other text, such as `metadata`, do not count. The spec is a plain document, which this version need not be
     able to parse.
     """
     found: set[str] = set()
@@ -61,21 +61,23 @@ def check_publication(session: Session, spec: Any, tenant: str) -> None:
     place = hash_publish_target(spec)
     if place is None:
         return
-    others = select(JobRow.id).join(UseRow, UseRow.job_id == JobRow.id)
-    others = others.where(UseRow.used == place, JobRow.tenant != tenant, JobRow.status.in_(_TARGET_HOLDING_STATUSES))
+    others = select(JobRow.id).join(ReferenceRow, ReferenceRow.job_id == JobRow.id)
+    others = others.where(
+        ReferenceRow.used == place, JobRow.tenant != tenant, JobRow.status.in_(_TARGET_HOLDING_STATUSES)
+    )
     if session.scalar(others.limit(1)) is not None:
         to = spec["publish"]["to"]
         raise ConflictError.for_field("publish.to", to, ", where another tenant publishes; use another name")
 
 
-def find_live_users(
+def find_referencing_jobs(
     session: Session, names: Sequence[str], *, tenant: str, limit: int, without: str = ""
 ) -> Sequence[str]:
     """Return the first `limit` ids of the tenant's unfinished jobs that use one of these objects of the tenant.
 
     `without`: a job that does not count.
     """
-    named = select(UseRow.job_id).where(UseRow.used.in_(names))
+    named = select(ReferenceRow.job_id).where(ReferenceRow.used.in_(names))
     jobs = select(JobRow.id).where(
         JobRow.id.in_(named), JobRow.tenant == tenant, JobRow.status.in_(LIVE_STATUSES), JobRow.id != without
     )
@@ -83,7 +85,7 @@ def find_live_users(
     def is_user(job_id: str) -> bool:
         # Rows of earlier versions also name ids that other text of a spec holds, so the spec decides.
         spec = session.scalar(select(JobRow.spec).where(JobRow.id == job_id))
-        return not find_uses(spec).isdisjoint(names)
+        return not find_references(spec).isdisjoint(names)
 
     return list(islice(filter(is_user, session.scalars(jobs.order_by(JobRow.id)).all()), limit))
 

@@ -25,7 +25,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
 from swiftkv_platform.contract.attempts import MANIFEST, attempts_prefix, trials_prefix
 from swiftkv_platform.control_plane.base import Clock, is_due
-from swiftkv_platform.control_plane.database.paging import Repository, get_owned, to_dataclass
+from swiftkv_platform.control_plane.database.paging import Repository, get_tenant_row, to_dataclass
 from swiftkv_platform.control_plane.database.tables import (
     PENDING,
     AuditRow,
@@ -36,18 +36,18 @@ from swiftkv_platform.control_plane.database.tables import (
     EventRow,
     IdempotencyRow,
     JobRow,
+    MetricPointRow,
     ModelRow,
-    PointRow,
     PromotionRow,
+    ReferenceRow,
     SessionRow,
-    UseRow,
 )
 from swiftkv_platform.control_plane.deployments.repository import deployments_lock_key
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.models.model import IMPORTED_MODELS_PREFIX, Model
 from swiftkv_platform.control_plane.models.registry import count_superseded
 from swiftkv_platform.control_plane.models.repository import select_promotions
-from swiftkv_platform.control_plane.references import find_live_users
+from swiftkv_platform.control_plane.references import find_referencing_jobs
 from swiftkv_platform.errors import ConflictError, NotFoundError, StorageError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.settings import Settings
@@ -58,7 +58,7 @@ _PARENT_NAME = JobRow.spec["training"]["from"].as_string()
 """Name of the checkpoint or model that a job is trained from."""
 _BATCH_ROWS = 500
 """Rows of a job that are deleted per transaction."""
-_TABLES_OF_JOB = (DeliveryRow, EventRow, PointRow, IdempotencyRow, UseRow, ModelRow)
+_TABLES_OF_JOB = (DeliveryRow, EventRow, MetricPointRow, IdempotencyRow, ReferenceRow, ModelRow)
 """Tables with rows of a job, in order of removal."""
 
 
@@ -115,13 +115,13 @@ class RetentionRepository(Repository):
         query = select(_PARENT_NAME).where(
             JobRow.status.not_in(_TERMINAL_STATUSES), _PARENT_NAME.startswith("job_", autoescape=True)
         )
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             return {name.partition(":")[0] for name in session.scalars(query.distinct()) if name is not None}
 
     def mark_swept(self, job_id: str, kind: JobDataKind) -> None:
         """Record that the job's data of this kind is removed."""
         swept = JobRow.swept.op("|")(kind.swept_bit)
-        with self._database.writing() as session:
+        with self._database.begin_write() as session:
             session.execute(update(JobRow).where(JobRow.id == job_id).values(swept=swept))
 
     def remove_events(self, job_id: str, *, limit: int, dry_run: bool = False) -> int:
@@ -133,17 +133,21 @@ class RetentionRepository(Repository):
     def thin_points(self, job_id: str, *, max_points: int, limit: int, dry_run: bool = False) -> int:
         """Remove up to `limit` points of a job's time series, until `max_points` evenly spread points remain; with
         `dry_run`, only count all of them. Returns their number."""
-        of_job = PointRow.job_id == job_id
-        summary = select(func.count(), func.min(PointRow.step), func.max(PointRow.step)).where(of_job)
-        with self._database.reading() as session:
+        of_job = MetricPointRow.job_id == job_id
+        summary = select(func.count(), func.min(MetricPointRow.step), func.max(MetricPointRow.step)).where(of_job)
+        with self._database.begin_read() as session:
             number, first, last = session.execute(summary).one()
         if number <= max_points or dry_run:
             return max(number - max_points, 0)
         # The first and last point stay, so that the ranges are the same after some points are removed.
-        share = (PointRow.step - first) * max(max_points - 1, 1) // (last - first + 1)
-        kept = select(func.min(PointRow.step)).where(of_job).group_by(share)
-        spare = select(PointRow.step).where(of_job, PointRow.step != last, PointRow.step.not_in(kept)).limit(limit)
-        return self._remove_selected(PointRow, PointRow.step, spare, of_job)
+        share = (MetricPointRow.step - first) * max(max_points - 1, 1) // (last - first + 1)
+        kept = select(func.min(MetricPointRow.step)).where(of_job).group_by(share)
+        spare = (
+            select(MetricPointRow.step)
+            .where(of_job, MetricPointRow.step != last, MetricPointRow.step.not_in(kept))
+            .limit(limit)
+        )
+        return self._remove_selected(MetricPointRow, MetricPointRow.step, spare, of_job)
 
     def remove_old_rows(self, kind: str, *, before: float, limit: int, dry_run: bool) -> int:
         """Remove up to `limit` rows of a kind of `_OLD_ROWS`. With `dry_run`, only count all that are due."""
@@ -152,13 +156,13 @@ class RetentionRepository(Repository):
 
     def trim_promotions(self, *, before: float, keep: int, dry_run: bool) -> int:
         """Remove the oldest promotions of all aliases, as `registry.count_superseded` decides."""
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             oldest = select(PromotionRow.tenant, PromotionRow.alias).where(PromotionRow.created_at <= before)
             aliases = [(tenant, alias) for tenant, alias in session.execute(oldest.distinct())]
         return sum(self._trim_alias(tenant, alias, before, keep, dry_run=dry_run) for tenant, alias in aliases)
 
     def _trim_alias(self, tenant: str, alias: str, before: float, keep: int, *, dry_run: bool) -> int:
-        with self._database.writing() as session:
+        with self._database.begin_write() as session:
             self._lock_tenant(session, tenant)
             history = select_promotions(session, tenant, alias)
             number = count_superseded(history, before=before, keep=keep)
@@ -191,14 +195,14 @@ class RetentionRepository(Repository):
 
     def preview_job_deletion(self, job_id: str) -> tuple[int, str]:
         """Return (number of rows to delete with a job, prefix of the job's objects). Raises as `delete_job`."""
-        with self._database.reading() as session:
-            _check_job_deletable(session, get_owned(session, JobRow, job_id, None))
+        with self._database.begin_read() as session:
+            _check_job_deletable(session, get_tenant_row(session, JobRow, job_id, None))
         return 1 + sum(self._count(table, table.job_id == job_id) for table in _TABLES_OF_JOB), f"jobs/{job_id}"
 
     def preview_model_deletion(self, model_id: str) -> tuple[int, str]:
         """Return (number of rows to delete with a model, prefix of the model's objects)."""
-        with self._database.reading() as session:
-            model = get_owned(session, ModelRow, model_id, None)
+        with self._database.begin_read() as session:
+            model = get_tenant_row(session, ModelRow, model_id, None)
             _check_model_deletable(session, model)
             return 1, to_dataclass(Model, model).prefix
 
@@ -208,12 +212,12 @@ class RetentionRepository(Repository):
 
         Raises `NotFoundError`, also for another tenant's job, and `ConflictError` with the object that uses it.
         """
-        with self._database.reading() as session:
-            _check_job_deletable(session, get_owned(session, JobRow, job_id, tenant))
+        with self._database.begin_read() as session:
+            _check_job_deletable(session, get_tenant_row(session, JobRow, job_id, tenant))
         # 1. history, in batches  2. all other rows and the record of the objects, in one transaction
         number = self._remove_history(job_id)
-        with self._database.writing() as session:
-            row = get_owned(session, JobRow, job_id, tenant, lock=True)
+        with self._database.begin_write() as session:
+            row = get_tenant_row(session, JobRow, job_id, tenant, lock=True)
             self._lock_tenant(session, row.tenant)
             _check_job_deletable(session, row)
             size = session.scalar(select(ModelRow.size).where(ModelRow.job_id == job_id)) or 0
@@ -225,7 +229,10 @@ class RetentionRepository(Repository):
     def _remove_history(self, job_id: str) -> int:
         """Remove most events and the time series of a job in batches before its deletion, since one large
         transaction would block other writers. Returns the number of rows."""
-        number, remove_points = 0, partial(self._remove_matching, PointRow, PointRow.step, PointRow.job_id == job_id)
+        number, remove_points = (
+            0,
+            partial(self._remove_matching, MetricPointRow, MetricPointRow.step, MetricPointRow.job_id == job_id),
+        )
         for remove in (partial(self.remove_events, job_id), remove_points):
             while removed := remove(limit=_BATCH_ROWS):
                 number += removed
@@ -234,8 +241,8 @@ class RetentionRepository(Repository):
     def delete_model(self, model_id: str, *, by: str, now: float, tenant: str | None = None) -> int:
         """Delete a model, and record that its objects must be removed; its job remains. Returns and raises as
         `delete_job`."""
-        with self._database.writing() as session:
-            model = get_owned(session, ModelRow, model_id, tenant)
+        with self._database.begin_write() as session:
+            model = get_tenant_row(session, ModelRow, model_id, tenant)
             self._lock_tenant(session, model.tenant)
             _check_model_deletable(session, model)
             if model.job_id is not None:
@@ -252,12 +259,12 @@ class RetentionRepository(Repository):
 
     def finish_deletion(self, prefix: str) -> None:
         """Remove the record of a deletion after the prefix's objects have been removed."""
-        with self._database.writing() as session:
+        with self._database.begin_write() as session:
             session.execute(delete(DeletionRow).where(DeletionRow.prefix == prefix))
 
     def count_rows(self) -> Mapping[str, int]:
         """Return the number of rows by table."""
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             return {
                 table.name: session.scalar(select(func.count()).select_from(table)) or 0
                 for table in Base.metadata.sorted_tables
@@ -272,11 +279,11 @@ class RetentionRepository(Repository):
     ) -> Sequence[str]:
         if after is not None:
             query = query.where(key > after)
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             return session.scalars(query.order_by(key).limit(limit)).all()
 
     def _count(self, table: type[Base], *where: ColumnElement[bool]) -> int:
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             return session.scalar(select(func.count()).select_from(table).where(*where)) or 0
 
     def _remove_matching(
@@ -295,11 +302,11 @@ class RetentionRepository(Repository):
         self, table: type[Base], key: InstrumentedAttribute[Any], query: Select[Any], *where: ColumnElement[bool]
     ) -> int:
         """Remove the rows whose keys the query returns. The query runs first, to keep the write transaction short."""
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             keys = session.scalars(query).all()
         if not keys:
             return 0
-        with self._database.writing() as session:
+        with self._database.begin_write() as session:
             return _delete_rows(session, table, key.in_(keys), *where)
 
 
@@ -355,7 +362,7 @@ def _find_blocker(session: Session, job: JobRow | None, model: str | None, tenan
                 "promote other models until retention has trimmed that history"
             )
     names = [name for name in (job_id, model) if name]
-    children = find_live_users(session, names, tenant=tenant, limit=1, without=job_id)
+    children = find_referencing_jobs(session, names, tenant=tenant, limit=1, without=job_id)
     return f"job {children[0]} reads it; wait for that job's end, or cancel it" if children else None
 
 

@@ -139,7 +139,7 @@ async def run_control_plane(
         RetentionRepository(parts.database), RetentionStore(parts.objects), settings, parts.clock
     )
 
-    def retain() -> None:
+    def run_cleanup() -> None:
         orphans.tick()
         sweeper.tick()
 
@@ -149,7 +149,7 @@ async def run_control_plane(
         "deployments": deploying.tick,
         "webhooks": deliverer.tick,
         "files": FileSweeper(parts.files, parts.objects, parts.clock).tick,
-        "retention": retain,
+        "retention": run_cleanup,
     }
     # Each has its own thread: Ray Serve is slow to start, and webhook receivers are slow to answer.
     loops = [
@@ -220,4 +220,4 @@ def _release_leases(leaderships: Iterable[Leadership]) -> None:
         try:
             leadership.release()
         except DatabaseUnavailableError as error:
-            get_logger().info("lease not released; it expires", reason=error.message)
+            get_logger().info("lease not released; it will expire", reason=error.message)

@@ -94,7 +94,7 @@ def back_up(database: Database, store: ObjectStore, directory: Path, *, objects:
         # 1. copy the rows of one snapshot
         (directory / "tables").mkdir(parents=True)
         listed: dict[str, ListedFile] = {}
-        with database.reading() as session:
+        with database.begin_read() as session:
             if not database.is_sqlite:
                 session.connection(execution_options={"isolation_level": "REPEATABLE READ"})  # one view of all tables
             schema = get_current_revision(session.connection()) or "none"
@@ -134,7 +134,7 @@ def restore(database: Database, store: ObjectStore, directory: Path, *, allow_mi
         # 1. verify checksums, schema and the empty database, before any write
         backup = _read_summary(directory)
         _verify_checksums(directory, backup)
-        with database.reading() as session:
+        with database.begin_read() as session:
             present = get_current_revision(session.connection())
         if present != backup.schema_revision:
             raise InvalidInputError(
@@ -270,7 +270,7 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def _insert_rows(database: Database, rows: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
     """Insert rows by table into an empty database, in one transaction. Raises `ConflictError` if it is not empty."""
-    with database.writing() as session:
+    with database.begin_write() as session:
         for table in list_tables():
             number = session.scalar(select(func.count()).select_from(table)) or 0
             if number:

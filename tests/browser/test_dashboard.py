@@ -34,7 +34,7 @@ from tests.unit.control_plane.routes.conftest import SPEC, Server, make_parts, s
 @pytest.mark.soak("a long scene")
 def test_a_job_that_cannot_be_read_is_named(server: Server, page: Page) -> None:
     ids = [server.client.post("/jobs", json=SPEC).json()["id"] for _ in range(2)]
-    with server.parts.database.writing() as session:
+    with server.parts.database.begin_write() as session:
         session.execute(text("UPDATE jobs SET status = 'dancing' WHERE id = :id"), {"id": ids[0]})
     page.goto(f"{address(server)}/#/jobs")
     expect(page.get_by_role("row")).to_have_count(2)

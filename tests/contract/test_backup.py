@@ -58,7 +58,7 @@ def fill(database: Database, objects: LocalObjectStore) -> tuple[str, str]:
     spec = ResolvedDeployment(id="dep_1", model=model.id, artifact_uri=uri)
     registry.create_deployment(Deployment(spec, TENANT, 300))
     row = {"id_sha256": "a" * 64, "key_name": "ann", "sealed_key": "sealed"}
-    with database.writing() as session:
+    with database.begin_write() as session:
         session.add(SessionRow(**row, created_at=1.0, expires_at=50.0))
     return job.id, spec.id
 

@@ -114,7 +114,7 @@ def test_a_deployment_that_cannot_be_read_hides_no_other(
     database: Database, catalog: DeploymentRepository, model: Model, damage: str
 ) -> None:
     damaged, sound = (catalog.create_deployment(make_deployment(model, path)) for path in ("/damaged", "/sound"))
-    with database.writing() as session:
+    with database.begin_write() as session:
         session.execute(text(f"UPDATE deployments SET spec = {damage} WHERE id = :id"), {"id": damaged.spec.id})
     assert (catalog.list_all_deployments().items, catalog.list_all_deployments().unreadable_ids) == (
         [sound],
@@ -134,7 +134,7 @@ def test_a_deployment_that_a_newer_version_has_stored_is_served_on(
 ) -> None:
     stored = catalog.create_deployment(make_deployment(model))
     document = json.dumps({**stored.spec.model_dump(mode="json"), "colour": "red"})
-    with database.writing() as session:
+    with database.begin_write() as session:
         session.execute(
             text("UPDATE deployments SET spec = :spec WHERE id = :id"), {"spec": document, "id": stored.spec.id}
         )
@@ -144,7 +144,7 @@ def test_a_deployment_that_a_newer_version_has_stored_is_served_on(
         return present.spec.model_copy(update={"max_replicas": 7}), present.state
 
     catalog.change_deployment(stored.spec.id, change, tenant=TENANT)
-    with database.reading() as session:
+    with database.begin_read() as session:
         kept = session.execute(text("SELECT spec FROM deployments")).scalar_one()
     kept = json.loads(kept) if isinstance(kept, str) else kept
     assert (kept["colour"], kept["max_replicas"]) == ("red", 7), "a newer version finds the fields that it stored"

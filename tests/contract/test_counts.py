@@ -57,7 +57,7 @@ def repeat(
 ) -> None:
     """Insert copies of a row, each with changed columns."""
     columns = table.__table__.columns  # type: ignore[attr-defined]
-    with database.writing() as session:
+    with database.begin_write() as session:
         row = session.scalars(select(table).where(table.id == row_id)).one()  # type: ignore[attr-defined]
         values = {column.key: getattr(row, column.key) for column in columns if column.key != "sequence"}
         session.execute(insert(table), [{**values, **change(each)} for each in range(number)])
@@ -220,7 +220,7 @@ def served(registry: ModelRepository, model: Model, **fields: Any) -> Deployment
 
 def columns_of(database: Database) -> list[tuple[Any, ...]]:
     table = DeploymentRow
-    with database.reading() as session:
+    with database.begin_read() as session:
         parts = (table.id, table.alias, table.candidate, table.replicas, table.gpus, table.cpus)
         return [tuple(row) for row in session.execute(select(*parts).order_by(table.id))]
 
@@ -231,7 +231,7 @@ def test_what_an_earlier_program_writes_meanwhile_is_counted_from_the_next_round
     """During a rolling upgrade, an earlier program stores deployments without the columns."""
     own = served(registry, models[0], alias="production")
     whole = columns_of(database)
-    with database.writing() as session:
+    with database.begin_write() as session:
         session.execute(update(DeploymentRow).values(alias=None, replicas=0, gpus=0.0, cpus=0.0))
     registry.list_all_deployments()
     assert columns_of(database) == whole

@@ -94,7 +94,7 @@ def pair() -> Iterator[tuple[Server, Server]]:
 
 def write(database: Database) -> Any:
     """Write a row; return the port of the server that took it."""
-    with database.writing() as session:
+    with database.begin_write() as session:
         session.execute(text("INSERT INTO key_uses VALUES ('key', 1) ON CONFLICT DO NOTHING"))
         return session.execute(text("SELECT inet_server_port()")).scalar_one()
 
@@ -120,7 +120,7 @@ def test_the_standby_serves_once_it_takes_writes(
         assert write(database) == primary.port
         with ExitStack() as stack:
             for _ in range(3):
-                stack.enter_context(database.reading()).execute(text("SELECT 1"))
+                stack.enter_context(database.begin_read()).execute(text("SELECT 1"))
         getattr(primary, end)()
         with pytest.raises(DatabaseUnavailableError):
             keep_checking(database)

@@ -30,7 +30,7 @@ from swiftkv_platform.contract.attempts import new_file_id
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.database.session import Database, get_newest_revision, make_alembic_config
-from swiftkv_platform.control_plane.database.tables import Base, DeploymentRow, JobRow, UseRow
+from swiftkv_platform.control_plane.database.tables import Base, DeploymentRow, JobRow, ReferenceRow
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, ResolvedDeployment
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
@@ -85,7 +85,7 @@ def take_back(connection: Connection, revision: str) -> None:
 
 
 def rows(database: Database, tables: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
-    with database.reading() as session:
+    with database.begin_read() as session:
         return {
             name: sorted((dict(row) for row in session.execute(select(Base.metadata.tables[name])).mappings()), key=str)
             for name in tables
@@ -95,7 +95,7 @@ def rows(database: Database, tables: Iterable[str]) -> dict[str, list[dict[str, 
 def check_newest(database: Database) -> None:
     """Check that the schema is the one that the tables declare."""
     database.check_schema()
-    with database.reading() as session:
+    with database.begin_read() as session:
         context = MigrationContext.configure(session.connection(), opts={"compare_type": True})
         assert compare_metadata(context, Base.metadata) == []
 
@@ -110,15 +110,15 @@ def fill(database: Database) -> None:
         models.append(make_model(ended))
         jobs.update(replace(ended, status=JobStatus.SUCCEEDED, finished_at=7), model=models[-1])
     damaged = store(jobs, make_job())
-    with database.writing() as session:
+    with database.begin_write() as session:
         session.execute(update(JobRow).values(cpus=0.0))
         session.execute(update(JobRow).where(JobRow.id == damaged.id).values(spec=7))
     older = store(jobs, make_job())  # of a version with other fields
-    with database.writing() as session:
+    with database.begin_write() as session:
         file_id = new_file_id()
         written = {"data": {"sources": [{"name_or_path": file_id, "unknown": [1, None]}]}}
         session.execute(update(JobRow).where(JobRow.id == older.id).values(spec=written))
-        session.add(UseRow(used=file_id, job_id=older.id))
+        session.add(ReferenceRow(used=file_id, job_id=older.id))
     resources = {"num_workers": {"min": 1, "max": 3}, "gpus_per_worker": 1, "cpus_per_worker": 3}
     sweep = {"learning_rate": [1e-4, 2e-4], "key_value_group_size": [1, 2], "max_concurrent": 3}
     store(jobs, make_job(resources=resources, sweep=sweep, evaluation={"max_kl": 1}, limits={"priority": "high"}))
@@ -134,7 +134,7 @@ def fill(database: Database) -> None:
             id=f"dep_{name}", model=models[0].id, artifact_uri="s3://b/x", route_prefix=f"/{name}", **fields
         )
         registry.create_deployment(Deployment(spec, TENANT, 300))
-    with database.writing() as session:
+    with database.begin_write() as session:
         row = update(DeploymentRow).where(DeploymentRow.id == "dep_damaged")
         session.execute(row.values(spec=[], replicas=0, cpus=0.0))
     service = RegistryService(registry, lambda: 1.0, TenantPolicies())
@@ -147,7 +147,7 @@ def test_a_database_at_any_former_revision_is_upgraded_with_its_rows(database: D
     fill(database)
     kept = ["jobs", "models", "deployments", "uses", *(["promotions"] if revision >= "0004" else [])]
     before = rows(database, kept)
-    with database.writing() as session:
+    with database.begin_write() as session:
         take_back(session.connection(), revision)
     database.upgrade()
     check_newest(database)
@@ -180,7 +180,7 @@ def test_migrations_are_taken_back_and_repeated(database: Database) -> None:
     database.upgrade()
     assert rows(database, before) == before
     database.downgrade("base")
-    with database.reading() as session:
+    with database.begin_read() as session:
         assert inspect(session.connection()).get_table_names() == ["alembic_version"]
     database.upgrade()
     check_newest(database)
@@ -190,7 +190,7 @@ def test_two_who_migrate_at_once_take_turns(postgres_url: str) -> None:
     with closing(Database(emptied(postgres_url))) as first, closing(Database(postgres_url)) as second:
         first.downgrade("base")
         with ThreadPoolExecutor(1) as pool:
-            with first._migrating() as session:
+            with first._begin_migration() as session:
                 command.upgrade(make_alembic_config(session.connection()), "head")
                 other = pool.submit(second.upgrade)
                 waiting = text("SELECT count(*) FROM pg_locks WHERE NOT granted")
@@ -202,7 +202,7 @@ def test_two_who_migrate_at_once_take_turns(postgres_url: str) -> None:
 
 def columns(database: Database) -> dict[str, dict[str, tuple[str, bool, bool]]]:
     """(type, whether it is nullable, whether an INSERT may leave it out) of the columns of each table."""
-    with database.reading() as session:
+    with database.begin_read() as session:
         found = inspect(session.connection())
         return {
             table: {
@@ -214,7 +214,7 @@ def columns(database: Database) -> dict[str, dict[str, tuple[str, bool, bool]]]:
 
 
 def unique_indexes(database: Database, tables: Iterable[str]) -> set[str | None]:
-    with database.reading() as session:
+    with database.begin_read() as session:
         found = inspect(session.connection())
         return {index["name"] for table in tables for index in found.get_indexes(table) if index["unique"]}
 
@@ -263,11 +263,11 @@ def test_the_database_that_an_earlier_version_wrote_is_upgraded_and_read(
 def test_an_older_program_starts_on_a_later_schema_unless_that_is_in_the_next_thousand(
     database: Database, revision: str, is_usable: bool
 ) -> None:
-    with database.writing() as session:
+    with database.begin_write() as session:
         session.execute(update(VERSION).values(version_num=revision))
     for step in (database.upgrade, database.check_schema):
         with nullcontext() if is_usable else pytest.raises(InvalidInputError, match="a later version"):
             step()
-    with database.writing() as session:
+    with database.begin_write() as session:
         assert session.scalar(select(VERSION.c.version_num)) == revision
         session.execute(update(VERSION).values(version_num=get_newest_revision()))

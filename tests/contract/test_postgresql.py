@@ -71,7 +71,7 @@ def wire(postgres_url: str) -> Iterator[Wire]:
 
 
 def ask(database: Database, between: Callable[[], None] = lambda: None) -> None:
-    with database.writing() as session:
+    with database.begin_write() as session:
         session.execute(text("SELECT 1"))
         between()
         session.execute(text("SELECT 2"))
@@ -98,11 +98,11 @@ def test_a_connection_that_goes_silent_is_given_up(wire: Wire, monkeypatch: pyte
 def test_a_statement_ends_in_time_and_a_migration_takes_its_own(postgres_url: str) -> None:
     with closing(Database(postgres_url, Timeouts(statement_s=0.2))) as database:
         for _ in range(2):
-            with pytest.raises(DatabaseUnavailableError, match="statement timeout"), database.writing() as session:
+            with pytest.raises(DatabaseUnavailableError, match="statement timeout"), database.begin_write() as session:
                 session.execute(text("SELECT pg_sleep(30)"))
-            with database._migrating() as session:
+            with database._begin_migration() as session:
                 session.execute(text("SELECT pg_sleep(0.4)"))
-        with database.reading() as session:
+        with database.begin_read() as session:
             assert session.execute(text("SHOW statement_timeout")).scalar_one() == "200ms"
 
 
@@ -121,9 +121,9 @@ def test_a_pooler_may_give_each_transaction_another_connection(postgres_url: str
     """Behind PgBouncer in transaction mode prepared statements would be missing or another's, so none is prepared."""
     with closing(Database(postgres_url)) as database:
         for _ in range(20):
-            with database.writing() as session:
+            with database.begin_write() as session:
                 session.execute(text("SELECT :number"), {"number": 1})
-        with database.reading() as session:
+        with database.begin_read() as session:
             assert session.execute(text("SELECT count(*) FROM pg_prepared_statements")).scalar_one() == 0
 
 
@@ -159,7 +159,7 @@ def test_a_read_only_primary_is_unavailable_and_not_ready(postgres_url: str, tmp
         parts, settings = make_components(database, LocalObjectStore(tmp_path)), Settings(home=tmp_path, _env_file=None)
         with control_plane(parts, settings) as client:
             demoted.set()
-            with pytest.raises(DatabaseUnavailableError, match="read-only"), database.writing() as session:
+            with pytest.raises(DatabaseUnavailableError, match="read-only"), database.begin_write() as session:
                 session.execute(text("INSERT INTO key_uses VALUES ('a', 1)"))
             assert client.get("/jobs").json()["data"] == []
             refused = client.post("/jobs", json=SPEC)
@@ -192,7 +192,7 @@ def test_a_migration_that_meets_a_read_only_server_changes_nothing_and_can_be_re
             database.upgrade()
         event.remove(database._engine, "before_cursor_execute", demote)
         assert statements == number, "no statement followed"
-        with database.reading() as session:
+        with database.begin_read() as session:
             assert get_current_revision(session.connection()) == "0005"
         database.upgrade()
         database.check_schema()

@@ -19,11 +19,11 @@ from swiftkv_platform.control_plane.base import Fence
 from swiftkv_platform.control_plane.database.session import (
     Database,
 )
-from swiftkv_platform.control_plane.database.tables import JobRow, UseRow
+from swiftkv_platform.control_plane.database.tables import JobRow, ReferenceRow
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, start, transition
 from swiftkv_platform.control_plane.jobs.repository import Claim, JobRepository
 from swiftkv_platform.control_plane.loops import Leases
-from swiftkv_platform.control_plane.references import find_live_users
+from swiftkv_platform.control_plane.references import find_referencing_jobs
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, LeaseLostError
 from tests.support.records import TENANT, make_job, snapshot_of, store
 from tests.support.threads import at_once
@@ -171,11 +171,13 @@ def test_only_typed_references_of_the_same_tenant_use_an_object(database: Databa
     for used, spec in typed:
         theirs = store(jobs, make_job(tenant="other", **spec))
         own = store(jobs, make_job(**spec))
-        with database.writing() as session:  # as earlier versions stored the uses of any text
-            session.execute(delete(UseRow))
-            session.add_all(UseRow(used=each, job_id=job) for job in session.scalars(select(JobRow.id)) for each in ids)
-            assert list(find_live_users(session, [used], tenant=TENANT, limit=9)) == [own.id], spec
-            assert list(find_live_users(session, ids, tenant="other", limit=9)) == [theirs.id], spec
+        with database.begin_write() as session:  # as earlier versions stored the uses of any text
+            session.execute(delete(ReferenceRow))
+            session.add_all(
+                ReferenceRow(used=each, job_id=job) for job in session.scalars(select(JobRow.id)) for each in ids
+            )
+            assert list(find_referencing_jobs(session, [used], tenant=TENANT, limit=9)) == [own.id], spec
+            assert list(find_referencing_jobs(session, ids, tenant="other", limit=9)) == [theirs.id], spec
         for each in (own, theirs):
             jobs.update(replace(each, status=JobStatus.CANCELLED))
 

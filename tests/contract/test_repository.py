@@ -174,7 +174,7 @@ def test_points_are_stored_once_and_events_tell_them(database: Database, jobs: J
     job = store(jobs, make_job())
     first, second, said, kept = told(job, 1, 2), told(job, 3), message(job, "hello"), told(job, 4, 5)
     jobs.update(job, events=[first, said, second, kept], points=measured(1, 2, 3, 4))
-    with database.reading() as session:
+    with database.begin_read() as session:
         rows = session.scalars(select(EventRow).where(EventRow.type == "metrics").order_by(EventRow.sequence)).all()
     steps = [{"total_steps": 9, "steps": [1, 2]}, {"total_steps": 9, "steps": [3, 3]}]
     assert [row.data for row in rows] == [*steps, kept.data]

@@ -100,7 +100,7 @@ def test_deliveries_keys_and_sessions_go_when_they_are_old(database: Database, r
     assert rows.remove_old_rows("idempotency_keys", before=100, limit=9, dry_run=False) == 1
     assert store(jobs, make_job(), key="once").id != job.id
     row = {"id_sha256": "a" * 64, "key_name": "ann", "sealed_key": "sealed"}
-    with database.writing() as session:
+    with database.begin_write() as session:
         session.add(SessionRow(**row, created_at=1.0, expires_at=50.0))
     assert rows.remove_old_rows("sessions", before=49, limit=9, dry_run=False) == 0
     assert rows.remove_old_rows("sessions", before=50, limit=9, dry_run=True) == 1

@@ -119,7 +119,7 @@ def test_many_at_once_store_no_more_bytes_than_the_quota(
 
 
 def stored_bytes(database: Database) -> int:
-    with database.reading() as session:
+    with database.begin_read() as session:
         return sum_stored_bytes(session, TENANT)
 
 

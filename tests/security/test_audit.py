@@ -107,12 +107,12 @@ def test_the_entry_is_a_part_of_the_change(house: House) -> None:
     """If the entry cannot be written nothing is changed, and the entry takes no transaction of its own."""
     client, ann = house.plane(), house.as_("ann")
     database = house.server.parts.database
-    with database.writing() as session:
+    with database.begin_write() as session:
         session.execute(text("CREATE TRIGGER disk BEFORE INSERT ON audit BEGIN SELECT RAISE(ABORT, 'full'); END"))
     outside = TestClient(client.app, base_url="https://swiftkv.example", raise_server_exceptions=False)
     assert outside.post("/jobs", json=SPEC, headers=ann).status_code >= 500
     assert client.get("/jobs", headers=ann).json()["data"] == []
-    with database.writing() as session:
+    with database.begin_write() as session:
         session.execute(text("DROP TRIGGER disk"))
     updates: list[str] = []
 

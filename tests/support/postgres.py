@@ -41,12 +41,12 @@ def emptied(url: str) -> str:
         try:
             database.check_schema()
         except InvalidInputError:
-            with database.writing() as session:
+            with database.begin_write() as session:
                 Base.metadata.drop_all(session.connection())
                 session.execute(text("DROP TABLE IF EXISTS alembic_version"))
             database.upgrade()
         else:
-            with database.writing() as session:
+            with database.begin_write() as session:
                 names = ", ".join(table.name for table in Base.metadata.sorted_tables)
                 session.execute(text(f"TRUNCATE {names} RESTART IDENTITY"))
     return url
@@ -57,7 +57,7 @@ def password_role(url: str) -> Iterator[str]:
     """Yield a role that needs its password to log in, even if the server trusts all others."""
     role = "swiftkv_with_password"
     with closing(Database(url)) as database:
-        with database.writing() as session:
+        with database.begin_write() as session:
             session.execute(text(f"DROP ROLE IF EXISTS {role}"))
             session.execute(text(f"CREATE ROLE {role} LOGIN PASSWORD 'right'"))
             rules = Path(str(session.execute(text("SHOW hba_file")).scalar_one()))
@@ -72,10 +72,10 @@ def password_role(url: str) -> Iterator[str]:
             if before is not None:
                 rules.write_text(before, encoding="utf-8")
                 _reload(database)
-            with database.writing() as session:
+            with database.begin_write() as session:
                 session.execute(text(f"DROP ROLE {role}"))
 
 
 def _reload(database: Database) -> None:
-    with database.writing() as session:
+    with database.begin_write() as session:
         session.execute(text("SELECT pg_reload_conf()"))

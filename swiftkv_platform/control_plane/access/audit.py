@@ -97,7 +97,7 @@ class AuditTrail(Repository):
             query = query.where(AuditRow.created_at >= filters.since)
         if filters.until is not None:
             query = query.where(AuditRow.created_at < filters.until)
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             if page.after is not None:
                 seen = session.get(AuditRow, page.after)
                 if seen is None or filters.tenant not in (None, seen.tenant):
@@ -107,7 +107,7 @@ class AuditTrail(Repository):
 
     def store_entry(self, entry: AuditEntry) -> None:
         """Store an entry; if a transaction has inserted it before, update its status and object."""
-        with self._database.writing() as session:
+        with self._database.begin_write() as session:
             changed = update(AuditRow).where(AuditRow.id == entry.id)
             done = session.connection().execute(changed.values(status=entry.status, object=entry.object))
             if not done.rowcount:

@@ -267,7 +267,7 @@ _LIMIT_BY_COUNT = {
 def get_quota(parts: ComponentsDep, caller: Reader, nodes: NodesDep) -> QuotaResponse:
     """Quota of the caller's tenant, its use, and the use of the whole cluster."""
     tenant, told = caller.tenant, nodes.get(RAY_TIMEOUT_S, None)
-    with parts.database.reading() as session:
+    with parts.database.begin_read() as session:
         jobs = sum_job_demand(session, STATUSES_ON_CLUSTER, tenants=[tenant]).get(tenant, Demand())
         deployments = sum_deployment_demand(session, tenants=[tenant]).get(tenant, Demand())
         counts = {name: count_objects(session, limit, tenant) for name, limit in _LIMIT_BY_COUNT.items()}

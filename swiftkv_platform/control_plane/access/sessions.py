@@ -80,7 +80,7 @@ class Sessions:
         )
         of_key = select(SessionRow.id_sha256).where(SessionRow.key_name == name)
         excess = of_key.order_by(SessionRow.expires_at.desc()).offset(SESSIONS.default - 1).limit(_MAX_ENDED_AT_ONCE)
-        with self._database.writing() as transaction:
+        with self._database.begin_write() as transaction:
             self._database.lock(transaction, f"sessions of {name}")
             transaction.execute(delete(SessionRow).where(SessionRow.expires_at <= now))
             if oldest := transaction.scalars(excess).all():
@@ -92,7 +92,7 @@ class Sessions:
     def get(self, session_id: str) -> Session:
         """Return the session of a cookie. Raises `UnauthenticatedError`; deletes the session if its key is no longer
         valid."""
-        with self._database.reading() as transaction:
+        with self._database.begin_read() as transaction:
             stored = transaction.get(SessionRow, _hash_id(session_id))
         if stored is None or stored.expires_at <= self._clock():
             raise UnauthenticatedError("the session has ended; sign in again", field="Cookie")
@@ -106,7 +106,7 @@ class Sessions:
 
     def delete(self, session_id: str) -> None:
         """Delete a session, if it exists."""
-        with self._database.writing() as transaction:
+        with self._database.begin_write() as transaction:
             transaction.execute(delete(SessionRow).where(SessionRow.id_sha256 == _hash_id(session_id)))
 
 
@@ -163,7 +163,7 @@ class KeyUses:
 
     def _store(self, key_id: str, now: float) -> None:
         """Store a use, unless another control plane has stored a use within the last minute."""
-        with self._database.writing() as session:
+        with self._database.begin_write() as session:
             self._database.lock(session, f"uses of {key_id}")
             seen = session.get(KeyUseRow, key_id)
             if seen is None:
@@ -174,5 +174,5 @@ class KeyUses:
 
 def list_last_uses(database: Database) -> Mapping[str, int]:
     """Return the last use of each key in Unix seconds, by key id."""
-    with database.reading() as session:
+    with database.begin_read() as session:
         return {row.key_id: row.last_used_at for row in session.scalars(select(KeyUseRow))}

@@ -46,7 +46,9 @@ class Repository:
         self._database = database
 
 
-def get_owned(session: Session, table: type[Owned], row_id: str, tenant: str | None, *, lock: bool = False) -> Owned:
+def get_tenant_row(
+    session: Session, table: type[Owned], row_id: str, tenant: str | None, *, lock: bool = False
+) -> Owned:
     """Return a tenant's row; any tenant's if `tenant` is None. Raises `NotFoundError`, also for another tenant's
     row."""
     row = session.get(table, row_id, with_for_update=lock)
@@ -84,7 +86,7 @@ def _compile_on_sqlite(function: _OctetLength, compiler: Any, **options: Any) ->
     return str(compiler.process(func.length(cast(next(iter(function.clauses)), LargeBinary)), **options))
 
 
-def row_bytes_expression(table: Any) -> ColumnElement[int]:
+def make_row_bytes_expression(table: Any) -> ColumnElement[int]:
     """Return an SQL expression for the bytes of a row's texts and documents."""
     sizes: ColumnElement[int] = literal(_ROW_OVERHEAD_BYTES)
     for column in table.__table__.columns:
@@ -93,7 +95,7 @@ def row_bytes_expression(table: Any) -> ColumnElement[int]:
     return sizes
 
 
-def count_fitting(sizes: Iterable[int]) -> int:
+def count_fitting_rows(sizes: Iterable[int]) -> int:
     """Return how many of the first rows fit into `PAGE_BYTES`, at least 1. Stops reading sizes after the first that
     does not fit."""
     totals = itertools.accumulate(sizes)
@@ -121,11 +123,11 @@ def fetch_rows(
     Args: `extra_bytes`: SQL expression for bytes to load in addition to each row.
     """
     ordered = _order_after(query, key_column, page, after)
-    size = row_bytes_expression(key_column.class_) + (0 if extra_bytes is None else func.coalesce(extra_bytes, 0))
+    size = make_row_bytes_expression(key_column.class_) + (0 if extra_bytes is None else func.coalesce(extra_bytes, 0))
     sizes = session.execute(
         ordered.with_only_columns(size, maintain_column_froms=True).limit(page.limit).execution_options(yield_per=100)
     )
-    limit = min(count_fitting(each[0] for each in sizes), page.limit)
+    limit = min(count_fitting_rows(each[0] for each in sizes), page.limit)
     sizes.close()
     rows = session.scalars(ordered.limit(limit)).all()
     # A query for the key alone, since the next row may be the largest.
@@ -155,7 +157,7 @@ def split_into_batches(values: Sequence[Item]) -> Iterator[Sequence[Item]]:
         yield values[start : start + _MAX_PARAMETERS]
 
 
-def parse_readable(rows: Iterable[Row], read: Callable[[Row], Item]) -> tuple[list[Item], list[str]]:
+def parse_readable_rows(rows: Iterable[Row], read: Callable[[Row], Item]) -> tuple[list[Item], list[str]]:
     """Return (rows converted by `read`, ids of unreadable rows)."""
     items: list[Item] = []
     left_out: list[str] = []
@@ -170,7 +172,7 @@ def parse_readable(rows: Iterable[Row], read: Callable[[Row], Item]) -> tuple[li
 
 def make_unreadable_row_error(kind: str, row_id: str, error: ValidationError | TypeError) -> UnreadableRowError:
     """Return the error for a row that does not have the format of this version of the program."""
-    why = "its state is not an object"
+    why = "its state is not a JSON object"
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

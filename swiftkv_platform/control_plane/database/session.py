@@ -92,7 +92,7 @@ def set_connection_timeouts(engine: Engine, timeouts: Timeouts) -> None:
         event.listen(engine, "do_connect", connect)
 
 
-def lift_statement_timeout(session: Session) -> Callable[[], None]:
+def disable_statement_timeout(session: Session) -> Callable[[], None]:
     """Remove the statement timeouts from this transaction, for a migration. Returns a function that restores them."""
     connection = session.connection()
     connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
@@ -104,7 +104,7 @@ def lift_statement_timeout(session: Session) -> Callable[[], None]:
     return lambda: setattr(driver, "response_timeout_s", before)
 
 
-def is_read_only(error: BaseException) -> bool:
+def is_read_only_error(error: BaseException) -> bool:
     """Whether a driver's error says that the server is read-only, such as a standby or a demoted primary."""
     return _READ_ONLY_SQLSTATE in (getattr(error, "sqlstate", None), getattr(error, "pgcode", None))
 
@@ -114,7 +114,7 @@ def accepts_writes(session: Session) -> bool:
     return bool(session.connection().exec_driver_sql("SHOW transaction_read_only").scalar_one() == "off")
 
 
-def read_only_error(engine: Engine) -> DatabaseUnavailableError:
+def make_read_only_error(engine: Engine) -> DatabaseUnavailableError:
     """Return the error for a read-only server. Closes all pooled connections, since another server may be the
     primary now."""
     engine.dispose()
@@ -134,10 +134,10 @@ def _make_connection_class() -> Any:
 
         def wait(self, gen: Any, *arguments: Any, **options: Any) -> Any:
             if self.response_timeout_s is not None:
-                gen = _wait_with_timeout(gen, self.response_timeout_s, self._give_up)
+                gen = _wait_with_timeout(gen, self.response_timeout_s, self._abort)
             return super().wait(gen, *arguments, **options)
 
-        def _give_up(self) -> None:
+        def _abort(self) -> None:
             self.pgconn.finish()  # in an unknown state
             raise psycopg.OperationalError(f"no answer within {self.response_timeout_s:g} s")
 
@@ -145,9 +145,9 @@ def _make_connection_class() -> Any:
 
 
 def _wait_with_timeout(
-    gen: Generator[Any, Any, Any], seconds: float, give_up: Callable[[], None]
+    gen: Generator[Any, Any, Any], seconds: float, abort: Callable[[], None]
 ) -> Generator[Any, Any, Any]:
-    """Run psycopg's wait generator, and call `give_up` after `seconds` without data. Values sent to the generator
+    """Run psycopg's wait generator, and call `abort` after `seconds` without data. Values sent to the generator
     say what is ready on the socket; 0 means nothing yet."""
     try:
         wanted, last = next(gen), time.monotonic()
@@ -156,7 +156,7 @@ def _wait_with_timeout(
             if ready:
                 last = time.monotonic()
             elif time.monotonic() - last >= seconds:
-                give_up()
+                abort()
             wanted = gen.send(ready)
     except StopIteration as end:
         return end.value
@@ -187,12 +187,12 @@ class Database:
         self._writing_engine = self._engine.execution_options(**{_WRITES_OPTION: True})
         self.is_sqlite = self._engine.dialect.name == "sqlite"
 
-    def reading(self) -> AbstractContextManager[Session]:
+    def begin_read(self) -> AbstractContextManager[Session]:
         """Open a read transaction. Raises `DatabaseUnavailableError`."""
         return _transaction(self._engine)
 
     @contextmanager
-    def writing(self) -> Iterator[Session]:
+    def begin_write(self) -> Iterator[Session]:
         """Open a write transaction, committed at the end. Raises `DatabaseUnavailableError`, also for a read-only
         database."""
         with _transaction(self._writing_engine) as session:
@@ -210,10 +210,10 @@ class Database:
 
     def check_available(self) -> None:
         """Raise `DatabaseUnavailableError` unless the database responds and accepts writes."""
-        with self.reading() as session:
+        with self.begin_read() as session:
             session.execute(text("SELECT 1"))
             if self._engine.dialect.name == "postgresql" and not accepts_writes(session):
-                raise read_only_error(self._engine)
+                raise make_read_only_error(self._engine)
         file = self._engine.url.database if self.is_sqlite else None
         if file and not os.access(file, os.W_OK):
             raise DatabaseUnavailableError(f"the database is read-only: {file} cannot be written")
@@ -221,7 +221,7 @@ class Database:
     def upgrade(self) -> None:
         """Upgrade the schema to the newest revision, in one transaction. A compatible schema of a later version is
         unchanged. Concurrent upgrades wait for each other. Raises as `check_schema`."""
-        with self._migrating() as session:
+        with self._begin_migration() as session:
             # 1. a later compatible schema stays  2. a former revision is stamped as its predecessor  3. upgrade
             config = make_alembic_config(session.connection())
             known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
@@ -236,13 +236,13 @@ class Database:
             command.upgrade(config, "head")
 
     @contextmanager
-    def _migrating(self) -> Iterator[Session]:
+    def _begin_migration(self) -> Iterator[Session]:
         """Open a transaction without statement timeouts: building an index on a large table may take long."""
         restore = None
         try:
-            with self.writing() as session:
+            with self.begin_write() as session:
                 if self._engine.dialect.name == "postgresql":
-                    restore = lift_statement_timeout(session)
+                    restore = disable_statement_timeout(session)
                 self.lock(session, "migrations")
                 yield session
         finally:
@@ -255,7 +255,7 @@ class Database:
         Raises `InvalidInputError` for an unknown revision.
         """
         try:
-            with self._migrating() as session:
+            with self._begin_migration() as session:
                 command.downgrade(make_alembic_config(session.connection()), revision)
         except CommandError as error:
             message = f"revision is {revision!r}: {error}; expected the number of an earlier migration, such as 0005"
@@ -263,7 +263,7 @@ class Database:
 
     def check_schema(self) -> None:
         """Raise `InvalidInputError` unless this program can use the schema."""
-        with self.reading() as session:
+        with self.begin_read() as session:
             _check_revision(get_current_revision(session.connection()))
 
     def close(self) -> None:
@@ -318,12 +318,12 @@ def _transaction(engine: Engine) -> Iterator[Session]:
     except (DBAPIError, PoolTimeoutError) as error:
         # The driver's own text, not SQLAlchemy's: the latter repeats the statement with its parameters.
         cause = getattr(error, "orig", None) or error
-        if is_read_only(cause):
-            raise read_only_error(engine) from error
+        if is_read_only_error(cause):
+            raise make_read_only_error(engine) from error
         is_away = isinstance(error, (OperationalError, InterfaceError, PoolTimeoutError))
         # A server also closes connections with errors of other kinds, for example when a process was frozen.
         if is_away or getattr(error, "connection_invalidated", False):
-            raise DatabaseUnavailableError(f"the database does not answer: {cause}") from error
+            raise DatabaseUnavailableError(f"the database is unavailable: {cause}; retry later") from error
         raise
 
 

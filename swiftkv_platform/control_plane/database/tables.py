@@ -87,7 +87,7 @@ class EventRow(Base):
     __table_args__ = (Index(None, "job_id", "sequence"),)
 
 
-class PointRow(Base):
+class MetricPointRow(Base):
     __tablename__ = "metric_points"
 
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
@@ -257,7 +257,7 @@ class FileRow(Base):
     __table_args__ = (Index(None, "tenant", "id"), Index(None, "tenant", "size"))
 
 
-class UseRow(Base):
+class ReferenceRow(Base):
     """A reference from a job to an uploaded file, a model or another job."""
 
     __tablename__ = "uses"

@@ -18,9 +18,9 @@ from swiftkv_platform.control_plane.database.paging import (
     Repository,
     fetch_page,
     fetch_rows,
-    get_owned,
+    get_tenant_row,
     make_unreadable_row_error,
-    parse_readable,
+    parse_readable_rows,
     split_into_batches,
 )
 from swiftkv_platform.control_plane.database.session import Database
@@ -63,7 +63,7 @@ class DeploymentRepository(Repository):
         Raises `QuotaExceededError`, and `ConflictError` if another deployment's route prefix interferes, naming it only
         if it is the same tenant's.
         """
-        with self._database.writing() as session:
+        with self._database.begin_write() as session:
             # 1. the tenant's number of deployments and its other holdings  2. the route  3. the row
             self._lock_deployments(session, deployment.tenant)
             check_count_quota(session, "max_deployments", deployment.tenant, policy)
@@ -88,13 +88,13 @@ class DeploymentRepository(Repository):
 
     def get_deployment(self, deployment_id: str, *, tenant: str) -> Deployment:
         """Return a deployment. Raises `NotFoundError`."""
-        with self._database.reading() as session:
-            return read_deployment(get_owned(session, DeploymentRow, deployment_id, tenant))
+        with self._database.begin_read() as session:
+            return read_deployment(get_tenant_row(session, DeploymentRow, deployment_id, tenant))
 
     def list_deployments(self, page: Page, *, tenant: str) -> Slice[Deployment]:
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             rows = fetch_page(session, DeploymentRow, page, tenant)
-            deployments, left_out = parse_readable(rows.items, read_deployment)
+            deployments, left_out = parse_readable_rows(rows.items, read_deployment)
             return Slice(deployments, rows.has_more, left_out)
 
     def list_all_deployments(self) -> Slice[Deployment]:
@@ -104,13 +104,13 @@ class DeploymentRepository(Repository):
         """
         heads = select(DeploymentRow.id, DeploymentRow.version, DeploymentRow.state).order_by(DeploymentRow.id)
         rows: list[DeploymentRow] = []
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             present = {row_id: (version, state) for row_id, version, state in session.execute(heads)}
             parsed = {row_id: self._parsed[row_id] for row_id in present.keys() & self._parsed.keys()}
             parsed = {row_id: found for row_id, found in parsed.items() if found[:2] == present[row_id]}
             for ids in split_into_batches([row_id for row_id in present if row_id not in parsed]):
                 rows += session.scalars(select(DeploymentRow).where(DeploymentRow.id.in_(ids)))
-        read, left_out = parse_readable(rows, lambda row: (row, read_deployment(row)))
+        read, left_out = parse_readable_rows(rows, lambda row: (row, read_deployment(row)))
         for row, deployment in read:
             parsed[row.id] = (row.version, row.state, deployment)
             if any(getattr(row, name) != value for name, value in _make_columns(deployment.spec).items()):
@@ -122,7 +122,7 @@ class DeploymentRepository(Repository):
 
     def _renew_columns(self, deployment_id: str) -> None:
         """Set the missing columns of a row that an earlier version of this program wrote with the spec only."""
-        with self._database.writing() as session:
+        with self._database.begin_write() as session:
             row = session.get(DeploymentRow, deployment_id, with_for_update=True)
             if row is not None:
                 _set_columns(row, read_deployment(row).spec)
@@ -130,9 +130,9 @@ class DeploymentRepository(Repository):
     def list_deployments_of_model(self, model_id: str, *, tenant: str, limit: int) -> Sequence[Deployment]:
         """Return the newest deployments that serve a model."""
         query = select(DeploymentRow).where(DeploymentRow.model == model_id, DeploymentRow.tenant == tenant)
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             rows = fetch_rows(session, query, DeploymentRow.id, Page(limit=limit), after=None).items
-            return parse_readable(rows, read_deployment)[0]
+            return parse_readable_rows(rows, read_deployment)[0]
 
     def change_deployment(self, deployment_id: str, change: ComputeDeploymentChange, *, tenant: str) -> Deployment:
         """Store what `change` returns for the present deployment; other changes of the tenant's deployments wait.
@@ -141,9 +141,9 @@ class DeploymentRepository(Repository):
         `NotFoundError`, `ConflictError` for a deployment that is being deleted, and what `change` raises; then nothing
         is stored.
         """
-        with self._database.writing() as session:
+        with self._database.begin_write() as session:
             self._lock_deployments(session, tenant)
-            row = get_owned(session, DeploymentRow, deployment_id, tenant, lock=True)
+            row = get_tenant_row(session, DeploymentRow, deployment_id, tenant, lock=True)
             deployment = read_deployment(row)
             if deployment.state.status is DeploymentStatus.DELETING:
                 message = f"deployment {deployment_id} is being deleted; create another one"
@@ -157,7 +157,7 @@ class DeploymentRepository(Repository):
     ) -> None:
         """Store the cluster's state of a deployment. One that is being deleted stays so; a state of deleting frees its
         route prefix. `of`: the spec that the state is about; nothing is stored if another one is wanted by now."""
-        with self._database.writing() as session:
+        with self._database.begin_write() as session:
             row = session.get(DeploymentRow, deployment_id, with_for_update=True)
             if row is None or _STATE_ADAPTER.validate_python(row.state).status is DeploymentStatus.DELETING:
                 return
@@ -173,7 +173,7 @@ class DeploymentRepository(Repository):
 
     def remove_deployment(self, deployment_id: str) -> None:
         """Delete the row of a deployment that is no longer served."""
-        with self._database.writing() as session:
+        with self._database.begin_write() as session:
             row = session.get(DeploymentRow, deployment_id)
             if row is not None:
                 session.delete(row)

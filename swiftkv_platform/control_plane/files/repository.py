@@ -13,10 +13,10 @@ from swiftkv_platform.contract.attempts import file_key
 from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
 from swiftkv_platform.control_plane.access.usage import check_count_quota, check_storage_quota
 from swiftkv_platform.control_plane.base import Page, Slice
-from swiftkv_platform.control_plane.database.paging import Repository, fetch_page, get_owned, to_dataclass
+from swiftkv_platform.control_plane.database.paging import Repository, fetch_page, get_tenant_row, to_dataclass
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import FileRow
-from swiftkv_platform.control_plane.references import find_live_users
+from swiftkv_platform.control_plane.references import find_referencing_jobs
 from swiftkv_platform.data.checks import UploadedRows
 from swiftkv_platform.errors import ConflictError, InvalidInputError
 
@@ -52,7 +52,7 @@ class FileRepository(Repository):
     def add(self, file: File, *, policy: TenantPolicy = DEFAULT_POLICY) -> File:
         """Store a new file. `policy`: says how many files, and bytes, the tenant may store, this file included. Raises
         `QuotaExceededError`."""
-        with self._database.writing() as session:
+        with self._database.begin_write() as session:
             lock_tenant_files(
                 self._database, session, file.tenant
             )  # so that no other upload or import adds to it meanwhile
@@ -63,33 +63,33 @@ class FileRepository(Repository):
 
     def get(self, file_id: str, *, tenant: str) -> File:
         """Return a file. Raises `NotFoundError`, also for another tenant's file."""
-        with self._database.reading() as session:
-            return _parse_file(get_owned(session, FileRow, file_id, tenant))
+        with self._database.begin_read() as session:
+            return _parse_file(get_tenant_row(session, FileRow, file_id, tenant))
 
     def list(self, page: Page, *, tenant: str) -> Slice[File]:
         """Return a page of files. Raises `InvalidInputError` if `page.after` names no file of the tenant."""
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             rows = fetch_page(session, FileRow, page, tenant)
             return Slice([_parse_file(row) for row in rows.items], rows.has_more)
 
     def find_existing(self, ids: Sequence[str], *, tenant: str) -> Mapping[str, File]:
         """Return the tenant's files among `ids`, by id."""
         query = select(FileRow).where(FileRow.id.in_(ids), FileRow.tenant == tenant)
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             return {row.id: _parse_file(row) for row in session.scalars(query)}
 
     def check_quota(self, tenant: str, size: int, policy: TenantPolicy) -> None:
         """Raise `QuotaExceededError` if the tenant may not store another file, of `size` bytes."""
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             check_count_quota(session, "max_files", tenant, policy)
             check_storage_quota(session, tenant, size, policy)
 
     def remove(self, file_id: str, *, tenant: str) -> File:
         """Remove a file's row. Raises `NotFoundError`, and `ConflictError` while an unfinished job uses it."""
-        with self._database.writing() as session:
+        with self._database.begin_write() as session:
             lock_tenant_files(self._database, session, tenant)
-            row = get_owned(session, FileRow, file_id, tenant)
-            users = find_live_users(session, [file_id], tenant=tenant, limit=_MAX_NAMED_JOBS + 1)
+            row = get_tenant_row(session, FileRow, file_id, tenant)
+            users = find_referencing_jobs(session, [file_id], tenant=tenant, limit=_MAX_NAMED_JOBS + 1)
             if users:
                 shown = ", ".join(users[:_MAX_NAMED_JOBS]) + (", ..." if len(users) > _MAX_NAMED_JOBS else "")
                 message = (
@@ -102,12 +102,12 @@ class FileRepository(Repository):
     def list_expired(self, now: float, *, limit: int) -> Sequence[File]:
         """Return expired files of all tenants, ordered by expiry."""
         query = select(FileRow).where(FileRow.expires_at <= int(now)).order_by(FileRow.expires_at).limit(limit)
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             return [_parse_file(row) for row in session.scalars(query)]
 
     def list_existing_ids(self, ids: Sequence[str]) -> set[str]:
         """Return the ids that have a row, of any tenant."""
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             return set(session.scalars(select(FileRow.id).where(FileRow.id.in_(ids))))
 
 

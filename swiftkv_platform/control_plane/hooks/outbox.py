@@ -15,7 +15,7 @@ from sqlalchemy import ColumnElement, and_, case, func, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
 from swiftkv_platform.control_plane.access.usage import count_objects
-from swiftkv_platform.control_plane.database.paging import Repository, row_bytes_expression, to_dataclass
+from swiftkv_platform.control_plane.database.paging import Repository, make_row_bytes_expression, to_dataclass
 from swiftkv_platform.control_plane.database.tables import (
     DELIVERED,
     FAILED,
@@ -23,7 +23,7 @@ from swiftkv_platform.control_plane.database.tables import (
     DeliveryRow,
     EventRow,
     JobRow,
-    PointRow,
+    MetricPointRow,
 )
 from swiftkv_platform.control_plane.jobs.job import Event, Job
 from swiftkv_platform.limits import EVENT_POINTS
@@ -103,7 +103,7 @@ class Outbox(Repository):
         due = (DeliveryRow.status == PENDING, DeliveryRow.not_before <= now, ~waits_for_another)
         # The search among all pending ones comes before the transaction that writes, which it would make last longer.
         oldest = select(DeliveryRow.sequence).where(*due, *(~_is_sent_to_origin(origin) for origin in excluded_origins))
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             chosen = session.scalars(oldest.order_by(DeliveryRow.sequence).limit(limit)).all()
         if not chosen:
             return []
@@ -115,7 +115,7 @@ class Outbox(Repository):
             .order_by(DeliveryRow.sequence)
             .with_for_update(skip_locked=True, of=DeliveryRow)
         )
-        with self._database.writing() as session:
+        with self._database.begin_write() as session:
             found = []
             for row, event, tenant, job_name, labels in session.execute(query):
                 row.not_before = until
@@ -133,13 +133,13 @@ class Outbox(Repository):
 
     def count_by_status(self) -> Mapping[str, int]:
         query = select(DeliveryRow.status, func.count().label("number")).group_by(DeliveryRow.status)
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             found = {row.status: row.number for row in session.execute(query)}
             return {status: found.get(status, 0) for status in (PENDING, DELIVERED, FAILED)}
 
     def _update_pending(self, sequence: int, **values: object) -> None:
         pending = update(DeliveryRow).where(DeliveryRow.sequence == sequence, DeliveryRow.status == PENDING)
-        with self._database.writing() as session:
+        with self._database.begin_write() as session:
             session.execute(pending.values(**values))
 
 
@@ -170,13 +170,13 @@ def strip_points(event: Event, stored: Collection[int]) -> Event:
     return replace(event, data={**data, _STEPS_KEY: [min(steps), max(steps)]})
 
 
-def stripped_point_bytes(job_id: str) -> ColumnElement[int]:
+def make_stripped_bytes_expression(job_id: str) -> ColumnElement[int]:
     """Return an SQL expression for the bytes that `restore_points` adds to an event's row."""
     # Other events may have anything as their `steps`, which could not be cast.
     lacks_points = and_(EventRow.type == "metrics", EventRow.data[_POINTS_KEY].as_string().is_(None))
     first, last = (case((lacks_points, EventRow.data[_STEPS_KEY][index].as_integer())) for index in (0, 1))
-    of_event = select(func.sum(row_bytes_expression(PointRow))).where(
-        PointRow.job_id == job_id, PointRow.step.between(first, last)
+    of_event = select(func.sum(make_row_bytes_expression(MetricPointRow))).where(
+        MetricPointRow.job_id == job_id, MetricPointRow.step.between(first, last)
     )
     return of_event.correlate(EventRow).scalar_subquery()
 
@@ -185,8 +185,8 @@ def restore_points(session: Session, job_id: str, events: Sequence[Event]) -> li
     """Add the stripped metric points to a job's events, at most `EVENT_POINTS` per event."""
     points: list[Mapping[str, Any]] = []
     for first, last in _merge_ranges(event.data[_STEPS_KEY] for event in events if _lacks_points(event)):
-        query = select(PointRow).where(PointRow.job_id == job_id, PointRow.step.between(first, last))
-        rows = session.scalars(query.order_by(PointRow.step).limit(EVENT_POINTS.default * len(events)))
+        query = select(MetricPointRow).where(MetricPointRow.job_id == job_id, MetricPointRow.step.between(first, last))
+        rows = session.scalars(query.order_by(MetricPointRow.step).limit(EVENT_POINTS.default * len(events)))
         points += [{"step": row.step, **row.values} for row in rows]
     return [_fill_points(event, points) if _lacks_points(event) else event for event in events]
 

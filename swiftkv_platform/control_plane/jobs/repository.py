@@ -26,23 +26,30 @@ from swiftkv_platform.control_plane.database.paging import (
     Repository,
     fetch_page,
     fetch_rows,
-    get_owned,
+    get_tenant_row,
     make_cursor_error,
     make_unreadable_row_error,
-    parse_readable,
+    parse_readable_rows,
     split_into_batches,
     to_dataclass,
 )
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.database.tables import EventRow, IdempotencyRow, JobRow, ModelRow, PointRow, UseRow
+from swiftkv_platform.control_plane.database.tables import (
+    EventRow,
+    IdempotencyRow,
+    JobRow,
+    MetricPointRow,
+    ModelRow,
+    ReferenceRow,
+)
 from swiftkv_platform.control_plane.deployments.repository import deployments_lock_key
 from swiftkv_platform.control_plane.files.repository import check_files_exist, lock_tenant_files
 from swiftkv_platform.control_plane.hooks.outbox import (
     fail_excess_deliveries,
     make_delivery_rows,
+    make_stripped_bytes_expression,
     restore_points,
     strip_points,
-    stripped_point_bytes,
 )
 from swiftkv_platform.control_plane.hooks.webhooks import make_find_recipients
 from swiftkv_platform.control_plane.jobs.job import (
@@ -55,7 +62,7 @@ from swiftkv_platform.control_plane.jobs.job import (
 )
 from swiftkv_platform.control_plane.loops import check_fence, is_lease_held
 from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.references import check_publication, find_uses
+from swiftkv_platform.control_plane.references import check_publication, find_references
 from swiftkv_platform.errors import (
     IdempotencyConflictError,
     QuotaExceededError,
@@ -176,7 +183,7 @@ class JobRepository(Repository):
         if idempotency is not None and (known := self.find_by_idempotency_key(job.tenant, idempotency)) is not None:
             return known
         try:
-            with self._database.writing() as session:
+            with self._database.begin_write() as session:
                 self._check_quotas(session, job.tenant, policy)
                 if ids := list_file_ids(job.spec):
                     lock_tenant_files(self._database, session, job.tenant)
@@ -187,7 +194,9 @@ class JobRepository(Repository):
                     check_publication(session, columns["spec"], job.tenant)
                 session.add(JobRow(**columns))
                 session.flush()
-                session.add_all(UseRow(used=used, job_id=job.id) for used in sorted(find_uses(columns["spec"])))
+                session.add_all(
+                    ReferenceRow(used=used, job_id=job.id) for used in sorted(find_references(columns["spec"]))
+                )
                 self._add_events(session, job, [event])
                 if idempotency is not None:
                     session.add(IdempotencyRow(tenant=job.tenant, job_id=job.id, **vars(idempotency)))
@@ -201,7 +210,7 @@ class JobRepository(Repository):
 
     def find_by_idempotency_key(self, tenant: str, idempotency: Idempotency) -> Job | None:
         """Return the job that the tenant's key was used for. Raises `IdempotencyConflictError` for another body."""
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             known = session.get(IdempotencyRow, (tenant, idempotency.key))
             if known is None:
                 return None
@@ -210,8 +219,8 @@ class JobRepository(Repository):
 
     def get(self, job_id: str, *, tenant: str) -> Job:
         """Return a job. Raises `NotFoundError`, also for another tenant's job, and `UnreadableRowError`."""
-        with self._database.reading() as session:
-            return _parse_job(get_owned(session, JobRow, job_id, tenant))
+        with self._database.begin_read() as session:
+            return _parse_job(get_tenant_row(session, JobRow, job_id, tenant))
 
     def list(self, page: Page, *, tenant: str, where: JobFilter = EVERYTHING) -> Slice[Job]:
         """Return a page of jobs. Raises `InvalidInputError` if `page.after` names
@@ -221,31 +230,31 @@ class JobRepository(Repository):
             wanted.append(JobRow.status == where.status.value)
         if where.model is not None:
             wanted.append(JobRow.model == where.model)
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             rows = fetch_page(session, JobRow, page, tenant, *wanted)
-            jobs, left_out = parse_readable(rows.items, _parse_job)
+            jobs, left_out = parse_readable_rows(rows.items, _parse_job)
             return Slice(jobs, rows.has_more, left_out)
 
     def on_cluster(self) -> Sequence[ClusterJob]:
         """Return all jobs that may have an attempt on the cluster, oldest first; no spec is read."""
         query = select(JobRow.id, JobRow.status, JobRow.version, JobRow.watched_until)
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             rows = session.execute(query.where(JobRow.status.in_(STATUSES_ON_CLUSTER)).order_by(JobRow.id))
             return [ClusterJob(row.id, JobStatus(row.status), row.version, row.watched_until) for row in rows]
 
     def load(self, ids: Sequence[str]) -> Sequence[Job]:
         """Return these jobs, in this order; one that is gone, or unreadable, is left out."""
         found: dict[str, Job] = {}
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             for part in split_into_batches(ids):
                 rows = session.scalars(select(JobRow).where(JobRow.id.in_(part)))
-                found |= {job.id: job for job in parse_readable(rows, _parse_job)[0]}
+                found |= {job.id: job for job in parse_readable_rows(rows, _parse_job)[0]}
         return [found[job_id] for job_id in ids if job_id in found]
 
     def find_live_jobs(self, ids: Collection[str]) -> set[str]:
         """Return those of the ids whose jobs have not ended."""
         found: set[str] = set()
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             for part in split_into_batches(sorted(ids)):
                 live = select(JobRow.id).where(JobRow.id.in_(part), JobRow.status.in_(LIVE_STATUSES))
                 found.update(session.scalars(live))
@@ -267,7 +276,7 @@ class JobRepository(Repository):
             ready = ready.where(JobRow.id.not_in(without))
         first = ready.order_by(JobRow.priority, JobRow.id).limit(most)
         waiting: dict[str, builtins.list[QueuedJob]] = {}
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             used, asked = sum_job_demand(session, STATUSES_ON_CLUSTER), sum_job_demand(session, queued)
             for tenant, demand in sum_deployment_demand(session).items():
                 used[tenant] = used.get(tenant, Demand()) + demand
@@ -281,13 +290,13 @@ class JobRepository(Repository):
     def queue_places(self, tenant: str) -> Mapping[str, int]:
         """Return the position of each of the tenant's queued jobs, by priority, then by age; the first has 1."""
         queued = select(JobRow.id).where(JobRow.tenant == tenant, JobRow.status == JobStatus.QUEUED.value)
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             ids = session.scalars(queued.order_by(JobRow.priority, JobRow.id))
             return {job_id: place for place, job_id in enumerate(ids, 1)}
 
     def sum_tenant_demand(self, tenant: str) -> Demand:
         """Return the demand of the tenant's jobs on the cluster and of its deployments."""
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             return sum_demand(session, tenant)
 
     def claim(
@@ -307,7 +316,7 @@ class JobRepository(Repository):
         tenants = sorted({job.tenant for job, _ in starts})
         claimed: list[Job] = []
         refused: set[str] = set()
-        with self._database.writing() as session:
+        with self._database.begin_write() as session:
             self._database.lock(session, "cluster slots")
             for tenant in tenants:
                 self._database.lock(session, deployments_lock_key(tenant))
@@ -338,13 +347,13 @@ class JobRepository(Repository):
 
     def watch(self, job_id: str, until: float) -> None:
         """Mark a job as followed until a time, so that its events are polled often. The job keeps its version."""
-        with self._database.writing() as session:
+        with self._database.begin_write() as session:
             live = update(JobRow).where(JobRow.id == job_id, JobRow.status.in_(LIVE_STATUSES))
             session.execute(live.values(watched_until=until))
 
     def count_by_status(self) -> Mapping[JobStatus, int]:
         query = select(JobRow.status, func.count()).group_by(JobRow.status)
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             found = {str(status): int(count) for status, count in session.execute(query)}
         return {status: found.get(status.value, 0) for status in JobStatus}
 
@@ -352,7 +361,7 @@ class JobRepository(Repository):
         """Return the attempt number, or None if unreadable, of each job that may have an attempt on the cluster."""
         # An unknown status, stored by another version of this program, counts as one with an attempt.
         query = select(JobRow.id, JobRow.state).where(JobRow.status.not_in(_STATUSES_OFF_CLUSTER))
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             return {job_id: _read_attempt_number(state) for job_id, state in session.execute(query)}
 
     def update(
@@ -373,7 +382,7 @@ class JobRepository(Repository):
         guarded = update(JobRow).where(JobRow.id == job.id, JobRow.version == job.version)
         if fence is not None:
             guarded = guarded.where(is_lease_held(fence))
-        with self._database.writing() as session:
+        with self._database.begin_write() as session:
             changed = session.execute(guarded.values(**make_job_columns(updated)).returning(JobRow.id))
             if changed.scalar_one_or_none() is None:
                 check_fence(session, fence)
@@ -388,7 +397,7 @@ class JobRepository(Repository):
 
     def events(self, job_id: str, page: Page) -> Slice[Event]:
         """Return a job's events in the order they were stored. Raises `InvalidInputError` for an unknown `after`."""
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             after = None
             if page.after is not None:
                 seen = session.scalar(select(EventRow).where(EventRow.id == page.after, EventRow.job_id == job_id))
@@ -397,7 +406,7 @@ class JobRepository(Repository):
                 after = seen.sequence
             query = select(EventRow).where(EventRow.job_id == job_id)
             rows = fetch_rows(
-                session, query, EventRow.sequence, page, after=after, extra_bytes=stripped_point_bytes(job_id)
+                session, query, EventRow.sequence, page, after=after, extra_bytes=make_stripped_bytes_expression(job_id)
             )
             # The data of a damaged row is no object.
             events = [
@@ -408,9 +417,13 @@ class JobRepository(Repository):
     def points(self, job_id: str, page: Page) -> Slice[MetricPoint]:
         """Metrics by step; `page.after` is a step in decimal. Raises `InvalidInputError` if it is not."""
         after = None if page.after is None else _parse_step_cursor(page.after)
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             rows = fetch_rows(
-                session, select(PointRow).where(PointRow.job_id == job_id), PointRow.step, page, after=after
+                session,
+                select(MetricPointRow).where(MetricPointRow.job_id == job_id),
+                MetricPointRow.step,
+                page,
+                after=after,
             )
             return Slice([to_dataclass(MetricPoint, row) for row in rows.items], rows.has_more)
 
@@ -476,5 +489,5 @@ def _parse_step_cursor(cursor: str) -> int:
 def _replace_points(session: Session, job_id: str, points: Sequence[MetricPoint]) -> None:
     newest = {point.step: point for point in points}
     for part in split_into_batches(builtins.list(newest)):
-        session.execute(delete(PointRow).where(PointRow.job_id == job_id, PointRow.step.in_(part)))
-    session.add_all([PointRow(job_id=job_id, **vars(point)) for point in newest.values()])
+        session.execute(delete(MetricPointRow).where(MetricPointRow.job_id == job_id, MetricPointRow.step.in_(part)))
+    session.add_all([MetricPointRow(job_id=job_id, **vars(point)) for point in newest.values()])

@@ -11,13 +11,13 @@ from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, Tenant
 from swiftkv_platform.control_plane.access.usage import check_count_quota, check_storage_quota
 from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.database.paging import (
-    count_fitting,
+    count_fitting_rows,
     fetch_column,
     fetch_page,
     fetch_rows,
-    get_owned,
-    parse_readable,
-    row_bytes_expression,
+    get_tenant_row,
+    make_row_bytes_expression,
+    parse_readable_rows,
     to_dataclass,
 )
 from swiftkv_platform.control_plane.database.tables import DeletionRow, DeploymentRow, ModelRow, PromotionRow
@@ -45,12 +45,12 @@ class ModelRepository(DeploymentRepository):
 
     def get_model(self, model_id: str, *, tenant: str) -> Model:
         """Return a model. Raises `NotFoundError`."""
-        with self._database.reading() as session:
-            return to_dataclass(Model, get_owned(session, ModelRow, model_id, tenant))
+        with self._database.begin_read() as session:
+            return to_dataclass(Model, get_tenant_row(session, ModelRow, model_id, tenant))
 
     def begin_import(self, prefix: str, *, by: str, now: float) -> None:
         """Schedule the removal of an import's objects in a day, unless `register_import` cancels it."""
-        with self._database.writing() as session:
+        with self._database.begin_write() as session:
             session.add(DeletionRow(prefix=prefix, created_at=int(now + IMPORT_TIMEOUT_S), by=by))
 
     def register_import(self, model: Model, *, policy: TenantPolicy = DEFAULT_POLICY, now: float) -> None:
@@ -60,7 +60,7 @@ class ModelRepository(DeploymentRepository):
         are due for removal within half a day, so that registration and removal never overlap.
         """
         noted = (DeletionRow.prefix == model.prefix, DeletionRow.created_at >= now + IMPORT_TIMEOUT_S / 2)
-        with self._database.writing() as session:
+        with self._database.begin_write() as session:
             if session.connection().execute(delete(DeletionRow).where(*noted)).rowcount != 1:
                 raise StorageError(
                     f"the import of {model.name!r} took too long, and its copy is being deleted; import it again"
@@ -72,29 +72,29 @@ class ModelRepository(DeploymentRepository):
 
     def check_import_quota(self, tenant: str, size: int, policy: TenantPolicy) -> None:
         """Raise `QuotaExceededError` if the tenant may not import another model, of `size` bytes."""
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             check_count_quota(session, "max_imported_models", tenant, policy)
             check_storage_quota(session, tenant, size, policy)
 
     def list_models(self, page: Page, *, tenant: str) -> Slice[Model]:
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             rows = fetch_page(session, ModelRow, page, tenant)
             return Slice([to_dataclass(Model, row) for row in rows.items], rows.has_more)
 
     def find_models(self, *, tenant: str, **columns: str) -> Sequence[Model]:
         """Return the tenant's models with these column values, newest first, at most `MAX_CANDIDATES` + 1."""
         query = select(ModelRow).filter_by(tenant=tenant, **columns).order_by(ModelRow.id.desc())
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             return [to_dataclass(Model, row) for row in session.scalars(query.limit(MAX_CANDIDATES + 1))]
 
     def list_promotions(self, *, tenant: str, alias: str | None = None) -> Sequence[Promotion]:
         """Return promotions, oldest first."""
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             return select_promotions(session, tenant, alias)
 
     def get_newest_promotion(self, alias: str, *, tenant: str) -> Promotion | None:
         """Return the newest change of an alias; None for an unknown alias."""
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             return _get_newest(session, tenant, alias)
 
     def list_model_promotions(self, model_id: str, *, tenant: str, limit: int) -> Sequence[Promotion]:
@@ -102,7 +102,7 @@ class ModelRepository(DeploymentRepository):
         query = select(PromotionRow).where(
             PromotionRow.tenant == tenant, or_(PromotionRow.model == model_id, PromotionRow.previous == model_id)
         )
-        with self._database.reading() as session:
+        with self._database.begin_read() as session:
             rows = fetch_rows(session, query, PromotionRow.sequence, Page(limit=limit), after=None).items
             return [to_dataclass(Promotion, row) for row in reversed(rows)]
 
@@ -112,8 +112,8 @@ class ModelRepository(DeploymentRepository):
         # 1. names of the page  2. bytes of each alias's newest promotions  3. the promotions of as many aliases as fit
         query = select(PromotionRow.alias).where(PromotionRow.tenant == tenant).distinct()
         rank = func.row_number().over(partition_by=PromotionRow.alias, order_by=PromotionRow.sequence.desc())
-        size = row_bytes_expression(PromotionRow)
-        with self._database.reading() as session:
+        size = make_row_bytes_expression(PromotionRow)
+        with self._database.begin_read() as session:
             names = fetch_column(session, query, PromotionRow.alias, page, after=page.after)
             ranked = select(PromotionRow.alias, PromotionRow.sequence, rank.label("rank"), size.label("size")).where(
                 PromotionRow.tenant == tenant, PromotionRow.alias.in_(names.items)
@@ -121,7 +121,7 @@ class ModelRepository(DeploymentRepository):
             kept = ranked.subquery()
             total = select(kept.c.alias, func.sum(kept.c.size)).where(kept.c.rank <= newest).group_by(kept.c.alias)
             sizes = {alias: int(each) for alias, each in session.execute(total)}
-            shown = names.items[: count_fitting(sizes[name] for name in names.items)]
+            shown = names.items[: count_fitting_rows(sizes[name] for name in names.items)]
             rows = session.scalars(
                 select(PromotionRow)
                 .join(kept, kept.c.sequence == PromotionRow.sequence)
@@ -141,7 +141,7 @@ class ModelRepository(DeploymentRepository):
         how many aliases the tenant may have, and how long their histories are.
         Raises `QuotaExceededError`, and what `decide` raises.
         """
-        with self._database.writing() as session:
+        with self._database.begin_write() as session:
             # 1. decide  2. the promotion, and the end of its history  3. deployments
             self._lock_deployments(session, tenant)
             newest = _get_newest(session, tenant, alias)
@@ -155,7 +155,7 @@ class ModelRepository(DeploymentRepository):
             model = to_dataclass(Model, session.get_one(ModelRow, promotion.model))
             following = select(DeploymentRow).where(DeploymentRow.tenant == tenant, DeploymentRow.alias == alias)
             rows = {row.id: row for row in session.scalars(following.with_for_update())}
-            for deployment in parse_readable(rows.values(), read_deployment)[0]:
+            for deployment in parse_readable_rows(rows.values(), read_deployment)[0]:
                 if deployment.state.status is not DeploymentStatus.DELETING:
                     served = {"model": model.id, "artifact_uri": model.artifact_uri}
                     spec = deployment.spec.model_copy(update=served)

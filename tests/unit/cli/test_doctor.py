@@ -289,7 +289,7 @@ def test_packages_that_do_not_fit_are_named(tmp_path: Path, monkeypatch: pytest.
 def test_schemas_that_are_not_this_versions(
     doctor: Examine, sqlite_database: Database, postgres_url: str, tmp_path: Path
 ) -> None:
-    with closing(Database(emptied(postgres_url))) as database, database.writing() as session:
+    with closing(Database(emptied(postgres_url))) as database, database.begin_write() as session:
         session.execute(text("DROP TABLE alembic_version"))
     upgrade = "run python -m swiftkv_platform.control_plane.database"
     findings = doctor(failed=True, SWIFTKV_DATABASE_URL=postgres_url)
@@ -297,10 +297,10 @@ def test_schemas_that_are_not_this_versions(
     emptied(postgres_url)
     check(doctor(failed=False, SWIFTKV_DATABASE_URL=postgres_url), {"database": ("ok", "newest schema", "")})
     environment = {"SWIFTKV_DATABASE_URL": f"sqlite:///{tmp_path / 'test.db'}"}
-    with sqlite_database.writing() as session:
+    with sqlite_database.begin_write() as session:
         session.execute(text("UPDATE alembic_version SET version_num = '0999'"))
     check(doctor(failed=False, **environment), {"database": ("ok", "schema 0999 of a newer version", "")})
-    with sqlite_database.writing() as session:
+    with sqlite_database.begin_write() as session:
         session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     check(doctor(failed=True, **environment), {"database": ("failed", "9999", "--back-to")})
 

@@ -256,7 +256,7 @@ def test_a_copy_ends_soon_after_its_connection(start: Start, parts: Components, 
             connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             assert started.wait(30.0)
         until = time.monotonic() + 10.0
-        with parts.database.reading() as session:
+        with parts.database.begin_read() as session:
             assert session.scalar(select(func.count()).select_from(ModelRow)) == 0
         while any(path.name.startswith("models") and [*path.rglob("*")] for path in (tmp_path / "store").iterdir()):
             assert time.monotonic() < until, "the copy goes on although nobody waits for it"

@@ -33,7 +33,7 @@ LONGEST_PAGE = 1000
 
 
 def add(server: Server, *rows: Base) -> None:
-    with server.parts.database.writing() as session:
+    with server.parts.database.begin_write() as session:
         session.add_all(rows)
 
 
@@ -128,7 +128,7 @@ def add_deployments(server: Server) -> list[str]:
     [model, *_] = add_models(server)
     made = server.client.post("/deployments", json={"model": model})
     assert made.status_code == 201, made.text
-    with server.parts.database.reading() as session:
+    with server.parts.database.begin_read() as session:
         first = session.get_one(DeploymentRow, made.json()["id"])
         columns = {column.key: getattr(first, column.key) for column in inspect(DeploymentRow).columns}
     found = [first.id]

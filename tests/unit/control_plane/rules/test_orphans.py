@@ -61,7 +61,7 @@ def test_it_looks_once_a_minute_and_waits_for_a_cluster_that_is_away(plane: Plan
 
 def test_what_no_job_has_is_stopped_and_what_one_has_runs_on(plane: Plane) -> None:
     lost, replaced, damaged, kept = (started(plane) for _ in range(4))
-    with plane.database.writing() as session:  # as in a restored database
+    with plane.database.begin_write() as session:  # as in a restored database
         session.execute(delete(EventRow).where(EventRow.job_id == lost.id))
         session.execute(delete(JobRow).where(JobRow.id == lost.id))
         damage = text("UPDATE jobs SET state = 'damaged', status = 'unheard-of' WHERE id = :id")

@@ -101,7 +101,7 @@ def test_poison_in_every_slot_stops_no_good_job(plane: Plane, where: str) -> Non
 
 def test_a_state_that_should_not_be_is_poison_too(plane: Plane) -> None:
     job, good = plane.submit(), plane.submit()
-    with plane.database.writing() as session:
+    with plane.database.begin_write() as session:
         session.execute(text("UPDATE jobs SET status = 'starting' WHERE id = :id"), {"id": job.id})
     turn(plane, plane.reconciler(), 60)
     assert plane.get(job).status is JobStatus.FAILED
@@ -164,7 +164,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_a_row_that_cannot_be_read_breaks_neither_lists_nor_the_queue(plane: Plane, damage: str) -> None:
     first, damaged, last = (plane.submit() for _ in range(3))
-    with plane.database.writing() as session:
+    with plane.database.begin_write() as session:
         session.execute(text(damage), {"id": damaged.id})
     found = plane.jobs.list(Page(order="asc"), tenant=first.tenant)
     assert [job.id for job in found.items] == [first.id, last.id]

@@ -71,7 +71,7 @@ def test_a_deployment_whose_row_cannot_be_read_is_served_on(
     reconciler.tick()
     for deployment in (damaged, sound):
         plane.serving.become(deployment.spec.id, DeploymentStatus.RUNNING, replicas=1)
-    with plane.database.writing() as session:
+    with plane.database.begin_write() as session:
         session.execute(text(f"UPDATE deployments SET {damage}, version = 7 WHERE id = :id"), {"id": damaged.spec.id})
     if restarted:
         reconciler = DeploymentReconciler(plane.parts, SETTINGS, UNDISPUTED)
@@ -85,7 +85,7 @@ def test_a_deployment_whose_row_cannot_be_read_is_served_on(
     assert len(plane.serving.applied) == number, "an unreadable row causes no new apply"
     assert list(reconciler.unreadable) == [damaged.spec.id]
     assert [entry["ids"] for entry in logs if "keep serving unchanged" in entry["event"]] == [[damaged.spec.id]]
-    with plane.database.writing() as session:
+    with plane.database.begin_write() as session:
         session.execute(text("DELETE FROM deployments WHERE id = :id"), {"id": damaged.spec.id})
     reconciler.tick()
     assert plane.serving.status()[damaged.spec.id].status is DeploymentStatus.DELETING, "its row is gone"

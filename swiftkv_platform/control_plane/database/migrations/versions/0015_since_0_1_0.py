@@ -1,5 +1,5 @@
-"""All changes from release 0.1.0 to revision 0015. What is missing is added, since a database of one of the former
-revisions between them has a part of the changes."""
+"""All changes from release 0.1.0 to revision 0015. Adds only what is missing: databases of the revisions in
+between have part of the changes."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def upgrade() -> None:
         op.execute(_NAME_TENANTS)
     if "uses" not in present:
         _fill_uses(connection)
-    _let_models_have_no_job(True)
+    _set_model_job_nullable(True)
     for name, (table, columns) in _NEW_INDEXES.items():
         op.create_index(name, table, columns, unique=name in _UNIQUE, if_not_exists=True)
 
@@ -210,13 +210,13 @@ def _fill_queue(connection: sa.Connection) -> None:
     live = sa.select(_JOBS.c.id, _JOBS.c.spec, _JOBS.c.state).where(_JOBS.c.status.not_in(_FINAL))
     for row in connection.execute(live).all():
         try:
-            values = {**_demand(row.spec), "not_before": float(row.state.get("not_before", 0.0))}
+            values = {**_read_demand(row.spec), "not_before": float(row.state.get("not_before", 0.0))}
         except _UNREADABLE:
             continue
         connection.execute(sa.update(_JOBS).where(_JOBS.c.id == row.id).values(**values))
 
 
-def _demand(spec: Any) -> dict[str, float]:
+def _read_demand(spec: Any) -> dict[str, float]:
     """Return rank and resources of a job, by the rules and defaults of this revision."""
     resources, sweep = spec.get("resources", {}), spec.get("sweep")
     workers = resources.get("num_workers", 2)
@@ -236,14 +236,14 @@ def _fill_deployments(connection: sa.Connection) -> None:
         # One at a time: specs may be long.
         found = _DEPLOYMENTS.c.id == deployment_id
         try:
-            values = _parts(connection.scalar(sa.select(_DEPLOYMENTS.c.spec).where(found)))
+            values = _read_deployment_columns(connection.scalar(sa.select(_DEPLOYMENTS.c.spec).where(found)))
         except _UNREADABLE:
             continue
         connection.execute(sa.update(_DEPLOYMENTS).where(found).values(**values))
 
 
-def _parts(spec: Any) -> dict[str, Any]:
-    """Return parts of a deployment's spec, by the rules and defaults of this revision."""
+def _read_deployment_columns(spec: Any) -> dict[str, Any]:
+    """Return the columns of a deployment's spec, by the rules and defaults of this revision."""
     engine, replicas, candidate = spec.get("engine", {}), int(spec.get("max_replicas", 1)), spec.get("candidate")
     ranks = _read_clamped(64, engine, "tensor_parallel_size")
     return {
@@ -279,7 +279,7 @@ def _fill_uses(connection: sa.Connection) -> None:
             )
 
 
-def _let_models_have_no_job(nullable: bool) -> None:
+def _set_model_job_nullable(nullable: bool) -> None:
     connection = op.get_bind()
     table = sa.Table("models", sa.MetaData(), autoload_with=connection, resolve_fks=False)
     if table.c.job_id.nullable == nullable:
@@ -301,7 +301,7 @@ def _let_models_have_no_job(nullable: bool) -> None:
 def downgrade() -> None:
     """Restore the schema of 0.1.0. The database refuses while there are imported models, which must be deleted
     first."""
-    _let_models_have_no_job(False)
+    _set_model_job_nullable(False)
     for name, (table, _) in _NEW_INDEXES.items():
         op.drop_index(name, table_name=table)
     for table, columns in _NEW_COLUMNS.items():

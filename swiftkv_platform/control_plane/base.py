@@ -22,7 +22,7 @@ def is_due(at: float, now: float, *, within: float) -> bool:
 
 
 @dataclass(frozen=True)
-class Page:
+class PageRequest:
     """A request for part of a list."""
 
     after: str | None = None
@@ -33,7 +33,7 @@ class Page:
 
 
 @dataclass(frozen=True)
-class Slice(Generic[T]):
+class Page(Generic[T]):
     """A page of a list."""
 
     items: Sequence[T]
@@ -43,7 +43,7 @@ class Slice(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Fence:
+class FencingToken:
     """Fencing token of a held lease. Writes with it are refused after another holder has acquired the lease."""
 
     name: str

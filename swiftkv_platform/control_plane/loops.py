@@ -16,7 +16,7 @@ from sqlalchemy import ColumnElement, exists, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from swiftkv_platform.control_plane.base import Clock, Fence, is_due
+from swiftkv_platform.control_plane.base import Clock, FencingToken, is_due
 from swiftkv_platform.control_plane.database.paging import Repository
 from swiftkv_platform.control_plane.database.tables import LeaseRow
 from swiftkv_platform.errors import DatabaseUnavailableError, LeaseLostError, SwiftKVError
@@ -60,7 +60,7 @@ class Leases(Repository):
             session.execute(mine.values(holder=_NO_HOLDER, expires_at=0.0))  # the row keeps the token
 
 
-def is_lease_held(fence: Fence) -> ColumnElement[bool]:
+def is_lease_held(fence: FencingToken) -> ColumnElement[bool]:
     """Return the SQL condition that the fence's holder still has the lease, to guard a statement."""
     return exists(
         select(LeaseRow.name).where(
@@ -69,7 +69,7 @@ def is_lease_held(fence: Fence) -> ColumnElement[bool]:
     )
 
 
-def check_fence(session: Session, fence: Fence | None) -> None:
+def check_fence(session: Session, fence: FencingToken | None) -> None:
     """Raise `LeaseLostError` if another holder has acquired the lease."""
     if fence is not None and not session.scalar(select(is_lease_held(fence))):
         raise _lease_lost_error(fence.name)
@@ -101,11 +101,11 @@ class Leadership:
         self._acquire_seconds = 0.0
         """Seconds that acquiring the latest lease took."""
         self._until = 0.0
-        self._fence: Fence | None = None
+        self._fence: FencingToken | None = None
         self._log = get_logger(loop=name)
 
     @property
-    def fence(self) -> Fence:
+    def fence(self) -> FencingToken:
         """Fencing token for writes under the lease. Raises `LeaseLostError` while another process leads."""
         fence = self._fence
         if fence is None:
@@ -144,7 +144,7 @@ class Leadership:
         until = now + max(self._lease_s, min(_ACQUISITIONS_PER_LEASE * self._acquire_seconds, MAX_LEASE_S))
         token = self._leases.acquire(self._name, self._holder, now=now, until=until)
         self._acquire_seconds, self._until = self._clock() - now, until
-        self._fence = None if token is None else Fence(self._name, self._holder, token)
+        self._fence = None if token is None else FencingToken(self._name, self._holder, token)
         return token is not None
 
     @contextmanager

@@ -201,7 +201,7 @@ def _set_request_state(app: FastAPI, settings: Settings, credentials: Credential
     app.state.refusal_limiter = RefusalLimiter(parts.clock)
     app.state.concurrency_limiter = TenantConcurrencyLimiter()
     app.state.watches = WatchedJobs(parts.jobs, parts.clock)
-    app.state.followers = EventFollowers(app.state.watches.events, app.state.concurrency_limiter)
+    app.state.followers = EventFollowers(app.state.watches.list_events, app.state.concurrency_limiter)
     app.state.streams = ConcurrencyLimiter(
         "streams", ConcurrencyLimits(settings.max_streams_of_key, settings.max_streams_of_tenant, settings.max_streams)
     )

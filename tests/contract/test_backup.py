@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
-from swiftkv_platform.control_plane.base import Page
+from swiftkv_platform.control_plane.base import PageRequest
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import SessionRow
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
@@ -75,9 +75,9 @@ def test_everything_comes_back_in_a_database_of_the_other_kind(
     with closing(fresh):
         restore(fresh, elsewhere, tmp_path / "backup")
         before, after = JobRepository(database, TenantPolicies()), JobRepository(fresh, TenantPolicies())
-        page = Page(limit=1000, order="asc")
-        assert after.events(job_id, page) == before.events(job_id, page)
-        assert after.points(job_id, page) == before.points(job_id, page)
+        page = PageRequest(limit=1000, order="asc")
+        assert after.list_events(job_id, page) == before.list_events(job_id, page)
+        assert after.list_points(job_id, page) == before.list_points(job_id, page)
         restored, job = after.get(job_id, tenant=TENANT), before.get(job_id, tenant=TENANT)
         assert replace(restored, artifact_uri=None) == replace(job, artifact_uri=None)
         deployment = ModelRepository(fresh).get_deployment(deployment_id, tenant=TENANT)
@@ -91,7 +91,7 @@ def test_everything_comes_back_in_a_database_of_the_other_kind(
         assert after.find_by_idempotency_key(TENANT, Idempotency("once", "a")) == restored
         assert list(elsewhere.list("")) == list(objects.list(""))
         again = after.update(restored, events=[message(job, "numbers go on after the greatest")])
-        assert after.events(job_id, page).items[-1].message == "numbers go on after the greatest"
+        assert after.list_events(job_id, page).items[-1].message == "numbers go on after the greatest"
         assert again.version == restored.version + 1
 
 

@@ -15,7 +15,7 @@ from sqlalchemy import (
 from swiftkv_platform.contract.attempts import new_file_id
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
-from swiftkv_platform.control_plane.base import Fence
+from swiftkv_platform.control_plane.base import FencingToken
 from swiftkv_platform.control_plane.database.session import (
     Database,
 )
@@ -55,18 +55,18 @@ def test_the_queue_is_what_the_jobs_say(jobs: JobRepository) -> None:
     made = random_jobs(jobs, 60)
     left_alone = [job.id for job in made if job.status is JobStatus.QUEUED][:3]
     for now, without, most in ((40.0, [], 60), (60.0, left_alone, 60), (60.0, [], 2)):
-        found = jobs.queue_snapshot(most=most, now=now, without=without)
+        found = jobs.read_queue(most=most, now=now, without=without)
         assert found == snapshot_of(made, most=most, now=now, without=without)
     for tenant in "abc":
         assert jobs.sum_tenant_demand(tenant) == found.used.get(tenant, Demand())
         queue = [item.id for item in snapshot_of(made, most=60, now=99.0).waiting.get(tenant, ())]
-        assert jobs.queue_places(tenant) == {job_id: place for place, job_id in enumerate(queue, 1)}
+        assert jobs.list_queue_positions(tenant) == {job_id: place for place, job_id in enumerate(queue, 1)}
     held = {job.id: job.attempt.number for job in made if job.status.holds_cluster}
-    assert [item.id for item in jobs.on_cluster()] == sorted(held)
-    assert jobs.attempts_on_cluster() == held
+    assert [item.id for item in jobs.list_cluster_jobs()] == sorted(held)
+    assert jobs.list_attempts_on_cluster() == held
     ids = [job.id for job in made]
     assert jobs.find_live_jobs(ids) == {job.id for job in made if not job.status.is_terminal}
-    assert jobs.load(ids[::-1]) == made[::-1]
+    assert jobs.load_jobs(ids[::-1]) == made[::-1]
     counts = {status: sum(job.status is status for job in made) for status in JobStatus}
     assert jobs.count_by_status() == counts
 
@@ -81,8 +81,8 @@ def test_of_many_who_claim_at_once_no_more_get_a_place_than_there_are(jobs: JobR
     claims = at_once(partial(jobs.claim, starting([job]), most=6, fits=at_most(4)) for job in waiting)
     claimed = [job for found in claims for job in found]
     assert len(claimed) == 6
-    assert {job.id for job in claimed} == {item.id for item in jobs.on_cluster()}
-    assert max(demand.jobs for demand in jobs.queue_snapshot(most=1, now=0.0).used.values()) <= 4
+    assert {job.id for job in claimed} == {item.id for item in jobs.list_cluster_jobs()}
+    assert max(demand.jobs for demand in jobs.read_queue(most=1, now=0.0).used.values()) <= 4
 
 
 def test_a_claim_takes_neither_what_has_changed_nor_what_follows_a_job_that_does_not_fit(
@@ -95,11 +95,11 @@ def test_a_claim_takes_neither_what_has_changed_nor_what_follows_a_job_that_does
     def fits(tenant: str, _held: Demand, _demand: Demand) -> bool:
         return tenant == "a"
 
-    claimed = jobs.claim(starting([first, cancelled, large, small]), most=10, fits=fits)
+    claimed = jobs.claim_slots(starting([first, cancelled, large, small]), most=10, fits=fits)
     assert [job.id for job in claimed] == [first.id]
     assert jobs.get(first.id, tenant="a").status is JobStatus.STARTING
     assert jobs.get(cancelled.id, tenant="a").status is JobStatus.CANCELLING
-    assert jobs.claim(starting([large]), most=1, fits=anything_fits) == [], "two are on the cluster"
+    assert jobs.claim_slots(starting([large]), most=1, fits=anything_fits) == [], "two are on the cluster"
 
 
 def test_a_lease_is_held_by_one_until_it_runs_out_or_is_given_up(database: Database) -> None:
@@ -121,7 +121,7 @@ def test_nothing_is_stored_under_a_lease_that_is_anothers(database: Database, jo
     leases, job = Leases(database), store(jobs, make_job())
     token = leases.acquire("jobs", "a", now=100.0, until=105.0)
     assert token is not None
-    fence = Fence("jobs", "a", token)
+    fence = FencingToken("jobs", "a", token)
     job = jobs.update(job, fence=fence)
     assert leases.acquire("jobs", "a", now=104.0, until=109.0) == token, "renewed"
     assert leases.acquire("jobs", "b", now=110.0, until=115.0) == token + 1
@@ -129,7 +129,7 @@ def test_nothing_is_stored_under_a_lease_that_is_anothers(database: Database, jo
         with pytest.raises(LeaseLostError):
             jobs.update(job, fence=fence)
         with pytest.raises(LeaseLostError):
-            jobs.claim(starting([job]), most=1, fits=anything_fits, fence=fence)
+            jobs.claim_slots(starting([job]), most=1, fits=anything_fits, fence=fence)
         leases.release("jobs", "b")
     assert jobs.get(job.id, tenant=TENANT) == job
     assert leases.acquire("jobs", "a", now=111.0, until=116.0) == token + 2
@@ -139,12 +139,12 @@ def test_nothing_is_stored_under_a_lease_that_is_anothers(database: Database, jo
 
 def test_watching_a_job_is_no_change_of_it(jobs: JobRepository) -> None:
     job = store(jobs, make_job())
-    jobs.watch(job.id, 300.0)
-    [placed_job] = jobs.claim(starting([job]), most=1, fits=anything_fits)
-    [placed] = jobs.on_cluster()
+    jobs.mark_watched(job.id, 300.0)
+    [placed_job] = jobs.claim_slots(starting([job]), most=1, fits=anything_fits)
+    [placed] = jobs.list_cluster_jobs()
     assert (placed.version, placed.watched_until) == (placed_job.version, 300.0)
     jobs.update(placed_job)
-    assert jobs.on_cluster()[0].watched_until == 300.0
+    assert jobs.list_cluster_jobs()[0].watched_until == 300.0
 
 
 def test_only_typed_references_of_the_same_tenant_use_an_object(database: Database, jobs: JobRepository) -> None:

@@ -13,7 +13,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import InstrumentedAttribute, Session
 from sqlalchemy.sql.functions import GenericFunction
 
-from swiftkv_platform.control_plane.base import Page, Slice
+from swiftkv_platform.control_plane.base import Page, PageRequest
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import Base, DeploymentRow, FileRow, JobRow, ModelRow
 from swiftkv_platform.errors import InvalidInputError, NotFoundError, UnreadableRowError
@@ -61,10 +61,10 @@ def get_tenant_row(
 def fetch_page(
     session: Session,
     table: type[Owned],
-    page: Page,
+    page: PageRequest,
     tenant: str,
     *where: ColumnElement[bool],
-) -> Slice[Owned]:
+) -> Page[Owned]:
     """Return a page of a tenant's rows. Raises `InvalidInputError` if the cursor is not a row of the tenant."""
     if page.after is not None:
         seen = session.get(table, page.after)
@@ -112,11 +112,11 @@ def fetch_rows(
     session: Session,
     query: Select[Row],
     key_column: InstrumentedAttribute[Any],
-    page: Page,
+    page: PageRequest,
     *,
     after: Any,
     extra_bytes: ColumnElement[int] | None = None,
-) -> Slice[Row]:
+) -> Page[Row]:
     """Fetch up to `page.limit` rows, ordered by the unique `key_column`, after its value `after`. The page ends before
     its rows exceed `PAGE_BYTES`, but has at least one; other rows are not loaded.
 
@@ -132,18 +132,20 @@ def fetch_rows(
     rows = session.scalars(ordered.limit(limit)).all()
     # A query for the key alone, since the next row may be the largest.
     beyond = ordered.with_only_columns(key_column).offset(limit).limit(1)
-    return Slice(rows, has_more=len(rows) == limit and session.execute(beyond).first() is not None)
+    return Page(rows, has_more=len(rows) == limit and session.execute(beyond).first() is not None)
 
 
 def fetch_column(
-    session: Session, query: Select[str], key_column: InstrumentedAttribute[Any], page: Page, *, after: Any
-) -> Slice[str]:
+    session: Session, query: Select[str], key_column: InstrumentedAttribute[Any], page: PageRequest, *, after: Any
+) -> Page[str]:
     """Fetch up to `page.limit` values of the short column `key_column`, which `query` selects, ordered by it."""
     found = session.scalars(_order_after(query, key_column, page, after).limit(page.limit + 1)).all()
-    return Slice(found[: page.limit], has_more=len(found) > page.limit)
+    return Page(found[: page.limit], has_more=len(found) > page.limit)
 
 
-def _order_after(query: Select[Any], key_column: InstrumentedAttribute[Any], page: Page, after: Any) -> Select[Any]:
+def _order_after(
+    query: Select[Any], key_column: InstrumentedAttribute[Any], page: PageRequest, after: Any
+) -> Select[Any]:
     """Order the query by the column `key_column` in the page's order, beginning after the value `after`."""
     ascending = page.order == "asc"
     if after is not None:

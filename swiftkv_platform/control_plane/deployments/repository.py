@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
 from swiftkv_platform.control_plane.access.usage import check_count_quota, sum_demand
-from swiftkv_platform.control_plane.base import Page, Slice
+from swiftkv_platform.control_plane.base import Page, PageRequest
 from swiftkv_platform.control_plane.database.paging import (
     Repository,
     fetch_page,
@@ -91,13 +91,13 @@ class DeploymentRepository(Repository):
         with self._database.begin_read() as session:
             return read_deployment(get_tenant_row(session, DeploymentRow, deployment_id, tenant))
 
-    def list_deployments(self, page: Page, *, tenant: str) -> Slice[Deployment]:
+    def list_deployments(self, page: PageRequest, *, tenant: str) -> Page[Deployment]:
         with self._database.begin_read() as session:
             rows = fetch_page(session, DeploymentRow, page, tenant)
             deployments, left_out = parse_readable_rows(rows.items, read_deployment)
-            return Slice(deployments, rows.has_more, left_out)
+            return Page(deployments, rows.has_more, left_out)
 
-    def list_all_deployments(self) -> Slice[Deployment]:
+    def list_all_deployments(self) -> Page[Deployment]:
         """Return all deployments, oldest first. Ids of unreadable rows are in `left_out`: they must stay served too.
 
         Only specs that were created or changed since the last call are read and parsed.
@@ -116,7 +116,7 @@ class DeploymentRepository(Repository):
             if any(getattr(row, name) != value for name, value in _make_columns(deployment.spec).items()):
                 self._renew_columns(row.id)
         self._parsed = parsed
-        return Slice(
+        return Page(
             [parsed[row_id][2] for row_id in present if row_id in parsed], has_more=False, unreadable_ids=left_out
         )
 
@@ -131,7 +131,7 @@ class DeploymentRepository(Repository):
         """Return the newest deployments that serve a model."""
         query = select(DeploymentRow).where(DeploymentRow.model == model_id, DeploymentRow.tenant == tenant)
         with self._database.begin_read() as session:
-            rows = fetch_rows(session, query, DeploymentRow.id, Page(limit=limit), after=None).items
+            rows = fetch_rows(session, query, DeploymentRow.id, PageRequest(limit=limit), after=None).items
             return parse_readable_rows(rows, read_deployment)[0]
 
     def change_deployment(self, deployment_id: str, change: ComputeDeploymentChange, *, tenant: str) -> Deployment:

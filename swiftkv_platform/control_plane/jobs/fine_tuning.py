@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from swiftkv_platform.contract.events import Level
 from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Writer
-from swiftkv_platform.control_plane.base import Page
+from swiftkv_platform.control_plane.base import PageRequest
 from swiftkv_platform.control_plane.components import Components, ComponentsDep
 from swiftkv_platform.control_plane.http.responses import (
     ListResponse,
@@ -405,12 +405,15 @@ def list_fine_tuning_events(
 ) -> ListResponse[FineTuningEventResponse]:
     """A job's events, newest first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
-    return make_list_response(parts.jobs.events(job_id, page), FineTuningEventResponse.from_event)
+    return make_list_response(parts.jobs.list_events(job_id, page), FineTuningEventResponse.from_event)
 
 
 @router.get("/{job_id}/checkpoints")
 def list_fine_tuning_checkpoints(
-    job_id: str, parts: ComponentsDep, caller: Fetcher, page: Annotated[Page, Depends(make_page_query(10, "desc"))]
+    job_id: str,
+    parts: ComponentsDep,
+    caller: Fetcher,
+    page: Annotated[PageRequest, Depends(make_page_query(10, "desc"))],
 ) -> ListResponse[FineTuningCheckpointResponse]:
     """Complete checkpoints of all attempts, the last step first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
@@ -422,6 +425,6 @@ def _make_checkpoint_response(
     parts: Components, job_id: str, checkpoint: StoredCheckpoint
 ) -> FineTuningCheckpointResponse:
     before = str(checkpoint.step - 1) if checkpoint.step else None
-    points = parts.jobs.points(job_id, Page(after=before, limit=1, order="asc")).items
+    points = parts.jobs.list_points(job_id, PageRequest(after=before, limit=1, order="asc")).items
     loss = points[0].values.get("loss") if points and points[0].step == checkpoint.step else None
     return FineTuningCheckpointResponse.from_checkpoint(checkpoint, job_id, loss)

@@ -14,7 +14,7 @@ from typing import Annotated
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 
 from swiftkv_platform.contract.attempts import AttemptId
-from swiftkv_platform.control_plane.base import Clock, Page, Slice, is_due
+from swiftkv_platform.control_plane.base import Clock, Page, PageRequest, is_due
 from swiftkv_platform.control_plane.components import Components, get_from_state
 from swiftkv_platform.control_plane.http.concurrency import TenantConcurrencyLimiter
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus
@@ -24,7 +24,7 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.storage.logs import SavedLog
 from swiftkv_platform.web.limiters import ConcurrencyLimiter, ConcurrencyLimits
 
-ReadEvents = Callable[[str, Page], Slice[Event]]
+ReadEvents = Callable[[str, PageRequest], Page[Event]]
 """Function: (job id, page) -> events of the job."""
 AcquireReadSlot = Callable[[], AbstractAsyncContextManager[None]]
 _LOG_POLL_INTERVAL_S = 0.5
@@ -74,7 +74,7 @@ class RecentEvents:
         """Read until a read fails; all followers then get the error."""
         while self._error is None:
             await asyncio.sleep(_LOG_POLL_INTERVAL_S)
-            page = Page(self._newest, _EVENTS_PER_READ, order="asc")
+            page = PageRequest(self._newest, _EVENTS_PER_READ, order="asc")
             try:
                 async with self._acquire_read_slot():
                     found = await run_in_threadpool(self._read, self._job_id, page)
@@ -109,7 +109,7 @@ class EventFollowers:
         acquire_read_slot = partial(self._read_limiter.acquire, tenant, "following")
         while True:
             async with acquire_read_slot():
-                found = await run_in_threadpool(self._read, job_id, Page(after, _EVENTS_PER_READ, order="asc"))
+                found = await run_in_threadpool(self._read, job_id, PageRequest(after, _EVENTS_PER_READ, order="asc"))
             for event in found.items:
                 yield event
                 after, has_ended = event.id, has_ended or _is_last_event(event)
@@ -171,7 +171,7 @@ class WatchedJobs:
         ):
             return
         try:
-            self._jobs.watch(job_id, now + _WATCH_DURATION_S)
+            self._jobs.mark_watched(job_id, now + _WATCH_DURATION_S)
         except DatabaseUnavailableError as error:
             get_logger().info("job not marked as followed by a client", job_id=job_id, reason=error.message)
             return
@@ -180,10 +180,10 @@ class WatchedJobs:
         for oldest in list(self._marked_at)[:-_MAX_REMEMBERED_JOBS]:
             self._marked_at.pop(oldest, None)
 
-    def events(self, job_id: str, page: Page) -> Slice[Event]:
-        """Return a job's events, as `JobRepository.events` does, and mark the job as watched."""
+    def list_events(self, job_id: str, page: PageRequest) -> Page[Event]:
+        """Return a job's events, as `JobRepository.list_events` does, and mark the job as watched."""
         self.note(job_id)
-        return self._jobs.events(job_id, page)
+        return self._jobs.list_events(job_id, page)
 
 
 WatchedJobsDep = Annotated[WatchedJobs, get_from_state("watches")]

@@ -297,9 +297,9 @@ class Admission:
         self._empty = None if nodes is None else EmptyNodes(totals)
         if nodes is None:
             return
-        present = [placed.id for placed in self._jobs.on_cluster()]
+        present = [placed.id for placed in self._jobs.list_cluster_jobs()]
         unknown = [job_id for job_id in present if job_id not in self._running]
-        self.remember(self._jobs.load(unknown) if unknown else ())
+        self.remember(self._jobs.load_jobs(unknown) if unknown else ())
         self._running = {job_id: self._running[job_id] for job_id in present if job_id in self._running}
         self._free = [
             normalize_resources(free)
@@ -343,7 +343,7 @@ class Admission:
             if len(self._requests) >= _MAX_CACHED_REQUESTS:
                 self._requests.clear()
             self._requests |= {
-                job.id: ResourceRequest.for_job(job.spec, self._driver) for job in self._jobs.load([job_id])
+                job.id: ResourceRequest.for_job(job.spec, self._driver) for job in self._jobs.load_jobs([job_id])
             }
         return None if self._empty is None else self._requests.get(job_id)
 
@@ -351,7 +351,7 @@ class Admission:
         """Return (job with the reason, event) of queued jobs without free resources whose reason is not stored yet."""
         return [
             wait(job, now=now, reason=self.refused[job.id])
-            for job in (self._jobs.load([*self.refused]) if self.refused else ())
+            for job in (self._jobs.load_jobs([*self.refused]) if self.refused else ())
             if job.status is JobStatus.QUEUED and job.status_reason != self.refused[job.id]
         ]
 
@@ -398,7 +398,7 @@ class Preemption:
         stuck = [job for job in staying if job.attempt.waiting and self._is_stuck(job, nodes, now)]
         if not stuck and not over:
             return []
-        snapshot = self.jobs.queue_snapshot(most=1, now=now, without={*resting, *self.admission.cannot_fit})
+        snapshot = self.jobs.read_queue(most=1, now=now, without={*resting, *self.admission.cannot_fit})
         if not any(snapshot.waiting.values()):
             return []
         self.admission.begin_round(now, stuck=stuck, over=over)

@@ -204,7 +204,7 @@ class Reconciler:
 
     def tick(self) -> None:
         """Do the next step of each job that is due. Raises `DatabaseUnavailableError` and `LeaseLostError`."""
-        placed, now = self._jobs.on_cluster(), self._clock()
+        placed, now = self._jobs.list_cluster_jobs(), self._clock()
         if self._backoff.is_ready(_CLUSTER_BACKOFF_KEY, now):
             # 1. Poll running attempts.
             due = [job_id for job_id in self._polls.choose_due(placed, now) if self._backoff.is_ready(job_id, now)]
@@ -219,7 +219,7 @@ class Reconciler:
 
     def _load(self, ids: Sequence[str]) -> Sequence[Job]:
         """Load these jobs. Unreadable ones are retried after a delay."""
-        jobs = self._jobs.load(ids) if ids else ()
+        jobs = self._jobs.load_jobs(ids) if ids else ()
         for job_id in {*ids} - {job.id for job in jobs}:
             self._backoff.record_failure(job_id, self._clock())
         return jobs
@@ -238,7 +238,7 @@ class Reconciler:
         while max_starts > 0:
             now = self._clock()
             left_out = {*self._backoff.list_waiting(now), *self._admission.cannot_fit}
-            snapshot = self._jobs.queue_snapshot(most=max_starts, now=now, without=left_out)
+            snapshot = self._jobs.read_queue(most=max_starts, now=now, without=left_out)
             if not snapshot.waiting and not left_out:
                 return
             self._admission.begin_round(now)
@@ -281,7 +281,7 @@ class Reconciler:
             return 0
         # 2. Claim slots in one transaction.
         self._lease.check_leading()
-        claimed = self._jobs.claim(
+        claimed = self._jobs.claim_slots(
             [starts[job.id] for job in jobs if job.id in starts],
             most=self._settings.max_running_jobs,
             fits=self._queue.fits,
@@ -553,7 +553,7 @@ class OrphanCleaner:
         looked_at = [each for each in list_submissions if each.ended_at is None or each.ended_at < ended_before]
         if not looked_at:
             return
-        wanted = self.parts.jobs.attempts_on_cluster()
+        wanted = self.parts.jobs.list_attempts_on_cluster()
         num_deleted = 0
         for submission in looked_at:
             attempt = parse_attempt(submission, self.parts.entrypoint.store_uri)

@@ -21,7 +21,7 @@ from swiftkv_platform.control_plane.access.usage import (
     sum_deployment_demand,
     sum_job_demand,
 )
-from swiftkv_platform.control_plane.base import Fence, Page, Slice
+from swiftkv_platform.control_plane.base import FencingToken, Page, PageRequest
 from swiftkv_platform.control_plane.database.paging import (
     Repository,
     fetch_page,
@@ -222,7 +222,7 @@ class JobRepository(Repository):
         with self._database.begin_read() as session:
             return _parse_job(get_tenant_row(session, JobRow, job_id, tenant))
 
-    def list(self, page: Page, *, tenant: str, where: JobFilter = EVERYTHING) -> Slice[Job]:
+    def list(self, page: PageRequest, *, tenant: str, where: JobFilter = EVERYTHING) -> Page[Job]:
         """Return a page of jobs. Raises `InvalidInputError` if `page.after` names
         no job of the tenant."""
         wanted = [JobRow.labels[key].as_string() == value for key, value in where.metadata.items()]
@@ -233,16 +233,16 @@ class JobRepository(Repository):
         with self._database.begin_read() as session:
             rows = fetch_page(session, JobRow, page, tenant, *wanted)
             jobs, left_out = parse_readable_rows(rows.items, _parse_job)
-            return Slice(jobs, rows.has_more, left_out)
+            return Page(jobs, rows.has_more, left_out)
 
-    def on_cluster(self) -> Sequence[ClusterJob]:
+    def list_cluster_jobs(self) -> Sequence[ClusterJob]:
         """Return all jobs that may have an attempt on the cluster, oldest first; no spec is read."""
         query = select(JobRow.id, JobRow.status, JobRow.version, JobRow.watched_until)
         with self._database.begin_read() as session:
             rows = session.execute(query.where(JobRow.status.in_(STATUSES_ON_CLUSTER)).order_by(JobRow.id))
             return [ClusterJob(row.id, JobStatus(row.status), row.version, row.watched_until) for row in rows]
 
-    def load(self, ids: Sequence[str]) -> Sequence[Job]:
+    def load_jobs(self, ids: Sequence[str]) -> Sequence[Job]:
         """Return these jobs, in this order; one that is gone, or unreadable, is left out."""
         found: dict[str, Job] = {}
         with self._database.begin_read() as session:
@@ -260,7 +260,7 @@ class JobRepository(Repository):
                 found.update(session.scalars(live))
         return found
 
-    def queue_snapshot(self, *, most: int, now: float, without: Collection[str] = ()) -> QueueSnapshot:
+    def read_queue(self, *, most: int, now: float, without: Collection[str] = ()) -> QueueSnapshot:
         """Return the present queue, computed from columns alone.
 
         Args:
@@ -287,7 +287,7 @@ class JobRepository(Repository):
                     waiting[tenant] = jobs
         return QueueSnapshot(used, total, waiting)
 
-    def queue_places(self, tenant: str) -> Mapping[str, int]:
+    def list_queue_positions(self, tenant: str) -> Mapping[str, int]:
         """Return the position of each of the tenant's queued jobs, by priority, then by age; the first has 1."""
         queued = select(JobRow.id).where(JobRow.tenant == tenant, JobRow.status == JobStatus.QUEUED.value)
         with self._database.begin_read() as session:
@@ -299,8 +299,8 @@ class JobRepository(Repository):
         with self._database.begin_read() as session:
             return sum_demand(session, tenant)
 
-    def claim(
-        self, starts: Sequence[tuple[Job, Event]], *, most: int, fits: Claim, fence: Fence | None = None
+    def claim_slots(
+        self, starts: Sequence[tuple[Job, Event]], *, most: int, fits: Claim, fence: FencingToken | None = None
     ) -> Sequence[Job]:
         """Claim slots on the cluster for queued jobs, under a lock that all control planes share.
 
@@ -345,7 +345,7 @@ class JobRepository(Repository):
                 used[job.tenant] += demand
         return claimed
 
-    def watch(self, job_id: str, until: float) -> None:
+    def mark_watched(self, job_id: str, until: float) -> None:
         """Mark a job as followed until a time, so that its events are polled often. The job keeps its version."""
         with self._database.begin_write() as session:
             live = update(JobRow).where(JobRow.id == job_id, JobRow.status.in_(LIVE_STATUSES))
@@ -357,7 +357,7 @@ class JobRepository(Repository):
             found = {str(status): int(count) for status, count in session.execute(query)}
         return {status: found.get(status.value, 0) for status in JobStatus}
 
-    def attempts_on_cluster(self) -> Mapping[str, int | None]:
+    def list_attempts_on_cluster(self) -> Mapping[str, int | None]:
         """Return the attempt number, or None if unreadable, of each job that may have an attempt on the cluster."""
         # An unknown status, stored by another version of this program, counts as one with an attempt.
         query = select(JobRow.id, JobRow.state).where(JobRow.status.not_in(_STATUSES_OFF_CLUSTER))
@@ -371,7 +371,7 @@ class JobRepository(Repository):
         events: Sequence[Event] = (),
         points: Sequence[MetricPoint] = (),
         model: Model | None = None,
-        fence: Fence | None = None,
+        fence: FencingToken | None = None,
     ) -> Job:
         """Replace the row at the version that `job` was read at, and add events, points and model, in one transaction.
 
@@ -395,7 +395,7 @@ class JobRepository(Repository):
                 session.add(ModelRow(**vars(model)))
         return updated
 
-    def events(self, job_id: str, page: Page) -> Slice[Event]:
+    def list_events(self, job_id: str, page: PageRequest) -> Page[Event]:
         """Return a job's events in the order they were stored. Raises `InvalidInputError` for an unknown `after`."""
         with self._database.begin_read() as session:
             after = None
@@ -412,9 +412,9 @@ class JobRepository(Repository):
             events = [
                 to_dataclass(Event, row, data=row.data if isinstance(row.data, dict) else {}) for row in rows.items
             ]
-            return Slice(restore_points(session, job_id, events), rows.has_more)
+            return Page(restore_points(session, job_id, events), rows.has_more)
 
-    def points(self, job_id: str, page: Page) -> Slice[MetricPoint]:
+    def list_points(self, job_id: str, page: PageRequest) -> Page[MetricPoint]:
         """Metrics by step; `page.after` is a step in decimal. Raises `InvalidInputError` if it is not."""
         after = None if page.after is None else _parse_step_cursor(page.after)
         with self._database.begin_read() as session:
@@ -425,7 +425,7 @@ class JobRepository(Repository):
                 page,
                 after=after,
             )
-            return Slice([to_dataclass(MetricPoint, row) for row in rows.items], rows.has_more)
+            return Page([to_dataclass(MetricPoint, row) for row in rows.items], rows.has_more)
 
     def _add_events(self, session: Session, job: Job, events: Sequence[Event]) -> None:
         session.add_all([EventRow(**vars(event)) for event in events])

@@ -26,7 +26,7 @@ from swiftkv_platform.control_plane.access.callers import (
     accepts_event_stream,
 )
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.base import Caller, Page, Slice
+from swiftkv_platform.control_plane.base import Caller, Page, PageRequest
 from swiftkv_platform.control_plane.components import (
     RAY_TIMEOUT_S,
     Components,
@@ -85,7 +85,10 @@ class JobPresenter:
     ) -> None:
         self._parts, self._settings, self._ray, self._nodes = parts, settings, ray, nodes
         self._reports_cluster = request.method == "GET"  # requests that change a job do not wait for Ray
-        self._find_queue_places, self._sum_demand = cache(parts.jobs.queue_places), cache(parts.jobs.sum_tenant_demand)
+        self._find_queue_places, self._sum_demand = (
+            cache(parts.jobs.list_queue_positions),
+            cache(parts.jobs.sum_tenant_demand),
+        )
 
     def present(self, job: Job) -> JobResponse:
         """Return a job's response, for a queued job with its place in the queue and the reason why it waits."""
@@ -112,7 +115,7 @@ class JobPresenter:
 
     @cached_property
     def _num_running(self) -> int:
-        return len(self._parts.jobs.on_cluster())
+        return len(self._parts.jobs.list_cluster_jobs())
 
     @cached_property
     def _ray_problem(self) -> str | None:
@@ -280,9 +283,11 @@ def list_events(
     parts.jobs.get(job_id, tenant=caller.tenant)
     watches.note(job_id)
     if not accepts_event_stream(request):
-        return make_list_response(parts.jobs.events(job_id, page), EventResponse.model_validate)
+        return make_list_response(parts.jobs.list_events(job_id, page), EventResponse.model_validate)
     after = last_event_id or page.after
-    parts.jobs.events(job_id, Page(after, limit=1, order="asc"))  # refuse an unknown `after` before the stream begins
+    parts.jobs.list_events(
+        job_id, PageRequest(after, limit=1, order="asc")
+    )  # refuse an unknown `after` before the stream begins
     stream: Response = EventSourceResponse(_follow_events(parts, request.app.state.followers, caller, job_id, after))
     return stream
 
@@ -315,7 +320,7 @@ def list_metrics(
     parts.jobs.get(job_id, tenant=caller.tenant)
     watches.note(job_id)
     return make_list_response(
-        parts.jobs.points(job_id, page), MetricPointResponse.from_point, lambda point: str(point.step)
+        parts.jobs.list_points(job_id, page), MetricPointResponse.from_point, lambda point: str(point.step)
     )
 
 
@@ -384,12 +389,12 @@ def list_checkpoints(
     return make_list_response(list_checkpoint_page(parts.attempts, job_id, page), make_response)
 
 
-def list_checkpoint_page(attempts: AttemptStore, job_id: str, page: Page) -> Slice[StoredCheckpoint]:
+def list_checkpoint_page(attempts: AttemptStore, job_id: str, page: PageRequest) -> Page[StoredCheckpoint]:
     """Return a page of a job's complete checkpoints. Only manifests of the page are read."""
     names = attempts.list_checkpoint_names(job_id)
     remaining = paginate(names, make_checkpoint_id, replace(page, limit=max(len(names), 1))).items
     found = attempts.read_checkpoints(remaining, page.limit + 1)
-    return Slice(found[: page.limit], has_more=len(found) > page.limit)
+    return Page(found[: page.limit], has_more=len(found) > page.limit)
 
 
 def _find_model_checkpoint(attempts: AttemptStore, job: Job) -> str | None:

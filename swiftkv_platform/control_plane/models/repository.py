@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
 from swiftkv_platform.control_plane.access.usage import check_count_quota, check_storage_quota
-from swiftkv_platform.control_plane.base import Page, Slice
+from swiftkv_platform.control_plane.base import Page, PageRequest
 from swiftkv_platform.control_plane.database.paging import (
     count_fitting_rows,
     fetch_column,
@@ -76,10 +76,10 @@ class ModelRepository(DeploymentRepository):
             check_count_quota(session, "max_imported_models", tenant, policy)
             check_storage_quota(session, tenant, size, policy)
 
-    def list_models(self, page: Page, *, tenant: str) -> Slice[Model]:
+    def list_models(self, page: PageRequest, *, tenant: str) -> Page[Model]:
         with self._database.begin_read() as session:
             rows = fetch_page(session, ModelRow, page, tenant)
-            return Slice([to_dataclass(Model, row) for row in rows.items], rows.has_more)
+            return Page([to_dataclass(Model, row) for row in rows.items], rows.has_more)
 
     def find_models(self, *, tenant: str, **columns: str) -> Sequence[Model]:
         """Return the tenant's models with these column values, newest first, at most `MAX_CANDIDATES` + 1."""
@@ -103,10 +103,10 @@ class ModelRepository(DeploymentRepository):
             PromotionRow.tenant == tenant, or_(PromotionRow.model == model_id, PromotionRow.previous == model_id)
         )
         with self._database.begin_read() as session:
-            rows = fetch_rows(session, query, PromotionRow.sequence, Page(limit=limit), after=None).items
+            rows = fetch_rows(session, query, PromotionRow.sequence, PageRequest(limit=limit), after=None).items
             return [to_dataclass(Promotion, row) for row in reversed(rows)]
 
-    def list_aliases(self, page: Page, *, tenant: str, newest: int) -> Slice[Sequence[Promotion]]:
+    def list_aliases(self, page: PageRequest, *, tenant: str, newest: int) -> Page[Sequence[Promotion]]:
         """Return a page of aliases by name, each with its `newest` promotions, oldest first. The page is limited in
         bytes."""
         # 1. names of the page  2. bytes of each alias's newest promotions  3. the promotions of as many aliases as fit
@@ -131,7 +131,7 @@ class ModelRepository(DeploymentRepository):
             found: dict[str, list[Promotion]] = {name: [] for name in shown}
             for row in rows:
                 found[row.alias].append(to_dataclass(Promotion, row))
-        return Slice(list(found.values()), has_more=names.has_more or len(shown) < len(names.items))
+        return Page(list(found.values()), has_more=names.has_more or len(shown) < len(names.items))
 
     def promote(self, decide: DecidePromotion, alias: str, tenant: str, *, policy: TenantPolicy) -> Promotion:
         """Store and return the promotion that `decide` returns, and change the deployments that follow the alias, in

@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from swiftkv_platform.control_plane.access.callers import Deployer, Reader, Submitter, Uploader
-from swiftkv_platform.control_plane.base import Page
+from swiftkv_platform.control_plane.base import PageRequest
 from swiftkv_platform.control_plane.components import ComponentsDep, DeletionsDep, ImportParsersDep, SettingsDep
 from swiftkv_platform.control_plane.http.concurrency import ConnectedClient
 from swiftkv_platform.control_plane.http.merge_patch import IfMatch, set_etag
@@ -178,7 +178,7 @@ def delete_model(model_id: str, deletions: DeletionsDep, parts: ComponentsDep, c
 
 @router.get("/aliases")
 def list_aliases(
-    parts: ComponentsDep, caller: Reader, page: Annotated[Page, Depends(make_page_query(100, "asc"))]
+    parts: ComponentsDep, caller: Reader, page: Annotated[PageRequest, Depends(make_page_query(100, "asc"))]
 ) -> ListResponse[AliasResponse]:
     """List aliases by name, with their model and newest changes; `GET /aliases/{alias}` returns all changes."""
     found = parts.registry.list_aliases(page, tenant=caller.tenant, newest=_MAX_LISTED_CHANGES)

@@ -183,7 +183,7 @@ def check_not_placed(plane: Plane, reconciler: Reconciler, job: Job, missing: st
     reason = plane.reason(job)
     assert (reason.code, reason.field) == ("not_placed", "resources")
     assert missing in reason.message
-    [placed] = plane.jobs.on_cluster()
+    [placed] = plane.jobs.list_cluster_jobs()
     assert placed.id != job.id, "another job has the slot"
 
 

@@ -11,7 +11,7 @@ from sqlalchemy import text
 from structlog.testing import capture_logs
 
 from swiftkv_platform.contract.attempts import AttemptId
-from swiftkv_platform.control_plane.base import Page
+from swiftkv_platform.control_plane.base import PageRequest
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
@@ -96,7 +96,7 @@ def test_poison_in_every_slot_stops_no_good_job(plane: Plane, where: str) -> Non
         last = plane.events(job)[-1]
         assert (last.data["status"], last.level) == ("failed", "error")
         assert "surrogates not allowed" in last.message
-    assert not plane.jobs.on_cluster()
+    assert not plane.jobs.list_cluster_jobs()
 
 
 def test_a_state_that_should_not_be_is_poison_too(plane: Plane) -> None:
@@ -166,7 +166,7 @@ def test_a_row_that_cannot_be_read_breaks_neither_lists_nor_the_queue(plane: Pla
     first, damaged, last = (plane.submit() for _ in range(3))
     with plane.database.begin_write() as session:
         session.execute(text(damage), {"id": damaged.id})
-    found = plane.jobs.list(Page(order="asc"), tenant=first.tenant)
+    found = plane.jobs.list(PageRequest(order="asc"), tenant=first.tenant)
     assert [job.id for job in found.items] == [first.id, last.id]
     assert list(found.unreadable_ids) == [damaged.id]
     reconciler = plane.reconciler(max_running_jobs=2)

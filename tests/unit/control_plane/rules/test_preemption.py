@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.attempts import AttemptId
-from swiftkv_platform.control_plane.base import Slice
+from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
@@ -145,7 +145,7 @@ def test_a_job_gives_another_tenants_deployment_its_place(
     spec = ResolvedDeployment(id="dep_1", model="mdl_1", artifact_uri="s3://b/a", min_replicas=fewest)
     deployment = Deployment(spec, tenant, 1, DeploymentState(status))
     plane.cluster.nodes = [Node({"CPU": 4.0}, {"CPU": 4.0})]
-    deployments = SimpleNamespace(list_all_deployments=lambda: Slice([deployment], has_more=False))
+    deployments = SimpleNamespace(list_all_deployments=lambda: Page([deployment], has_more=False))
     reconciler = plane.reconciler(max_running_jobs=2, deployments_share=share, parts={"deployments": deployments})
     small, large = (plane.submit(tenant="acme", resources={"num_workers": number}) for number in (1, workers))
     reconciler.tick()

@@ -27,7 +27,7 @@ from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import EventRow, JobRow
-from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason, status_event, transition
+from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason, make_status_event, transition
 from swiftkv_platform.control_plane.jobs.repository import make_job_columns
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.settings import Settings
@@ -89,7 +89,7 @@ def insert_jobs(database: Database, count: int) -> None:
     for number in range(count):
         tenant = f"tenant-{number % NUM_TENANTS}" if number % NUM_TENANTS else "default"
         job = Job(new_id("job"), tenant, "ann", spec, 1000 + number)
-        job_events = [status_event(job, now=job.created_at)]
+        job_events = [make_status_event(job, now=job.created_at)]
         if number % 100:
             for status in (JobStatus.CANCELLING, JobStatus.CANCELLED):
                 job, event = transition(job, status, now=1000 + number, reason=Reason("cancelled", "enough"))

@@ -9,7 +9,7 @@ from typing import Any
 from swiftkv_platform.cli.context import load_settings
 from swiftkv_platform.cli.output import Columns, print_fields, print_items, print_line
 from swiftkv_platform.client import Resource
-from swiftkv_platform.control_plane.jobs.estimates import add_time, find_speed, validate
+from swiftkv_platform.control_plane.jobs.estimates import add_time_and_cost, find_speed, validate_and_estimate
 from swiftkv_platform.local.formats import format_count, format_duration, format_flops, format_size, pluralize
 from swiftkv_platform.planning.gates import (
     MAX_FALSE_PASS_PROBABILITY,
@@ -107,11 +107,11 @@ def _format_source(source: Mapping[str, Any]) -> str:
 
 def estimate_job(spec: JobSpec, *, config: Path | None, num_tokens: int | None = None) -> Resource:
     """Estimate a job in this process, without network. `config`: the teacher's `config.json` or its directory.
-    `num_tokens`: tokens per epoch. Raises as `Access.check_spec` and `validate`.
+    `num_tokens`: tokens per epoch. Raises as `Access.check_spec` and `validate_and_estimate`.
     """
     UNRESTRICTED.check_spec(spec)
     speed = find_speed(spec, (), load_settings().flops_per_second)
-    estimate = add_time(validate(spec, config=config, num_tokens=num_tokens), spec, speed)
+    estimate = add_time_and_cost(validate_and_estimate(spec, config=config, num_tokens=num_tokens), spec, speed)
     return Resource.model_validate({"object": "distillation.estimate", **estimate.model_dump()})
 
 

@@ -16,7 +16,7 @@ from swiftkv_platform.control_plane.deployments.deployment import Deployment, De
 from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
 from swiftkv_platform.control_plane.files.repository import File, FileRepository
 from swiftkv_platform.control_plane.hooks.outbox import Outbox
-from swiftkv_platform.control_plane.jobs.job import JobStatus, start, status_event
+from swiftkv_platform.control_plane.jobs.job import JobStatus, make_status_event, start_attempt
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
@@ -242,7 +242,7 @@ def test_of_a_job_and_a_deletion_at_once_one_is_refused(files: FileRepository, j
     for _ in range(5):
         file = files.add(make_file())
         job = make_job(data=using(file))
-        create = partial(jobs.create, job, status_event(job, now=100))
+        create = partial(jobs.create, job, make_status_event(job, now=100))
         outcomes = at_once([create, partial(files.remove, file.id, tenant=TENANT)])
         refused = [outcome for outcome in outcomes if isinstance(outcome, InvalidInputError | ConflictError)]
         assert len(refused) == 1, outcomes
@@ -258,7 +258,7 @@ def outbox(database: Database) -> Outbox:
 
 def test_a_change_and_its_delivery_are_stored_together(jobs: JobRepository, outbox: Outbox) -> None:
     job = store(jobs, make_job(webhook=HOOK, metadata={"team": "blue"}))
-    started, event = start(job, now=101)
+    started, event = start_attempt(job, now=101)
     with pytest.raises(StaleVersionError):
         jobs.update(replace(started, version=7), events=[event])
     [first] = outbox.claim(now=200.0, until=260.0, limit=10)
@@ -274,7 +274,7 @@ def test_a_change_and_its_delivery_are_stored_together(jobs: JobRepository, outb
 
 def test_a_jobs_deliveries_to_one_address_wait_for_each_other(jobs: JobRepository, outbox: Outbox) -> None:
     job, other = store(jobs, make_job(webhook=HOOK)), store(jobs, make_job(webhook=HOOK))
-    started, event = start(job, now=101)
+    started, event = start_attempt(job, now=101)
     jobs.update(started, events=[event])
     first = outbox.claim(now=200.0, until=260.0, limit=10)
     assert [delivery.event.job_id for delivery in first] == [job.id, other.id]

@@ -20,7 +20,7 @@ from swiftkv_platform.control_plane.database.session import (
     Database,
 )
 from swiftkv_platform.control_plane.database.tables import JobRow, ReferenceRow
-from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, start, transition
+from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, start_attempt, transition
 from swiftkv_platform.control_plane.jobs.repository import Claim, JobRepository
 from swiftkv_platform.control_plane.loops import Leases
 from swiftkv_platform.control_plane.references import find_referencing_jobs
@@ -61,7 +61,7 @@ def test_the_queue_is_what_the_jobs_say(jobs: JobRepository) -> None:
         assert jobs.sum_tenant_demand(tenant) == found.used.get(tenant, Demand())
         queue = [item.id for item in snapshot_of(made, most=60, now=99.0).waiting.get(tenant, ())]
         assert jobs.list_queue_positions(tenant) == {job_id: place for place, job_id in enumerate(queue, 1)}
-    held = {job.id: job.attempt.number for job in made if job.status.holds_cluster}
+    held = {job.id: job.attempt.number for job in made if job.status.is_on_cluster}
     assert [item.id for item in jobs.list_cluster_jobs()] == sorted(held)
     assert jobs.list_attempts_on_cluster() == held
     ids = [job.id for job in made]
@@ -72,7 +72,7 @@ def test_the_queue_is_what_the_jobs_say(jobs: JobRepository) -> None:
 
 
 def starting(waiting: list[Job]) -> list[tuple[Job, Event]]:
-    return [start(job, now=101) for job in waiting]
+    return [start_attempt(job, now=101) for job in waiting]
 
 
 def test_of_many_who_claim_at_once_no_more_get_a_place_than_there_are(jobs: JobRepository) -> None:

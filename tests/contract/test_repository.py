@@ -20,7 +20,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     JobStatus,
     MetricPoint,
     Reason,
-    start,
+    start_attempt,
     transition,
 )
 from swiftkv_platform.control_plane.jobs.repository import JobFilter, JobRepository
@@ -59,7 +59,7 @@ def test_a_job_comes_back_as_it_was_stored_to_its_tenant_alone(jobs: JobReposito
 
 def test_an_update_of_an_old_version_changes_nothing(jobs: JobRepository) -> None:
     read = store(jobs, make_job())
-    started, event = start(read, now=101)
+    started, event = start_attempt(read, now=101)
     stored = jobs.update(started, events=[event])
     cancelled, late = transition(read, JobStatus.CANCELLING, now=102)
     with pytest.raises(StaleVersionError):
@@ -95,7 +95,7 @@ def test_one_key_from_many_requests_at_once_gives_one_job(jobs: JobRepository) -
 def test_lists_are_filtered(jobs: JobRepository) -> None:
     blue = store(jobs, make_job(metadata={"team": "blue", "a.b": "1"}))
     red = store(jobs, make_job(metadata={"team": "red"}, model={"name_or_path": "org/big"}))
-    started, _ = start(red, now=101)
+    started, _ = start_attempt(red, now=101)
     jobs.update(started)
 
     def ids(**where: Any) -> list[str]:

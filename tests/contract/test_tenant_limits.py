@@ -16,7 +16,7 @@ from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.files.repository import FileRepository
 from swiftkv_platform.control_plane.hooks.outbox import Outbox
-from swiftkv_platform.control_plane.jobs.job import status_event
+from swiftkv_platform.control_plane.jobs.job import make_status_event
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
@@ -68,7 +68,7 @@ def add_alias(database: Database, models: list[Model], policy: TenantPolicy) -> 
 
 def add_job(database: Database, _models: list[Model], policy: TenantPolicy) -> object:
     job = make_job()
-    return JobRepository(database, TenantPolicies()).create(job, status_event(job, now=100), policy=policy)
+    return JobRepository(database, TenantPolicies()).create(job, make_status_event(job, now=100), policy=policy)
 
 
 ADD = {

@@ -15,7 +15,7 @@ from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.hooks import webhooks
 from swiftkv_platform.control_plane.hooks.outbox import Outbox
 from swiftkv_platform.control_plane.hooks.webhooks import WebhookDeliverer, WebhookRules, send_webhook
-from swiftkv_platform.control_plane.jobs.job import Job, status_event
+from swiftkv_platform.control_plane.jobs.job import Job, make_status_event
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.loops import ControlLoop
 from swiftkv_platform.specs import JobSpec
@@ -112,7 +112,7 @@ class Post:
         hook = {"url": f"{receiver.url}{path}", "secret_ref": "signing"}
         spec = JobSpec.model_validate({"name": "test", "webhook": hook})
         job = Job(new_id("job"), "default", "ann", spec, 1000)
-        return self.jobs.create(job, status_event(job, now=1000))
+        return self.jobs.create(job, make_status_event(job, now=1000))
 
     @contextmanager
     def delivering(self, *receivers: Receiver, secrets: Path) -> Iterator[None]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.base import new_id
-from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, status_event
+from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, make_status_event
 from swiftkv_platform.control_plane.jobs.repository import (
     PRIORITIES,
     Idempotency,
@@ -28,7 +28,7 @@ def make_job(*, tenant: str = TENANT, **spec: Any) -> Job:
 
 def store(jobs: JobRepository, job: Job, *, key: str | None = None, body: str = "a") -> Job:
     idempotency = None if key is None else Idempotency(key, body)
-    return jobs.create(job, status_event(job, now=100), idempotency=idempotency)
+    return jobs.create(job, make_status_event(job, now=100), idempotency=idempotency)
 
 
 def message(job: Job, text: str) -> Event:
@@ -58,7 +58,7 @@ def snapshot_of(live: Sequence[Job], *, most: int, now: float, without: Collecti
     waiting: dict[str, list[QueuedJob]] = {}
     for job in sorted(ready, key=lambda job: (PRIORITIES[job.spec.limits.priority], job.id)):
         waiting.setdefault(job.tenant, []).append(QueuedJob(job.id, Demand.for_job(job.spec)))
-    placed = [job for job in live if job.status.holds_cluster]
+    placed = [job for job in live if job.status.is_on_cluster]
     total = sum((Demand.for_job(job.spec) for job in [*placed, *queued]), Demand())
     return QueueSnapshot(held_by(placed), total, {tenant: jobs[:most] for tenant, jobs in waiting.items()})
 
@@ -67,7 +67,7 @@ def held_by(jobs: Sequence[Job]) -> dict[str, Demand]:
     """Sum the demand of the jobs on the cluster by tenant."""
     held: dict[str, Demand] = {}
     for job in jobs:
-        if job.status.holds_cluster:
+        if job.status.is_on_cluster:
             held[job.tenant] = held.get(job.tenant, Demand()) + Demand.for_job(job.spec)
     return held
 

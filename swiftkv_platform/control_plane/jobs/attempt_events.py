@@ -64,7 +64,7 @@ class AttemptUpdate:
     events: list[Event] = field(default_factory=list)
     points: list[MetricPoint] = field(default_factory=list)
 
-    def move(self, status: JobStatus, reason: Reason | None = None) -> None:
+    def change_status(self, status: JobStatus, reason: Reason | None = None) -> None:
         """Change the job's status, and add the event that reports the change."""
         self.job, event = transition(self.job, status, now=self.now, reason=reason)
         self.events.append(event)
@@ -91,12 +91,12 @@ def _apply_event(update: AttemptUpdate, event: AttemptEvent) -> None:
             _apply_placement(update, _make_storable(event.data))
             return
         case MetricsEvent():
-            _restart_wait(update)
+            _restart_placement_timeout(update)
             _apply_metrics(update, event)
         case CheckpointEvent():
-            _restart_wait(update)
+            _restart_placement_timeout(update)
         case ProgressEvent():
-            _restart_wait(update)
+            _restart_placement_timeout(update)
             _apply_progress(update, _make_storable(event.data))
         case ErrorEvent():
             error: ErrorData = _make_storable(event.data)
@@ -134,13 +134,13 @@ def _apply_status(update: AttemptUpdate, status: AttemptStatus) -> None:
         update.job = update.job.with_attempt(paused=True)
         return
     if update.job.status is JobStatus.STARTING:
-        update.move(JobStatus.RUNNING)
+        update.change_status(JobStatus.RUNNING)
     if update.job.status is JobStatus.RUNNING and status == "evaluating":
-        update.move(JobStatus.EVALUATING)
+        update.change_status(JobStatus.EVALUATING)
 
 
 def _apply_placement(update: AttemptUpdate, data: PlacementData) -> None:
-    """Record which workers wait for a place. Driver and worker have their own clocks, so `placed` may be read first."""
+    """Record which workers wait for placement. Clocks of driver and worker differ, so `placed` may be read first."""
     attempt, phase = update.job.attempt, data["phase"]
     waiting = {name: needs for name, needs in attempt.waiting.items() if name != phase}
     if data["state"] == "placed":
@@ -173,7 +173,7 @@ def _apply_progress(update: AttemptUpdate, data: ProgressData) -> None:
         update.job = update.job.with_attempt(parts=parts)
 
 
-def _restart_wait(update: AttemptUpdate) -> None:
+def _restart_placement_timeout(update: AttemptUpdate) -> None:
     """Restart the timeout of waiting for resources: a trial may wait as long as other trials make progress."""
     if update.job.attempt.waiting:
         update.job = update.job.with_attempt(waiting_since=update.now)
@@ -244,12 +244,12 @@ def find_exceeded_limit(job: Job, now: float, submission: Submission | None, set
     attempt = job.attempt
     if attempt.yields is not None and now - attempt.yields_at > settings.placement_timeout_s:
         return attempt.yields  # it was asked to end and has not
-    return _find_placement_timeout(job, now, submission, settings.placement_timeout_s) or _find_overrun(
+    return _find_placement_timeout(job, now, submission, settings.placement_timeout_s) or _find_exceeded_runtime(
         job, now, settings.max_runtime_s
     )
 
 
-def _find_overrun(job: Job, now: float, max_runtime_s: int | None) -> Reason | None:
+def _find_exceeded_runtime(job: Job, now: float, max_runtime_s: int | None) -> Reason | None:
     attempt, own = job.attempt, job.spec.limits.max_runtime_s
     limits = [limit for limit in (own, max_runtime_s) if limit is not None]
     if attempt.submitted_at is None or not limits:
@@ -284,14 +284,14 @@ def _find_placement_timeout(job: Job, now: float, submission: Submission | None,
 
 
 _MIN_RETRY_DELAY_S, _MAX_RETRY_DELAY_S = 1.0, 60.0
-"""Pauses before the second attempt, and at most before a later one; they double with every attempt."""
+"""Seconds before the second attempt, and max seconds before a later one; they double with every attempt."""
 _CLUSTER_CAUSED = (ReasonCode.PREEMPTED, ReasonCode.NOT_PLACED)
 """Reasons for an attempt's end that are caused by the cluster and use up no retry."""
 _RETRYABLE_STOPS = (ReasonCode.NOT_PLACED, ReasonCode.PREEMPTED, ReasonCode.WORKER_LOST)
 """Reasons for which the control plane ends an attempt, but makes another one."""
 
 
-def settle_attempt(update: AttemptUpdate, submission: Submission | None, store: AttemptStore) -> Model | None:
+def apply_attempt_end(update: AttemptUpdate, submission: Submission | None, store: AttemptStore) -> Model | None:
     """Change the status of the job of `update`; returns the model if the attempt has made one.
 
     `submission`: None means that Ray has forgotten it, as a restarted head does.
@@ -302,7 +302,7 @@ def settle_attempt(update: AttemptUpdate, submission: Submission | None, store: 
     ended_well = submission is not None and submission.status is SubmissionStatus.SUCCEEDED
     ended_well = ended_well and not job.attempt.paused
     if ended_well and job.spec.is_publish_only:
-        _settle_publication(update)
+        _complete_publication(update)
         return None
     # 2. A complete artifact makes the job succeed.
     unexplained = job.attempt.stopping is None and job.attempt.failure is None
@@ -322,46 +322,46 @@ def settle_attempt(update: AttemptUpdate, submission: Submission | None, store: 
                 damage = Failure(Reason(ArtifactCorruptError.code, f"the model was not stored: {fault}"), False)
     # 3. Otherwise the job is cancelled, paused, retried or failed.
     if cancelling:
-        update.move(JobStatus.CANCELLED, job.status_reason)
+        update.change_status(JobStatus.CANCELLED, job.status_reason)
     elif job.status is JobStatus.PAUSING:
-        _settle_pause(update, damage or job.attempt.failure)
+        _complete_pause(update, damage or job.attempt.failure)
     elif submission is None and unexplained and damage is None:
         # Ray no longer knows the attempt. The job did not cause that, so it uses up no retry.
         message = f"Ray no longer knows {job.attempt.submission_id}: Ray's head node was restarted"
         _requeue(update, Reason(ReasonCode.WORKER_LOST, message), counts=False)
     else:
-        _settle_failure(update, damage or _find_failure(job, submission))
+        _retry_or_fail(update, damage or _find_failure(job, submission))
     return None
 
 
-def _settle_publication(update: AttemptUpdate) -> None:
+def _complete_publication(update: AttemptUpdate) -> None:
     """Mark a job that copied a model as succeeded; no model was made."""
     if update.job.status is JobStatus.STARTING:
-        update.move(JobStatus.RUNNING)
+        update.change_status(JobStatus.RUNNING)
     result = {"published": {"model": update.job.spec.training.from_, "to": update.job.spec.publish.to}}
     update.job = replace(update.job, result=result, progress=replace(update.job.progress, percent=100.0))
-    update.move(JobStatus.SUCCEEDED)
+    update.change_status(JobStatus.SUCCEEDED)
 
 
-def _settle_pause(update: AttemptUpdate, failure: Failure | None) -> None:
+def _complete_pause(update: AttemptUpdate, failure: Failure | None) -> None:
     """Mark the job as paused, even if its attempt ended for another cause; as failed if that cause is not
     retryable."""
     stopping = update.job.attempt.stopping
     if stopping is not None and stopping.code not in _RETRYABLE_STOPS:
-        update.move(JobStatus.FAILED, stopping)
+        update.change_status(JobStatus.FAILED, stopping)
     elif failure is not None and not failure.retryable:
-        update.move(JobStatus.FAILED, failure.reason)
+        update.change_status(JobStatus.FAILED, failure.reason)
     else:
-        update.move(JobStatus.PAUSED, update.job.status_reason)
+        update.change_status(JobStatus.PAUSED, update.job.status_reason)
 
 
-def _settle_failure(update: AttemptUpdate, failure: Failure) -> None:
+def _retry_or_fail(update: AttemptUpdate, failure: Failure) -> None:
     retries_left = update.job.retries < update.job.spec.fault_tolerance.max_retries
     counts = failure.reason.code not in _CLUSTER_CAUSED
     if failure.retryable and (retries_left or not counts):
         _requeue(update, failure.reason, counts=counts)
     else:
-        update.move(JobStatus.FAILED, failure.reason)
+        update.change_status(JobStatus.FAILED, failure.reason)
 
 
 def _requeue(update: AttemptUpdate, reason: Reason, *, counts: bool) -> None:
@@ -396,7 +396,7 @@ def _make_model(update: AttemptUpdate, manifest: Manifest, store: AttemptStore) 
 def _complete_with_model(update: AttemptUpdate, model: Model) -> Model:
     """Make `model` the job's; the update that stores both is refused if the job has changed."""
     if update.job.status is JobStatus.STARTING:
-        update.move(JobStatus.RUNNING)
+        update.change_status(JobStatus.RUNNING)
     job = update.job
     update.job = replace(
         job,
@@ -406,7 +406,7 @@ def _complete_with_model(update: AttemptUpdate, model: Model) -> Model:
         progress=replace(job.progress, percent=100.0),
         speed=measure_speed(job, update.now),
     )
-    update.move(JobStatus.SUCCEEDED)
+    update.change_status(JobStatus.SUCCEEDED)
     return model
 
 

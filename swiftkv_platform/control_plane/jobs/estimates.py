@@ -94,7 +94,7 @@ class JobEstimate(FrozenModel):
     """Cost of `seconds` on the cluster, at the operator's prices."""
     sources: tuple[SourceEstimate, ...] = ()
     gates: tuple[TaskForecast, ...] = ()
-    """For each task: the losses of quality that the number of samples can exclude."""
+    """For each evaluation task: the quality losses that its number of samples can exclude."""
 
 
 def estimate(
@@ -162,7 +162,7 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices per hour, in the operator's currency. None: unpriced; if both are None, nothing has a cost."""
+    """Prices per hour, in the operator's currency. None: not set; if both are None, jobs have no cost."""
 
     gpu_hour: float | None = None
     cpu_hour: float | None = None
@@ -171,7 +171,7 @@ class Prices:
     def are_known(self) -> bool:
         return self.gpu_hour is not None or self.cpu_hour is not None
 
-    def cost(self, spec: JobSpec, seconds: float) -> float | None:
+    def compute_cost(self, spec: JobSpec, seconds: float) -> float | None:
         """Return the cost of `seconds` with the most workers that the spec allows; None without prices."""
         if not self.are_known:
             return None
@@ -179,27 +179,27 @@ class Prices:
         hourly = demand.gpus * (self.gpu_hour or 0.0) + demand.cpus * (self.cpu_hour or 0.0)
         return hourly * seconds / _HOUR_S
 
-    def cost_so_far(self, job: Job, now: float) -> float | None:
+    def compute_cost_so_far(self, job: Job, now: float) -> float | None:
         """Cost of a job up to now, over all attempts."""
-        return self.cost(job.spec, job.seconds_on_cluster(now))
+        return self.compute_cost(job.spec, job.compute_seconds_on_cluster(now))
 
     def estimate_final_cost(self, job: Job, now: float) -> float | None:
         """Return the cost of a job at the end of its training, at its present speed; None if the speed is unknown."""
         if job.status.is_terminal:
-            return self.cost_so_far(job, now)
+            return self.compute_cost_so_far(job, now)
         if job.progress.seconds_remaining is None:
             return None
-        return self.cost(job.spec, job.seconds_on_cluster(now) + job.progress.seconds_remaining)
+        return self.compute_cost(job.spec, job.compute_seconds_on_cluster(now) + job.progress.seconds_remaining)
 
 
-def cost_cap(spec: JobSpec, policy: TenantPolicy) -> float | None:
+def get_cost_cap(spec: JobSpec, policy: TenantPolicy) -> float | None:
     """Return the lower one of the job's and the tenant's cost caps; None without a cap."""
     return min((cap for cap in (spec.limits.cost_cap, policy.cost_cap) if cap is not None), default=None)
 
 
 def find_exceeded_cost_cap(job: Job, policy: TenantPolicy, prices: Prices, now: float) -> Reason | None:
     """Return the reason to pause a running job above its cost cap; None below it."""
-    cap, cost = cost_cap(job.spec, policy), prices.cost_so_far(job, now)
+    cap, cost = get_cost_cap(job.spec, policy), prices.compute_cost_so_far(job, now)
     if cap is None or cost is None or cost <= cap or job.status not in (JobStatus.STARTING, JobStatus.RUNNING):
         return None
     message = (
@@ -234,7 +234,7 @@ def _measure_process_memory(job: Job) -> int | None:
 def find_speed(spec: JobSpec, jobs: Iterable[Job], configured: float | None) -> tuple[Speed, str] | None:
     """Return (speed, source): of the newest job on the same kind of workers, preferably with the same teacher, and the
     job's id; else the configured FLOPs per second of a worker, or assumed ones for its GPU."""
-    alike = [job for job in jobs if job.speed is not None and _worker_kind(job.spec) == _worker_kind(spec)]
+    alike = [job for job in jobs if job.speed is not None and _make_worker_key(job.spec) == _make_worker_key(spec)]
     same = [job for job in alike if job.spec.model.name_or_path == spec.model.name_or_path]
     newest = max(same or alike, key=lambda job: job.id, default=None)
     if newest is not None and newest.speed is not None:
@@ -243,7 +243,7 @@ def find_speed(spec: JobSpec, jobs: Iterable[Job], configured: float | None) -> 
     return None if known is None else (Speed(known[0], 0.0, 0.0), known[1])
 
 
-def add_time(
+def add_time_and_cost(
     estimate: JobEstimate, spec: JobSpec, speed: tuple[Speed, str] | None, prices: Prices | None = None
 ) -> JobEstimate:
     """Add time and cost to a job's estimate. `speed`: (measured speed, its source). Sweeps get no time."""
@@ -256,11 +256,11 @@ def add_time(
         return estimate
     training = estimate.total_flops / (measured.flops_per_second * spec.resources.max_workers)
     seconds = measured.startup_s + training + measured.finish_s
-    cost = None if prices is None else prices.cost(spec, seconds)
+    cost = None if prices is None else prices.compute_cost(spec, seconds)
     return estimate.model_copy(update={"seconds": seconds, "speed_source": source, "cost": cost})
 
 
-def _worker_kind(spec: JobSpec) -> tuple[object, ...]:
+def _make_worker_key(spec: JobSpec) -> tuple[object, ...]:
     resources, sharding = spec.resources, spec.sharding
     return (
         resources.max_workers,
@@ -274,7 +274,7 @@ def _worker_kind(spec: JobSpec) -> tuple[object, ...]:
     )
 
 
-def prices(settings: Settings) -> Prices:
+def get_prices(settings: Settings) -> Prices:
     return Prices(settings.gpu_hour_price, settings.cpu_hour_price)
 
 
@@ -296,14 +296,14 @@ def reads_files(spec: JobSpec) -> bool:
 
 
 def check_spec(spec: JobSpec, access: Access) -> JobEstimate:
-    """Check a spec that a caller sends to the control plane. Raises as `validate`, and `InvalidInputError` for a
-    relative path."""
+    """Check a spec that a caller sends to the control plane. Raises as `validate_and_estimate`, and
+    `InvalidInputError` for a relative path."""
     access.check_spec(spec)
     refuse_relative_paths(spec, relative_paths=not access.is_restricted)
-    return validate(spec, access=access)
+    return validate_and_estimate(spec, access=access)
 
 
-def validate(
+def validate_and_estimate(
     spec: JobSpec,
     read_object: ReadObject = read_object,
     *,
@@ -406,4 +406,8 @@ def _check_task_data(name: str, data_dir: str, field: str, access: Access) -> No
         if BUILTIN_TASKS.get(name):
             find_task_directory(name, directory, field)
     except OSError as error:
-        raise DataError(f"{field} is {data_dir!r}: it cannot be read", field=field, value=data_dir) from error
+        raise DataError(
+            f"{field} is {data_dir!r}, which cannot be read; make it readable or use another directory",
+            field=field,
+            value=data_dir,
+        ) from error

@@ -354,7 +354,7 @@ def create_fine_tuning_job(
 ) -> FineTuningJobResponse:
     """Submit a job. `swiftkv` holds settings for which OpenAI has no field: any part of a job spec."""
     job = submission.submit(make_job_spec(body))
-    return FineTuningJobResponse.from_job(presenter.present(job))
+    return FineTuningJobResponse.from_job(presenter.make_response(job))
 
 
 @router.get("")
@@ -365,7 +365,7 @@ def list_fine_tuning_jobs(
     where = JobFilter(metadata=parse_metadata_filter(request, "metadata[", "]"))
     found = parts.jobs.list(page, tenant=caller.tenant, where=where)
     return make_list_response(
-        found, lambda job: FineTuningJobResponse.from_job(presenter.present(job)), order=page.order
+        found, lambda job: FineTuningJobResponse.from_job(presenter.make_response(job)), order=page.order
     )
 
 
@@ -374,7 +374,7 @@ def get_fine_tuning_job(
     job_id: str, parts: ComponentsDep, caller: Reader, presenter: Presenter
 ) -> FineTuningJobResponse:
     """Return a job."""
-    return FineTuningJobResponse.from_job(presenter.present(parts.jobs.get(job_id, tenant=caller.tenant)))
+    return FineTuningJobResponse.from_job(presenter.make_response(parts.jobs.get(job_id, tenant=caller.tenant)))
 
 
 @router.post("/{job_id}/cancel")
@@ -382,13 +382,13 @@ def cancel_fine_tuning_job(
     job_id: str, service: Service, caller: Writer, presenter: Presenter
 ) -> FineTuningJobResponse:
     """Cancel a job; repeating the request is harmless."""
-    return FineTuningJobResponse.from_job(presenter.present(service.cancel(job_id, caller)))
+    return FineTuningJobResponse.from_job(presenter.make_response(service.cancel(job_id, caller)))
 
 
 @router.post("/{job_id}/pause")
 def pause_fine_tuning_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> FineTuningJobResponse:
     """Ask a job to checkpoint and free the cluster; repeating the request is harmless."""
-    return FineTuningJobResponse.from_job(presenter.present(service.pause(job_id, caller)))
+    return FineTuningJobResponse.from_job(presenter.make_response(service.pause(job_id, caller)))
 
 
 @router.post("/{job_id}/resume")
@@ -396,14 +396,14 @@ def resume_fine_tuning_job(
     job_id: str, service: Service, caller: Writer, presenter: Presenter
 ) -> FineTuningJobResponse:
     """Queue a paused job again; it continues from its last checkpoint."""
-    return FineTuningJobResponse.from_job(presenter.present(service.resume(job_id, caller)))
+    return FineTuningJobResponse.from_job(presenter.make_response(service.resume(job_id, caller)))
 
 
 @router.get("/{job_id}/events")
 def list_fine_tuning_events(
     job_id: str, parts: ComponentsDep, caller: Reader, page: NewestFirst
 ) -> ListResponse[FineTuningEventResponse]:
-    """A job's events, newest first."""
+    """List a job's events, newest first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     return make_list_response(parts.jobs.list_events(job_id, page), FineTuningEventResponse.from_event)
 
@@ -415,7 +415,7 @@ def list_fine_tuning_checkpoints(
     caller: Fetcher,
     page: Annotated[PageRequest, Depends(make_page_query(10, "desc"))],
 ) -> ListResponse[FineTuningCheckpointResponse]:
-    """Complete checkpoints of all attempts, the last step first."""
+    """List the complete checkpoints of all attempts, the last step first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     found = list_checkpoint_page(parts.attempts, job_id, page)
     return make_list_response(found, lambda each: _make_checkpoint_response(parts, job_id, each))

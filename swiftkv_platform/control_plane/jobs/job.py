@@ -40,7 +40,7 @@ class JobStatus(StrEnum):
         return not TRANSITIONS[self]
 
     @property
-    def holds_cluster(self) -> bool:
+    def is_on_cluster(self) -> bool:
         """Whether an attempt may be on the cluster."""
         return self not in _STATUSES_OFF_CLUSTER
 
@@ -69,7 +69,7 @@ _STATUSES_OFF_CLUSTER = frozenset(
 LIVE_STATUSES = [status.value for status in JobStatus if not status.is_terminal]
 """Statuses of jobs that have not ended, as stored in rows."""
 WAITING_STATUSES = [JobStatus.QUEUED.value, JobStatus.PAUSED.value]
-STATUSES_ON_CLUSTER = [status.value for status in JobStatus if status.holds_cluster]
+STATUSES_ON_CLUSTER = [status.value for status in JobStatus if status.is_on_cluster]
 
 
 _RESPONSE_CONFIG = ConfigDict(use_attribute_docstrings=True, json_schema_serialization_defaults_required=True)
@@ -221,7 +221,7 @@ class Job:
     not_before: float = 0.0
     """Unix seconds before which a queued retry does not start."""
     waiting_since: int | None = None
-    """Unix seconds since which a queued job waits for places on the cluster."""
+    """Unix seconds since which a queued job waits for resources of the cluster."""
     tracking: Mapping[str, Any] | None = None
     artifact_uri: str | None = None
     distilled_model: str | None = None
@@ -230,7 +230,7 @@ class Job:
     traceparent: str | None = None
     """W3C context of the trace in which the job was submitted."""
     version: int = 0
-    """Raised by every update; an update of an older version is refused."""
+    """Increases with every update; an update of an older version is refused."""
 
     def with_attempt(self, **changes: Any) -> Job:
         """Return the job with changed fields of its current attempt."""
@@ -244,12 +244,12 @@ class Job:
     @property
     def phase(self) -> str | None:
         """Phase that the present attempt reported last; None off the cluster."""
-        return self.attempt.phase if self.status.holds_cluster else None
+        return self.attempt.phase if self.status.is_on_cluster else None
 
     @property
     def phase_progress(self) -> PhaseProgress | None:
         """Progress of that phase, summed over all workers that report theirs."""
-        parts = [*self.attempt.parts.values()] if self.status.holds_cluster else []
+        parts = [*self.attempt.parts.values()] if self.status.is_on_cluster else []
         if len(parts) < 2:
             return parts[0] if parts else None
         left = [part.seconds_remaining for part in parts if part.done < part.total]
@@ -257,10 +257,10 @@ class Job:
         total = sum(part.total for part in parts)
         return PhaseProgress(f"{len(parts)} parts", sum(part.done for part in parts), total, seconds)
 
-    def seconds_on_cluster(self, now: float) -> float:
+    def compute_seconds_on_cluster(self, now: float) -> float:
         """Seconds on the cluster over all attempts, the present one included."""
         since = self.attempt.submitted_at
-        running = now - since if since is not None and self.status.holds_cluster else 0.0
+        running = now - since if since is not None and self.status.is_on_cluster else 0.0
         return self.earlier_seconds + max(running, 0.0)
 
 
@@ -290,7 +290,7 @@ class MetricPoint:
     values: Mapping[str, float | int | None]
 
 
-def status_event(job: Job, *, now: int, previous: JobStatus | None = None) -> Event:
+def make_status_event(job: Job, *, now: int, previous: JobStatus | None = None) -> Event:
     """Return the event that reports a job's present status."""
     data: dict[str, Any] = {"status": job.status.value, "attempt": job.attempt.number}
     message = f"{job.status}, attempt {job.attempt.number}"
@@ -317,27 +317,27 @@ def transition(job: Job, status: JobStatus, *, now: int, reason: Reason | None =
         message = f"job {job.id} is {job.status} and cannot become {status}; the statuses that can follow: {allowed}"
         raise IllegalTransitionError(message, field="status", value=job.status.value)
     changed = replace(job, status=status, status_reason=reason, waiting_since=None)
-    if job.status.holds_cluster and not status.holds_cluster:
-        changed = replace(changed, earlier_seconds=job.seconds_on_cluster(now))
+    if job.status.is_on_cluster and not status.is_on_cluster:
+        changed = replace(changed, earlier_seconds=job.compute_seconds_on_cluster(now))
     if status is JobStatus.RUNNING and job.started_at is None:
         changed = replace(changed, started_at=now)
-    if not status.holds_cluster:
+    if not status.is_on_cluster:
         changed = replace(changed, estimated_finish=None, progress=replace(job.progress, seconds_remaining=None))
     if status.is_terminal:
         changed = replace(changed, finished_at=now)
     if status is JobStatus.FAILED:
         changed = replace(changed, error=reason)
-    return changed, status_event(changed, now=now, previous=job.status)
+    return changed, make_status_event(changed, now=now, previous=job.status)
 
 
-def start(job: Job, *, now: int, resume_from: str | None = None) -> tuple[Job, Event]:
+def start_attempt(job: Job, *, now: int, resume_from: str | None = None) -> tuple[Job, Event]:
     """Return (job in `starting` with a new submission id, event). After a crash, the id finds the submission in Ray."""
     name = job.attempt_id.submission_id
     attempt = replace(job.attempt, submission_id=name, resume_from=resume_from)
     return transition(replace(job, attempt=attempt), JobStatus.STARTING, now=now)
 
 
-def wait(job: Job, *, now: int, reason: Reason) -> tuple[Job, Event]:
+def set_wait_reason(job: Job, *, now: int, reason: Reason) -> tuple[Job, Event]:
     """Return (queued job with the reason why it waits, event that reports the reason)."""
     since = now if job.waiting_since is None else job.waiting_since
     event = Event(new_id("evt"), job.id, now, "message", reason.message, data={"code": str(reason.code)})
@@ -355,4 +355,4 @@ def requeue(job: Job, *, now: int, reason: Reason, delay_s: float = 0.0, counts:
     if job.attempt.submission_id is None:
         return queued, event
     queued = replace(queued, attempt=Attempt(number=job.attempt.number + 1))
-    return queued, status_event(queued, now=now, previous=job.status)
+    return queued, make_status_event(queued, now=now, previous=job.status)

@@ -52,16 +52,16 @@ class RecentEvents:
         self._has_read = asyncio.Event()
         self.followers = 0
 
-    async def after(self, last: str | None) -> Sequence[Event] | None:
+    async def get_events_after(self, last: str | None) -> Sequence[Event] | None:
         """Return the events after the event `last`, possibly none; None if `last` is not cached any more, so that the
         database must be read. Waits for the next read if there is no new event. Raises what reading has raised."""
-        if self._error is None and not self._events_after(last):
+        if self._error is None and not self._get_cached_after(last):
             await self._has_read.wait()
         if self._error is not None:
             raise self._error
-        return self._events_after(last)
+        return self._get_cached_after(last)
 
-    def _events_after(self, last: str | None) -> Sequence[Event] | None:
+    def _get_cached_after(self, last: str | None) -> Sequence[Event] | None:
         if last != self._newest and last not in self._next:
             return None
         found = []
@@ -118,7 +118,7 @@ class EventFollowers:
             if has_ended:
                 return
             with self._open_events(job_id, acquire_read_slot, after) as recent:
-                while not has_ended and (events := await recent.after(after)) is not None:
+                while not has_ended and (events := await recent.get_events_after(after)) is not None:
                     for event in events:
                         yield event
                         after, has_ended = event.id, has_ended or _is_last_event(event)
@@ -162,7 +162,7 @@ class WatchedJobs:
         self._marked_at: dict[str, float] = {}
         """When each job was last marked, the latest one last."""
 
-    def note(self, job_id: str) -> None:
+    def mark_watched(self, job_id: str) -> None:
         """Mark a job as followed for a minute. If the database is unavailable, this only logs the failure, since the
         caller's own query fails as well."""
         now = self._clock()
@@ -182,7 +182,7 @@ class WatchedJobs:
 
     def list_events(self, job_id: str, page: PageRequest) -> Page[Event]:
         """Return a job's events, as `JobRepository.list_events` does, and mark the job as watched."""
-        self.note(job_id)
+        self.mark_watched(job_id)
         return self._jobs.list_events(job_id, page)
 
 
@@ -192,7 +192,7 @@ WatchedJobsDep = Annotated[WatchedJobs, get_from_state("watches")]
 def read_logs(parts: Components, job: Job, *, offset: int = 0, limit: int | None = None) -> Iterator[bytes]:
     """Yield bytes `offset` to `offset + limit` of all attempts' logs. Skipped bytes are not read from the store."""
     left = limit
-    for piece in filter(None, _read_from(parts, job, offset)):
+    for piece in filter(None, _read_logs_from(parts, job, offset)):
         if left is None:
             yield piece
         elif left > 0:
@@ -202,7 +202,7 @@ def read_logs(parts: Components, job: Job, *, offset: int = 0, limit: int | None
             return
 
 
-def _read_from(parts: Components, job: Job, offset: int) -> Iterator[bytes]:
+def _read_logs_from(parts: Components, job: Job, offset: int) -> Iterator[bytes]:
     for attempt in job.attempt_id.list_until_this():
         heading = _format_heading(attempt.number)
         yield heading[offset:]
@@ -227,7 +227,7 @@ def read_tail(parts: Components, job: Job, lines: int) -> Iterator[bytes]:
 
 def _read_live_log(parts: Components, job: Job, number: int, *, tail_lines: int | None = None) -> Iterator[bytes]:
     """Read a log from Ray, if the attempt is there; else yield nothing."""
-    if number == job.attempt.number and job.attempt.submission_id is not None and job.status.holds_cluster:
+    if number == job.attempt.number and job.attempt.submission_id is not None and job.status.is_on_cluster:
         yield from parts.cluster.logs(job.attempt.submission_id, tail_lines=tail_lines)
 
 
@@ -283,7 +283,7 @@ async def _iterate_in_thread(pieces: Iterator[bytes]) -> AsyncGenerator[bytes, N
 def _follow_live_log(parts: Components, job: Job, number: int, sent: int) -> AsyncGenerator[bytes, None] | None:
     """Stream Ray's log after its first `sent` bytes, until the attempt has ended; None if Ray does not have it."""
     submission_id = job.attempt.submission_id
-    if number != job.attempt.number or submission_id is None or not job.status.holds_cluster:
+    if number != job.attempt.number or submission_id is None or not job.status.is_on_cluster:
         return None
     return _skip_bytes(parts.cluster.follow_logs(submission_id), sent)
 

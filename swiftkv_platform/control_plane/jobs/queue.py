@@ -23,7 +23,7 @@ from swiftkv_platform.control_plane.components import RAY_TIMEOUT_S
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus, replica_resources
 from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
 from swiftkv_platform.control_plane.jobs.attempt_events import has_used_time_slice
-from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, wait
+from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, set_wait_reason
 from swiftkv_platform.control_plane.jobs.repository import JobRepository, QueuedJob, QueueSnapshot
 from swiftkv_platform.control_plane.ray.jobs import RayJobs
 from swiftkv_platform.control_plane.ray.placement import (
@@ -57,16 +57,16 @@ class FairQueue:
         """
         used = defaultdict(Demand, snapshot.used)
         queues = {tenant: deque(jobs) for tenant, jobs in snapshot.waiting.items()}
-        self._raise_to_least_share(queues)
+        self._raise_to_min_share(queues)
         chosen: list[QueuedJob] = []
         while len(chosen) < max_starts:
             for queue in queues.values():
-                while queue and not admission.could_fit(queue[0].id):
+                while queue and not admission.fits_empty_nodes(queue[0].id):
                     queue.popleft()
             fitting = [
                 tenant
                 for tenant, queue in queues.items()
-                if queue and self.fits(tenant, used[tenant], queue[0].demand) and admission.fits(queue[0].id)
+                if queue and self.fits_quota(tenant, used[tenant], queue[0].demand) and admission.fits_now(queue[0].id)
             ]
             if not fitting:
                 break
@@ -78,16 +78,16 @@ class FairQueue:
             admission.reserve(job.id)
         return chosen
 
-    def choose_overtaken(self, stuck: Sequence[Job], snapshot: QueueSnapshot, admission: Admission) -> list[Job]:
-        """Choose the `stuck` jobs that make room for a job of another tenant. Their tenants then go to the end of the
+    def choose_preempted(self, stuck: Sequence[Job], snapshot: QueueSnapshot, admission: Admission) -> list[Job]:
+        """Choose the jobs of `stuck` that give way to a job of another tenant. Their tenants then go to the end of the
         queue."""
-        self._raise_to_least_share(snapshot.waiting)
+        self._raise_to_min_share(snapshot.waiting)
         chosen, taken = list[Job](), set[str]()
         for job in stuck:
             for tenant, (first, *_) in snapshot.waiting.items():
                 holds = snapshot.used.get(tenant, Demand())
-                may_start = tenant not in {job.tenant, *taken} and self.fits(tenant, holds, first.demand)
-                if may_start and admission.could_fit(first.id) and admission.fits(first.id):
+                may_start = tenant not in {job.tenant, *taken} and self.fits_quota(tenant, holds, first.demand)
+                if may_start and admission.fits_empty_nodes(first.id) and admission.fits_now(first.id):
                     chosen.append(job)
                     self._shares_given[job.tenant] = max(self._shares_given.values()) + 1.0
                     taken.add(tenant)
@@ -95,14 +95,14 @@ class FairQueue:
                     break
         return chosen
 
-    def fits(self, tenant: str, used: Demand, demand: Demand) -> bool:
+    def fits_quota(self, tenant: str, used: Demand, demand: Demand) -> bool:
         """Whether a tenant that uses `used` may have `demand` in addition."""
         return (used + demand).find_exceeded_limit(self._policies.get(tenant), adding=demand) is None
 
     def _rank(self, tenant: str, used: Demand, total: Demand, first: QueuedJob) -> tuple[float, float, str]:
         return used.dominant_share(total) / self._policies.get(tenant).weight, self._shares_given[tenant], first.id
 
-    def _raise_to_least_share(self, queues: Collection[str]) -> None:
+    def _raise_to_min_share(self, queues: Collection[str]) -> None:
         """Raise each tenant's share to the smallest share of the waiting tenants, so that idle time earns no credit."""
         least = min((self._shares_given[tenant] for tenant in queues if tenant in self._shares_given), default=0.0)
         self._shares_given = {tenant: max(self._shares_given.get(tenant, least), least) for tenant in queues}
@@ -152,7 +152,7 @@ def explain_wait(
 
 
 _REPORT_LAG_S = 10.0
-"""Seconds after which Ray's report includes what was taken; it is renewed every 5 s."""
+"""Seconds until Ray's report includes newly taken resources; Ray renews the report every 5 s."""
 WHOLE_GROUP_PHASES = ("train", "evaluate")
 """Phases with all workers; other phases have one worker."""
 _MAX_CACHED_REQUESTS = 10_000
@@ -168,7 +168,7 @@ class ResourceRequest:
     @classmethod
     def for_job(cls, spec: JobSpec, driver: Bundle) -> ResourceRequest:
         """Request for the fewest workers that the spec allows, of one trial at a time, and for the attempt's driver."""
-        workers = worker_bundles(spec)
+        workers = make_worker_bundles(spec)
         bundles = [driver, *workers] if any(driver.values()) else workers
         return cls(bundles, spec.resources.describe(len(workers)))
 
@@ -182,12 +182,12 @@ class ResourceRequest:
         return Reason(ReasonCode.WAITING_FOR_RESOURCES, message, field="resources")
 
 
-def driver_bundle(settings: Settings) -> Bundle:
+def make_driver_bundle(settings: Settings) -> Bundle:
     """Return the bundle of an attempt's driver. A driver without reservation runs on Ray's head node."""
     return {"CPU": settings.entrypoint_num_cpus, "memory": settings.entrypoint_memory}
 
 
-def worker_bundles(spec: JobSpec) -> list[Bundle]:
+def make_worker_bundles(spec: JobSpec) -> list[Bundle]:
     """Return one bundle for each of the min workers of a spec, for one trial at a time."""
     resources = spec.resources
     each = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
@@ -198,33 +198,33 @@ def worker_bundles(spec: JobSpec) -> list[Bundle]:
     return [each] * (1 if spec.is_publish_only else resources.min_workers)
 
 
-def unclaimed_bundles(job: Job, driver: Bundle, now: float) -> Sequence[Bundle]:
+def list_unclaimed_bundles(job: Job, driver: Bundle, now: float) -> Sequence[Bundle]:
     """Return the bundles that a job still has to take on the cluster, beyond those in Ray's report."""
     attempt = job.attempt
-    if not job.status.holds_cluster or job.status in (JobStatus.PAUSING, JobStatus.CANCELLING) or attempt.stopping:
+    if not job.status.is_on_cluster or job.status in (JobStatus.PAUSING, JobStatus.CANCELLING) or attempt.stopping:
         return ()
     if not attempt.cursor:  # it has reported nothing yet
         return ResourceRequest.for_job(job.spec, driver).bundles
     phases = [*map(parse_phase, (*attempt.placed, *attempt.waiting))]
     if job.spec.sweep is not None and attempt.has_trained:
-        return ()  # running trials leave their places to waiting ones
-    workers = worker_bundles(job.spec)
-    phase = phases[-1] if phases else "train" if attempt.has_trained else ""  # old workers report no places
+        return ()  # running trials leave their resources to waiting ones
+    workers = make_worker_bundles(job.spec)
+    phase = phases[-1] if phases else "train" if attempt.has_trained else ""  # old workers do not report placements
     needed = 1 if phase == "publish" else len(workers)
     if not phase or attempt.waiting or now < (attempt.placed_at or 0.0) + _REPORT_LAG_S:
         return workers[:needed]
     return [] if phase in WHOLE_GROUP_PHASES else workers[1:needed]
 
 
-def max_resources(spec: JobSpec) -> Bundle:
+def compute_max_resources(spec: JobSpec) -> Bundle:
     """Return the resources of a job with its max number of workers, over all trials."""
-    return {name: amount * spec.max_total_workers for name, amount in worker_bundles(spec)[0].items()}
+    return {name: amount * spec.max_total_workers for name, amount in make_worker_bundles(spec)[0].items()}
 
 
-def check_node_groups(spec: JobSpec, settings: Settings, nodes: CachedCall[Sequence[Node] | None]) -> None:
+def check_fits_node_groups(spec: JobSpec, settings: Settings, nodes: CachedCall[Sequence[Node] | None]) -> None:
     """Raise `InvalidInputError` for a job that neither the full node groups nor the present nodes can hold. Without
     named node groups there are no bounds: nodes come and go. Ray is asked only for what the groups do not hold."""
-    groups, needs = settings.node_groups, ResourceRequest.for_job(spec, driver_bundle(settings))
+    groups, needs = settings.node_groups, ResourceRequest.for_job(spec, make_driver_bundle(settings))
     most = len(needs.bundles)
     full = [group.resources for group in groups.values() for _ in range(min(group.max_nodes, most))]
     if not groups or can_place(full, needs.bundles):
@@ -249,8 +249,8 @@ def list_nodes(cluster: RayJobs) -> Sequence[Node] | None:
 
 
 class Admission:
-    """Free resources of the cluster in one round of the queue, reserved job by job. Running jobs and requests are
-    remembered between rounds; a new leader starts afresh."""
+    """Free resources of the cluster in one scheduling cycle, reserved job by job. Running jobs and requests are
+    remembered between cycles; a new leader starts afresh."""
 
     def __init__(self, jobs: JobRepository, cluster: RayJobs, driver: Bundle) -> None:
         self._jobs = jobs
@@ -260,11 +260,11 @@ class Admission:
         self._requests: dict[str, ResourceRequest] = {}
         self._totals: Sequence[Bundle] = ()
         self._empty: EmptyNodes | None = None
-        """Nodes of this round; None if the cluster does not report them, and every job fits."""
+        """Nodes of this cycle; None if the cluster does not report them, and every job fits."""
         self._free: list[dict[str, float]] = []
         self._possible: set[str] = set()
         self.refused: dict[str, Reason] = {}
-        """By job that could not be scheduled in this round: the reason."""
+        """By job that could not be scheduled in this cycle: the reason."""
         self.cannot_fit: set[str] = set()
         """Jobs that the present nodes cannot hold. They are skipped until the nodes change, and other jobs of their
         tenant may start before them, since those take nothing that they could have."""
@@ -282,7 +282,7 @@ class Admission:
         """Return the nodes that the cluster reports; None if it does not report them or does not answer."""
         return list_nodes(self._cluster)
 
-    def begin_round(self, now: float, *, stuck: Sequence[Job] = (), over: Sequence[Job] = ()) -> None:
+    def begin_cycle(self, now: float, *, stuck: Sequence[Job] = (), over: Sequence[Job] = ()) -> None:
         """Find the resources that are free now.
 
         Args:
@@ -303,14 +303,14 @@ class Admission:
         self._running = {job_id: self._running[job_id] for job_id in present if job_id in self._running}
         self._free = [
             normalize_resources(free)
-            for free in (*(node.free for node in nodes), *(max_resources(job.spec) for job in over))
+            for free in (*(node.free for node in nodes), *(compute_max_resources(job.spec) for job in over))
         ]
         gone = {job.id for job in (*stuck, *over)}
         for job in self._running.values():
-            for bundle in () if job.id in gone else unclaimed_bundles(job, self._driver, now):
+            for bundle in () if job.id in gone else list_unclaimed_bundles(job, self._driver, now):
                 reserve(self._free, [bundle])
 
-    def could_fit(self, job_id: str) -> bool:
+    def fits_empty_nodes(self, job_id: str) -> bool:
         """Whether the nodes could hold the job if they were empty."""
         needs = self._load_request(job_id)
         if job_id in self._possible or needs is None or self._empty is None or self._empty.can_place(needs.bundles):
@@ -320,19 +320,19 @@ class Admission:
         self.cannot_fit.add(job_id)
         return False
 
-    def fits(self, job_id: str) -> bool:
-        """Whether the job's places are free now."""
+    def fits_now(self, job_id: str) -> bool:
+        """Whether the job's resources are free now."""
         if job_id in self.refused:
             return False
         needs = self._load_request(job_id)
         if needs is None or can_place(self._free, needs.bundles):
             return True
-        message = f"waiting for {needs.description}: other jobs use them or are about to"
+        message = f"waiting for {needs.description}: other jobs use or have reserved them"
         self.refused[job_id] = Reason(ReasonCode.WAITING_FOR_RESOURCES, message, field="resources")
         return False
 
     def reserve(self, job_id: str) -> None:
-        """Give the job the places that `fits` has found."""
+        """Reserve the resources that `fits_now` has found for the job."""
         needs = self._load_request(job_id)
         if needs is not None:
             reserve(self._free, needs.bundles)
@@ -350,7 +350,7 @@ class Admission:
     def jobs_with_new_wait_reason(self, now: int) -> Sequence[tuple[Job, Event]]:
         """Return (job with the reason, event) of queued jobs without free resources whose reason is not stored yet."""
         return [
-            wait(job, now=now, reason=self.refused[job.id])
+            set_wait_reason(job, now=now, reason=self.refused[job.id])
             for job in (self._jobs.load_jobs([*self.refused]) if self.refused else ())
             if job.status is JobStatus.QUEUED and job.status_reason != self.refused[job.id]
         ]
@@ -382,14 +382,17 @@ class Preemption:
         """Share of the jobs' nodes that is open to deployments; if it is 1, jobs make no room for them."""
         return 1.0 if self.settings.serve_dashboard_url else self.settings.resolved_deployments_share
 
-    def choose_endings(self, now: float, resting: Collection[str]) -> list[tuple[Job, Reason]]:
+    def choose_preemptions(self, now: float, resting: Collection[str]) -> list[tuple[Job, Reason]]:
         """Return (job, reason) of attempts that must end: at once if `not_placed`, at a checkpoint if `preempted`.
         `resting`: queued jobs that do not start now."""
         going = [job for job in self.admission.running if job.status in _ACTIVE and job.attempt.stopping is None]
         nodes = cache(self.admission.reported_nodes)  # asks Ray
-        return [*self._choose_overtaken(going, nodes, now, resting), *self._choose_displaced(going, nodes, now)]
+        return [
+            *self._choose_for_waiting_job(going, nodes, now, resting),
+            *self._choose_for_deployment(going, nodes, now),
+        ]
 
-    def _choose_overtaken(
+    def _choose_for_waiting_job(
         self, going: Sequence[Job], nodes: GetNodes, now: float, resting: Collection[str]
     ) -> list[tuple[Job, Reason]]:
         """Return (job, reason) of running jobs whose resources go to a job of another tenant."""
@@ -401,14 +404,14 @@ class Preemption:
         snapshot = self.jobs.read_queue(most=1, now=now, without={*resting, *self.admission.cannot_fit})
         if not any(snapshot.waiting.values()):
             return []
-        self.admission.begin_round(now, stuck=stuck, over=over)
-        chosen = self.queue.choose_overtaken([*stuck, *over], snapshot, self.admission)
+        self.admission.begin_cycle(now, stuck=stuck, over=over)
+        chosen = self.queue.choose_preempted([*stuck, *over], snapshot, self.admission)
         return [
             (job, _make_placement_reason(job) if job in stuck else _make_time_slice_reason(job, now)) for job in chosen
         ]
 
     def _is_stuck(self, job: Job, nodes: GetNodes, now: float) -> bool:
-        """Whether a phase waits for places that others hold, and no part of the job makes progress."""
+        """Whether a phase waits for resources that others hold, and no part of the job makes progress."""
         waited = now - (now if job.attempt.waiting_since is None else job.attempt.waiting_since)
         if waited < _PHASE_PLACEMENT_TIMEOUT_S:
             return False
@@ -416,10 +419,10 @@ class Preemption:
         if told is None or (job.spec.sweep and job.attempt.has_trained):  # nodes may join, other trials may go on
             return waited > self.settings.placement_timeout_s
         phase = parse_phase([*job.attempt.waiting][-1])
-        needed = worker_bundles(job.spec)[: None if phase in WHOLE_GROUP_PHASES else 1]
+        needed = make_worker_bundles(job.spec)[: None if phase in WHOLE_GROUP_PHASES else 1]
         return not can_place([node.free for node in told], needed)
 
-    def _choose_displaced(self, going: Sequence[Job], nodes: GetNodes, now: float) -> list[tuple[Job, Reason]]:
+    def _choose_for_deployment(self, going: Sequence[Job], nodes: GetNodes, now: float) -> list[tuple[Job, Reason]]:
         """Return (job, reason) of a job with the resources for the first replica of another tenant's deployment.
 
         Applied deployments are within their tenant's share. At most one job at a time, and none if jobs use no more
@@ -435,9 +438,9 @@ class Preemption:
             told = nodes() if now - self._lacking[item.spec.id] >= _REPLICA_PLACEMENT_TIMEOUT_S else None
             if told is None or can_place([node.free for node in told], [needs]):
                 continue
-            if not any(self._exceed_share(name, going, told) for name, amount in needs.items() if amount):
+            if not any(self._jobs_exceed_share(name, going, told) for name, amount in needs.items() if amount):
                 continue
-            holds = {job.id: max_resources(job.spec) for job in going}
+            holds = {job.id: compute_max_resources(job.spec) for job in going}
             others = [job for job in going if job.tenant != item.tenant and can_place([holds[job.id]], [needs])]
             if any(job.attempt.yields for job in others):
                 return []
@@ -446,9 +449,9 @@ class Preemption:
                 return [(most, _make_deployment_reason(most))]
         return []
 
-    def _exceed_share(self, name: str, jobs: Sequence[Job], nodes: Sequence[Node]) -> bool:
+    def _jobs_exceed_share(self, name: str, jobs: Sequence[Job], nodes: Sequence[Node]) -> bool:
         total = sum(node.total.get(name, 0.0) for node in nodes)
-        used = sum(max_resources(job.spec)[name] for job in jobs)
+        used = sum(compute_max_resources(job.spec)[name] for job in jobs)
         return used > total - limit_deployments(total, self._share)
 
 

@@ -10,7 +10,7 @@ an id it knows. Events are read after Ray's status, so that an ended attempt's e
 together with what was read, so that each event counts once.
 
 A tick's work is bounded: `polls` chooses the jobs on the cluster to poll, several at a time, and the number of events
-read of each is limited. The queue is decided by columns of the database, and places are claimed there.
+read of each is limited. The queue is decided by columns of the database, and slots are claimed there.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from swiftkv_platform.control_plane.base import is_due
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.jobs.attempt_events import (
     AttemptUpdate,
+    apply_attempt_end,
     apply_events,
     find_exceeded_limit,
-    settle_attempt,
 )
-from swiftkv_platform.control_plane.jobs.estimates import find_exceeded_cost_cap, prices
+from swiftkv_platform.control_plane.jobs.estimates import find_exceeded_cost_cap, get_prices
 from swiftkv_platform.control_plane.jobs.job import (
     Event,
     Job,
     JobStatus,
     Reason,
-    start,
+    start_attempt,
     transition,
 )
-from swiftkv_platform.control_plane.jobs.queue import Admission, FairQueue, Preemption, driver_bundle
+from swiftkv_platform.control_plane.jobs.queue import Admission, FairQueue, Preemption, make_driver_bundle
 from swiftkv_platform.control_plane.jobs.repository import ClusterJob
 from swiftkv_platform.control_plane.loops import Backoff, Leadership
 from swiftkv_platform.control_plane.models.parents import list_publish_targets
@@ -109,12 +109,12 @@ class PollSchedule:
     """Polls per tick, which bounds its time."""
     _records: dict[str, _PollRecord] = field(default_factory=dict)
 
-    def choose_due(self, placed: Sequence[ClusterJob], now: float) -> list[str]:
+    def choose_due_jobs(self, placed: Sequence[ClusterJob], now: float) -> list[str]:
         """Return the ids of jobs to poll, and forget all jobs that are not in `placed`."""
         present = {job.id for job in placed}
         self._records = {job_id: record for job_id, record in self._records.items() if job_id in present}
         watched = sum(job.watched_until > now for job in placed)
-        due_at = {job.id: self._due_at(job, len(placed), watched, now) for job in placed}
+        due_at = {job.id: self._compute_due_time(job, len(placed), watched, now) for job in placed}
         due = sorted((at, job_id) for job_id, at in due_at.items() if at <= now)
         awaited = {job.id for job in placed if self._is_awaited(job, now)}
         first = [job_id for _, job_id in due if job_id in awaited][: self.max_polls * 3 // 4]
@@ -144,7 +144,7 @@ class PollSchedule:
         is_changed = record is not None and record.version != job.version
         return is_changed or job.watched_until > now or job.status in _STOPPING_STATUSES
 
-    def _due_at(self, job: ClusterJob, running: int, watched: int, now: float) -> float:
+    def _compute_due_time(self, job: ClusterJob, running: int, watched: int, now: float) -> float:
         record = self._records.get(job.id)
         if record is None or record.has_more or record.version != job.version:
             return _IMMEDIATELY
@@ -194,7 +194,7 @@ class Reconciler:
         self._jobs, self._cluster, self._store, self._clock = parts.jobs, parts.cluster, parts.attempts, parts.clock
         self._polls = polls
         self._queue = FairQueue(parts.policies)
-        self._admission = Admission(parts.jobs, parts.cluster, driver_bundle(settings))
+        self._admission = Admission(parts.jobs, parts.cluster, make_driver_bundle(settings))
         self._preemption = Preemption(parts.jobs, self._admission, self._queue, parts.deployments, settings)
         self._backoff = Backoff(first_s=settings.reconcile_interval_s, max_s=_MAX_BACKOFF_S)
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="jobs") if concurrency > 1 else None
@@ -207,17 +207,17 @@ class Reconciler:
         placed, now = self._jobs.list_cluster_jobs(), self._clock()
         if self._backoff.is_ready(_CLUSTER_BACKOFF_KEY, now):
             # 1. Poll running attempts.
-            due = [job_id for job_id in self._polls.choose_due(placed, now) if self._backoff.is_ready(job_id, now)]
-            after = self._run_for_each(self._load(due), lambda job: self._run_step(job, self._poll_attempt))
+            due = [job_id for job_id in self._polls.choose_due_jobs(placed, now) if self._backoff.is_ready(job_id, now)]
+            after = self._run_for_each(self._load_jobs(due), lambda job: self._run_step(job, self._poll_attempt))
             self._admission.remember(after)
             # 2. Start queued jobs in the free slots.
-            ended = sum(not job.status.holds_cluster for job in after)
+            ended = sum(not job.status.is_on_cluster for job in after)
             self._start_queued_jobs(self._settings.max_running_jobs - len(placed) + ended)
             # 3. End attempts that must make room for others.
             self._preempt_attempts()
         self._forget_ended_jobs()
 
-    def _load(self, ids: Sequence[str]) -> Sequence[Job]:
+    def _load_jobs(self, ids: Sequence[str]) -> Sequence[Job]:
         """Load these jobs. Unreadable ones are retried after a delay."""
         jobs = self._jobs.load_jobs(ids) if ids else ()
         for job_id in {*ids} - {job.id for job in jobs}:
@@ -241,9 +241,9 @@ class Reconciler:
             snapshot = self._jobs.read_queue(most=max_starts, now=now, without=left_out)
             if not snapshot.waiting and not left_out:
                 return
-            self._admission.begin_round(now)
+            self._admission.begin_cycle(now)
             queue = self._queue.choose_next(snapshot, self._admission, max_starts=max_starts)
-            jobs = self._load([job.id for job in queue])
+            jobs = self._load_jobs([job.id for job in queue])
             max_starts -= self._claim_and_submit(jobs)
             for job, event in self._admission.jobs_with_new_wait_reason(int(now)):
                 self._run_step(job, partial(self._update_job, events=[event]))
@@ -253,7 +253,7 @@ class Reconciler:
     def _preempt_attempts(self) -> None:
         """End attempts that must make room: unscheduled attempts at once, others at their next checkpoint."""
         now = self._clock()
-        for job, reason in self._preemption.choose_endings(now, self._backoff.list_waiting(now)):
+        for job, reason in self._preemption.choose_preemptions(now, self._backoff.list_waiting(now)):
             step = self._end_attempt if reason.code == ReasonCode.NOT_PLACED else self._request_preemption
             self._admission.remember([self._run_step(job, partial(step, reason))])
 
@@ -284,17 +284,17 @@ class Reconciler:
         claimed = self._jobs.claim_slots(
             [starts[job.id] for job in jobs if job.id in starts],
             most=self._settings.max_running_jobs,
-            fits=self._queue.fits,
+            fits=self._queue.fits_quota,
             fence=self._lease.fence,
         )
         # 3. Submit the claimed jobs to Ray.
         waited = {job.id: job for job in jobs}
         for job in claimed:
-            self._report_start(waited[job.id])
+            self._report_queue_wait(waited[job.id])
         self._admission.remember(self._run_for_each(claimed, lambda job: self._run_step(job, self._submit)))
         return len(claimed)
 
-    def _report_start(self, job: Job) -> None:
+    def _report_queue_wait(self, job: Job) -> None:
         """Report an attempt that leaves the queue. A delay before a retry does not count as waiting."""
         now, since = self._clock(), max(job.created_at, job.not_before)
         self._histograms.waits.observe(max(0.0, now - since))
@@ -313,7 +313,7 @@ class Reconciler:
         self._cluster.check()  # while Ray is away, a job keeps its place in the queue
         number = job.attempt.number
         resume_from = self._store.find_newest_checkpoint(job.id, before_attempt=number) if number > 1 else None
-        return start(job, now=int(self._clock()), resume_from=resume_from)
+        return start_attempt(job, now=int(self._clock()), resume_from=resume_from)
 
     def _run_step(self, job: Job, step: Callable[[Job], Job]) -> Job:
         """Run a job's step and return the job, unchanged during back-off of the job or the cluster.
@@ -332,7 +332,7 @@ class Reconciler:
         except LeaseLostError:
             raise
         except StaleVersionError as error:
-            self._log.info("job changed elsewhere; the next tick reads it again", reason=error.message)
+            self._log.info("job changed by another process; the next tick reads it again", reason=error.message)
         except ClusterUnavailableError as error:
             with self._lock:  # of several concurrent failures only one counts
                 if self._backoff.is_ready(_CLUSTER_BACKOFF_KEY, self._clock()):
@@ -340,7 +340,7 @@ class Reconciler:
         except Exception as error:
             self._back_off(job.id, job, error)
             if not _is_transient(error):
-                self._log.exception("unexpected", job_id=job.id)
+                self._log.exception("unexpected error", job_id=job.id)
                 self._unexpected_errors.setdefault(job.id, []).append(_describe_error(error))
         else:
             self._backoff.record_success(_CLUSTER_BACKOFF_KEY)
@@ -354,13 +354,15 @@ class Reconciler:
         latest = self._jobs.get(job.id, tenant=job.tenant)  # the step that failed may have stored a change
         if latest.status.is_terminal:
             return latest
-        if latest.status.holds_cluster and latest.attempt.submission_id is not None:
+        if latest.status.is_on_cluster and latest.attempt.submission_id is not None:
             self._stop_submission(latest.attempt.submission_id)
         causes = self._unexpected_errors[job.id]
-        message = f"the control plane failed to handle this job {len(causes)} times in a row: {causes[-1]}"
+        message = (
+            f"the control plane failed to handle this job {len(causes)} times in a row (see its log): {causes[-1]}"
+        )
         now, reason = int(self._clock()), Reason(ReasonCode.INTERNAL, message)
         failed, event = transition(latest, JobStatus.FAILED, now=now, reason=reason)
-        self._log.error("given up", job_id=job.id, causes=causes)
+        self._log.error("job failed after repeated errors", job_id=job.id, causes=causes)
         return self._update_job(failed, events=[event])
 
     def _update_job(self, job: Job, **told: Any) -> Job:
@@ -387,7 +389,9 @@ class Reconciler:
 
     def _back_off(self, name: str, job: Job, error: Exception) -> None:
         delay = self._backoff.record_failure(name, self._clock())
-        self._log.warning("put off", subject=name, job_id=job.id, reason=str(error), retry_in_s=delay)
+        self._log.warning(
+            "job step failed and will be retried", subject=name, job_id=job.id, reason=str(error), retry_in_s=delay
+        )
 
     def _submit(self, job: Job) -> Job:
         with self._spans.span("submit", job.traceparent, job_id=job.id, attempt=job.attempt.number):
@@ -450,9 +454,9 @@ class Reconciler:
         self._lease.check_leading()
         if submission is not None:
             self._store.save_logs(ended.attempt_id, self._cluster.logs(_get_submission_id(ended)))
-        model = settle_attempt(update, submission, self._store)
+        model = apply_attempt_end(update, submission, self._store)
         settled = self._update_job(update.job, events=update.events, points=update.points, model=model)
-        self._log.info("attempt over", job_id=ended.id, attempt=ended.attempt.number, status=settled.status.value)
+        self._log.info("attempt ended", job_id=ended.id, attempt=ended.attempt.number, status=settled.status.value)
         if settled.status.is_terminal:
             self._discard_inputs(ended.id)
         return settled
@@ -462,7 +466,7 @@ class Reconciler:
         try:
             self._store.discard_inputs(job_id)
         except StorageError as error:
-            self._log.warning("inputs not deleted", job_id=job_id, reason=error.message)
+            self._log.warning("attempt inputs not deleted", job_id=job_id, reason=error.message)
 
     def _update_running_job(self, before: Job, update: AttemptUpdate, submission: Submission | None) -> Job:
         """Store what a running attempt has reported. Stop it at a limit, and pause it at its cost cap."""
@@ -472,9 +476,9 @@ class Reconciler:
         if reason is not None:
             update.job = update.job.with_attempt(stopping=reason)
         policy = self._parts.policies.get(update.job.tenant)
-        over = find_exceeded_cost_cap(update.job, policy, prices(self._settings), self._clock())
+        over = find_exceeded_cost_cap(update.job, policy, get_prices(self._settings), self._clock())
         if over is not None:
-            update.move(JobStatus.PAUSING, over)
+            update.change_status(JobStatus.PAUSING, over)
         if update.job.status is JobStatus.PAUSING and not update.job.attempt.pause_requested:
             self._lease.check_leading()
             self._store.request_pause(update.job.attempt_id)
@@ -560,7 +564,7 @@ class OrphanCleaner:
             if attempt is None or (attempt.job_id in wanted and wanted[attempt.job_id] in (None, attempt.number)):
                 continue
             if submission.ended_at is None:
-                get_logger().warning("orphan stopped", job_id=attempt.job_id, attempt=attempt.number)
+                get_logger().warning("stopped an attempt without a job", job_id=attempt.job_id, attempt=attempt.number)
                 self.parts.cluster.stop(submission.submission_id)
                 self.stopped += 1
             elif num_deleted < _MAX_DELETED_SUBMISSIONS:

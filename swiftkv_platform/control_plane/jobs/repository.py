@@ -151,7 +151,7 @@ _COLUMNS: Sequence[InstrumentedAttribute[Any]] = (
     JobRow.version,
 )
 """Fields of `Job` that have a column of their own; the others are in `state`."""
-_STATUSES_OFF_CLUSTER = [status.value for status in JobStatus if not status.holds_cluster]
+_STATUSES_OFF_CLUSTER = [status.value for status in JobStatus if not status.is_on_cluster]
 _MAX_STEP_DIGITS = 18
 """Max digits of a step; a column holds every number of this length."""
 

@@ -100,7 +100,7 @@ class JobResponse(ResponseModel):
                 "status_reason": waits or job.status_reason,
                 "attempt": job.attempt.number,
                 "submission_id": job.attempt.submission_id,
-                "cost": prices.cost_so_far(job, now),
+                "cost": prices.compute_cost_so_far(job, now),
                 "estimated_cost": prices.estimate_final_cost(job, now),
                 "error": error,
                 "verdict": summarize_quality(job.result) if job.result else None,

@@ -1,4 +1,4 @@
-"""`/jobs` and `/recipes`: jobs, what they report, as a list or followed live, and what they make."""
+"""`/jobs` and `/recipes`: jobs, their events, metrics and logs as a page or live stream, and their files."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from swiftkv_platform.control_plane.components import (
 )
 from swiftkv_platform.control_plane.http.concurrency import ConnectedClient
 from swiftkv_platform.control_plane.http.responses import ListResponse, NewestFirst, OldestFirst, make_list_response
-from swiftkv_platform.control_plane.jobs.estimates import prices
+from swiftkv_platform.control_plane.jobs.estimates import get_prices
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
 from swiftkv_platform.control_plane.jobs.logs import EventFollowers, LogFollowers, WatchedJobsDep, read_logs, read_tail
-from swiftkv_platform.control_plane.jobs.queue import ResourceRequest, driver_bundle, explain_wait
+from swiftkv_platform.control_plane.jobs.queue import ResourceRequest, explain_wait, make_driver_bundle
 from swiftkv_platform.control_plane.jobs.repository import JobFilter
 from swiftkv_platform.control_plane.jobs.responses import (
     ArtifactFileResponse,
@@ -90,16 +90,16 @@ class JobPresenter:
             cache(parts.jobs.sum_tenant_demand),
         )
 
-    def present(self, job: Job) -> JobResponse:
-        """Return a job's response, for a queued job with its place in the queue and the reason why it waits."""
+    def make_response(self, job: Job) -> JobResponse:
+        """Return a job's response, for a queued job with its position in the queue and the reason why it waits."""
         now = self._parts.clock()
         place = self._find_queue_places(job.tenant).get(job.id) if job.status is JobStatus.QUEUED else None
         reason = None if place is None else self._explain_wait(job, place, now)
-        return JobResponse.from_job(job, prices(self._settings), now, place, reason)
+        return JobResponse.from_job(job, get_prices(self._settings), now, place, reason)
 
     def _explain_wait(self, job: Job, place: int, now: float) -> Reason:
         demand, policy = Demand.for_job(job.spec), self._parts.policies.get(job.tenant)
-        request = ResourceRequest.for_job(job.spec, driver_bundle(self._settings))
+        request = ResourceRequest.for_job(job.spec, make_driver_bundle(self._settings))
         nodes = self._empty_nodes if self._reports_cluster else None
         cannot_fit = nodes is not None and not nodes.can_place(request.bundles)
         return explain_wait(
@@ -130,11 +130,13 @@ class JobPresenter:
 Presenter = Annotated[JobPresenter, Depends(JobPresenter)]
 
 
-def _service(parts: ComponentsDep, settings: SettingsDep, nodes: NodesDep, parsers: SpecParsersDep) -> JobService:
+def _get_job_service(
+    parts: ComponentsDep, settings: SettingsDep, nodes: NodesDep, parsers: SpecParsersDep
+) -> JobService:
     return JobService(parts, settings, nodes, parsers)
 
 
-Service = Annotated[JobService, Depends(_service)]
+Service = Annotated[JobService, Depends(_get_job_service)]
 
 
 class JobSubmitter:
@@ -165,7 +167,7 @@ class JobSubmitter:
 Submission = Annotated[JobSubmitter, Depends(JobSubmitter)]
 
 
-def set_location(response: Response, job: JobResponse) -> JobResponse:
+def set_location_header(response: Response, job: JobResponse) -> JobResponse:
     """Add a new job's URL to the response as `Location`."""
     response.headers["Location"] = f"/jobs/{job.id}"
     return job
@@ -175,7 +177,7 @@ def set_location(response: Response, job: JobResponse) -> JobResponse:
 def create_job(spec: JobSpec, submission: Submission, presenter: Presenter, response: Response) -> JobResponse:
     """Submit a job. The same `Idempotency-Key` with the same body returns the same job."""
     job = submission.submit(spec)
-    return set_location(response, presenter.present(job))
+    return set_location_header(response, presenter.make_response(job))
 
 
 @router.post("/jobs/validate")
@@ -202,7 +204,7 @@ def list_jobs(
     """Jobs, newest first. `metadata.{key}={value}` filters by metadata."""
     where = JobFilter(status, model, parse_metadata_filter(request, _METADATA_PREFIX))
     found = parts.jobs.list(page, tenant=caller.tenant, where=where)
-    return make_list_response(found, presenter.present, order=page.order)
+    return make_list_response(found, presenter.make_response, order=page.order)
 
 
 def parse_metadata_filter(request: Request, before: str, after: str = "") -> dict[str, str]:
@@ -229,20 +231,20 @@ def get_job(
     """Return a job."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
     if not job.status.is_terminal:
-        watches.note(job_id)
-    return presenter.present(job)
+        watches.mark_watched(job_id)
+    return presenter.make_response(job)
 
 
 @router.post("/jobs/{job_id}/cancel")
 def cancel_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> JobResponse:
     """Cancel a job; repeating the request is harmless."""
-    return presenter.present(service.cancel(job_id, caller))
+    return presenter.make_response(service.cancel(job_id, caller))
 
 
 @router.post("/jobs/{job_id}/pause")
 def pause_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> JobResponse:
     """Ask a job to checkpoint and free the cluster; repeating the request is harmless."""
-    return presenter.present(service.pause(job_id, caller))
+    return presenter.make_response(service.pause(job_id, caller))
 
 
 @router.post("/jobs/{job_id}/resume")
@@ -250,16 +252,15 @@ def resume_job(
     job_id: str, service: Service, caller: Writer, presenter: Presenter, body: ResumeRequest | None = None
 ) -> JobResponse:
     """Queue a paused job again; it continues from its last checkpoint. `cost_cap` replaces `limits.cost_cap`."""
-    return presenter.present(service.resume(job_id, caller, cost_cap=None if body is None else body.cost_cap))
+    return presenter.make_response(service.resume(job_id, caller, cost_cap=None if body is None else body.cost_cap))
 
 
 @router.delete("/jobs/{job_id}", status_code=status.HTTP_204_NO_CONTENT)
 def delete_job(job_id: str, deletions: DeletionsDep, parts: ComponentsDep, caller: Writer) -> None:
-    """Delete a job that has ended, with its model and all its data; its objects are removed in the sweeper's next
-    round.
+    """Delete a job that has ended, with its model and all its data; retention removes its objects in its next round.
 
-    A job that is resumable, whose model is deployed or promoted, or that another job reads is kept: the 409 names the
-    holder.
+    Returns 409 for a job that is resumable, whose model is deployed or promoted, or that another job reads; the
+    response says which.
     """
     deletions.delete_job(job_id, by=caller.name, now=parts.clock(), tenant=caller.tenant)
 
@@ -281,7 +282,7 @@ def list_events(
 ) -> ListResponse[EventResponse] | Response:
     """List a job's events. With `Accept: text/event-stream` they are streamed live, starting after `Last-Event-ID`."""
     parts.jobs.get(job_id, tenant=caller.tenant)
-    watches.note(job_id)
+    watches.mark_watched(job_id)
     if not accepts_event_stream(request):
         return make_list_response(parts.jobs.list_events(job_id, page), EventResponse.model_validate)
     after = last_event_id or page.after
@@ -316,20 +317,20 @@ async def _follow_events(
 def list_metrics(
     job_id: str, parts: ComponentsDep, caller: Reader, watches: WatchedJobsDep, page: OldestFirst
 ) -> ListResponse[MetricPointResponse]:
-    """The time series, by ascending step; `after` is a step."""
+    """List a job's metrics by ascending step; `after` is a step."""
     parts.jobs.get(job_id, tenant=caller.tenant)
-    watches.note(job_id)
+    watches.mark_watched(job_id)
     return make_list_response(
         parts.jobs.list_points(job_id, page), MetricPointResponse.from_point, lambda point: str(point.step)
     )
 
 
-async def _reserve_follower(
+async def _reserve_follower_slot(
     request: Request,
     _stream: StreamSlot,
     follow: Annotated[bool, Query(description="stream until the job has ended")] = False,
 ) -> AsyncIterator[bool]:
-    """Return whether the logs are followed; if so, hold one of the caller's places for followers until the answer is
+    """Return whether the logs are followed; if so, hold one of the caller's slots for followers until the response is
     sent. Raises `OverloadedError` if none is free."""
     followers: LogFollowers = request.app.state.log_followers
     caller: Caller = request.state.caller
@@ -342,7 +343,7 @@ async def get_logs(
     request: Request,
     job_id: str,
     parts: ComponentsDep,
-    follow: Annotated[bool, Depends(_reserve_follower)],
+    follow: Annotated[bool, Depends(_reserve_follower_slot)],
     caller: Fetcher,
     tail_lines: Annotated[
         int | None, Query(ge=1, le=100_000, description="only the last lines of the newest attempt")
@@ -408,7 +409,7 @@ def _find_model_checkpoint(attempts: AttemptStore, job: Job) -> str | None:
 def list_artifacts(
     request: Request, job_id: str, parts: ComponentsDep, caller: Fetcher, page: OldestFirst
 ) -> ListResponse[ArtifactFileResponse]:
-    """The files of the distilled model, by path; none before the job has succeeded."""
+    """List the files of the distilled model by path; none before the job has succeeded."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
 
     def make_response(item: tuple[str, ManifestFile]) -> ArtifactFileResponse:
@@ -425,7 +426,7 @@ def list_artifacts(
 def download_artifact(
     job_id: str, path: str, parts: ComponentsDep, _stream: StreamSlot, caller: Fetcher
 ) -> StreamingResponse:
-    """One file of the distilled model."""
+    """Download a file of the distilled model."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
     file = _list_artifact_files(parts, job).get(path)
     if file is None:
@@ -459,7 +460,7 @@ def list_tracking_files(
 def download_tracking_file(
     job_id: str, tracking_path: str, parts: ComponentsDep, _stream: StreamSlot, caller: Fetcher
 ) -> StreamingResponse:
-    """One file of a W&B run."""
+    """Download a file of a W&B run."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     file = parts.attempts.list_tracking_files(job_id).get(tracking_path)
     if file is None:

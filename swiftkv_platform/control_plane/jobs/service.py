@@ -19,15 +19,23 @@ from swiftkv_platform.control_plane.hooks.webhooks import make_webhook_rules
 from swiftkv_platform.control_plane.http.concurrency import Client
 from swiftkv_platform.control_plane.jobs.estimates import (
     JobEstimate,
-    add_time,
+    add_time_and_cost,
     check_spec,
     find_speed,
-    prices,
+    get_cost_cap,
+    get_prices,
     reads_files,
 )
-from swiftkv_platform.control_plane.jobs.estimates import cost_cap as lowest_cost_cap
-from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, requeue, status_event, transition
-from swiftkv_platform.control_plane.jobs.queue import check_node_groups
+from swiftkv_platform.control_plane.jobs.job import (
+    Event,
+    Job,
+    JobStatus,
+    Reason,
+    make_status_event,
+    requeue,
+    transition,
+)
+from swiftkv_platform.control_plane.jobs.queue import check_fits_node_groups
 from swiftkv_platform.control_plane.jobs.repository import Idempotency, JobFilter
 from swiftkv_platform.control_plane.jobs.responses import JobResponse
 from swiftkv_platform.control_plane.models.parents import check_parent, check_publish_target
@@ -60,7 +68,7 @@ class JobService:
     def validate(self, spec: JobSpec, caller: Caller, client: Client) -> JobEstimate:
         """Check what `submit` checks, except the queue's length, and estimate the job's duration; nothing is stored.
 
-        Raises `OverQuotaError`, and as `Access.check_spec`, `WebhookRules.check` and `validation.check_spec`.
+        Raises `OverQuotaError`, and as `Access.check_spec`, `WebhookRules.check` and `estimates.check_spec`.
         """
         succeeded = JobFilter(status=JobStatus.SUCCEEDED)
         earlier = self.parts.jobs.list(
@@ -68,7 +76,7 @@ class JobService:
         ).items
         speed = find_speed(spec, earlier, self.settings.flops_per_second)
         spec, found = self._validate_spec(spec, caller, client)
-        return add_time(found, spec, speed, prices(self.settings))
+        return add_time_and_cost(found, spec, speed, get_prices(self.settings))
 
     def _validate_spec(self, spec: JobSpec, caller: Caller, client: Client) -> tuple[JobSpec, JobEstimate]:
         """Validate a spec. Returns (spec to store, with resolved targets and checkpoint; estimate)."""
@@ -89,7 +97,7 @@ class JobService:
         self._check_demand(spec, caller.tenant)
         if spec.webhook is not None:
             make_webhook_rules(self.settings).get_secret(spec.webhook, caller.tenant)
-        if spec.limits.cost_cap is not None and not prices(self.settings).are_known:
+        if spec.limits.cost_cap is not None and not get_prices(self.settings).are_known:
             raise InvalidInputError(
                 f"limits.cost_cap is {spec.limits.cost_cap:g}, but the operator has set no prices "
                 "(SWIFTKV_GPU_HOUR_PRICE, SWIFTKV_CPU_HOUR_PRICE), so no job has a cost; leave it out",
@@ -142,13 +150,13 @@ class JobService:
             planned_memory=estimate.memory_per_worker,
             traceparent=traceparent,
         )
-        self._check_response(job)
+        self._check_serializable(job)
         policy = self.parts.policies.get(caller.tenant)
-        return self.parts.jobs.create(job, status_event(job, now=now), idempotency=idempotency, policy=policy)
+        return self.parts.jobs.create(job, make_status_event(job, now=now), idempotency=idempotency, policy=policy)
 
-    def _check_response(self, job: Job) -> None:
+    def _check_serializable(self, job: Job) -> None:
         """Serialize the job's response, so that no job is stored that cannot be returned."""
-        JobResponse.from_job(job, prices(self.settings), self.parts.clock()).model_dump_json()
+        JobResponse.from_job(job, get_prices(self.settings), self.parts.clock()).model_dump_json()
 
     def _check_wandb_entity(self, spec: JobSpec, tenant: str) -> None:
         """Check where a job writes with the operator's W&B key. Raises `InvalidInputError`."""
@@ -160,19 +168,19 @@ class JobService:
         if wandb.entity not in (allowed or ()):
             others = f", or one of {', '.join(allowed)}" if allowed else ""
             raise InvalidInputError(
-                f"tracking.wandb.entity is {wandb.entity!r}, which is not open to tenant {tenant!r}; leave it out for "
+                f"tracking.wandb.entity is {wandb.entity!r}, which tenant {tenant!r} may not use; leave it out for "
                 f"the default entity{others}, set mode: offline, or ask the operator to add it to wandb_entities",
                 field="tracking.wandb.entity",
                 value=wandb.entity,
             )
 
     def _check_demand(self, spec: JobSpec, tenant: str) -> None:
-        check_node_groups(spec, self.settings, self.nodes)
+        check_fits_node_groups(spec, self.settings, self.nodes)
         exceeded = Demand.for_job(spec).find_exceeded_limit(self.parts.policies.get(tenant))
         if exceeded is not None:
             name, requested, most = exceeded
             raise OverQuotaError(
-                f"the job requests {requested:g}, and the quota {name} of tenant {tenant!r} is {most:g}: it can "
+                f"the job requests {requested:g}, above the quota {name} of tenant {tenant!r}, {most:g}, so it can "
                 "never start; use fewer or smaller workers",
                 field="resources",
                 value=requested,
@@ -184,38 +192,38 @@ class JobService:
         Raises `NotFoundError`, and `IllegalTransitionError` for a job that has ended otherwise.
         """
 
-        def step(job: Job, now: int) -> tuple[Job, list[Event]]:
+        def change(job: Job, now: int) -> tuple[Job, list[Event]]:
             if job.status in (JobStatus.CANCELLING, JobStatus.CANCELLED):
                 return job, []
             reason = Reason(ReasonCode.CANCELLED, f"cancelled by {caller.name}")
             cancelled, event = transition(job, JobStatus.CANCELLING, now=now, reason=reason)
             events = [event]
-            if not job.status.holds_cluster:
+            if not job.status.is_on_cluster:
                 cancelled, event = transition(cancelled, JobStatus.CANCELLED, now=now, reason=reason)
                 events.append(event)
             return cancelled, events
 
-        return self._update_job(job_id, caller, step)
+        return self._update_job(job_id, caller, change)
 
     def pause(self, job_id: str, caller: Caller) -> Job:
         """Ask a job to checkpoint and leave the cluster; repeating is harmless. Raises as `cancel`."""
 
-        def step(job: Job, now: int) -> tuple[Job, list[Event]]:
+        def change(job: Job, now: int) -> tuple[Job, list[Event]]:
             if job.status in (JobStatus.PAUSING, JobStatus.PAUSED):
                 return job, []
-            status = JobStatus.PAUSING if job.status.holds_cluster else JobStatus.PAUSED
+            status = JobStatus.PAUSING if job.status.is_on_cluster else JobStatus.PAUSED
             reason = Reason(ReasonCode.PAUSED, f"paused by {caller.name}")
             paused, event = transition(job, status, now=now, reason=reason)
             return paused, [event]
 
-        return self._update_job(job_id, caller, step)
+        return self._update_job(job_id, caller, change)
 
     def resume(self, job_id: str, caller: Caller, *, cost_cap: float | None = None) -> Job:
         """Queue a paused job again, from its last checkpoint; a queued or running job stays as it is. `cost_cap`
         replaces `limits.cost_cap` of its spec. Raises as `cancel`, also for a job that is still pausing, and
         `ConflictError` for one that has cost more than its cap, or was resumed too often."""
 
-        def step(job: Job, now: int) -> tuple[Job, list[Event]]:
+        def change(job: Job, now: int) -> tuple[Job, list[Event]]:
             if job.status in _ACTIVE_STATUSES:
                 return job, []
             if cost_cap is not None:
@@ -226,11 +234,11 @@ class JobService:
             _check_resumptions(job)
             return replace(queued, resumptions=job.resumptions + 1), [event]
 
-        return self._update_job(job_id, caller, step)
+        return self._update_job(job_id, caller, change)
 
     def _check_cost_cap(self, job: Job) -> None:
-        cap = lowest_cost_cap(job.spec, self.parts.policies.get(job.tenant))
-        cost = prices(self.settings).cost_so_far(job, self.parts.clock())
+        cap = get_cost_cap(job.spec, self.parts.policies.get(job.tenant))
+        cost = get_prices(self.settings).compute_cost_so_far(job, self.parts.clock())
         if cap is not None and cost is not None and cost > cap:
             raise ConflictError(
                 f"cost cap reached: job {job.id} has cost {cost:.2f}, and its cap is {cap:.2f}; resume it with a "
@@ -239,14 +247,14 @@ class JobService:
                 value=cap,
             )
 
-    def _update_job(self, job_id: str, caller: Caller, step: Callable[[Job, int], tuple[Job, list[Event]]]) -> Job:
-        """Apply `step` to the job and store the result, again if others change the job meanwhile. No events mean no
+    def _update_job(self, job_id: str, caller: Caller, change: Callable[[Job, int], tuple[Job, list[Event]]]) -> Job:
+        """Apply `change` to the job and store the result, again if others change the job meanwhile. No events mean no
         change."""
         for _ in range(_MAX_UPDATE_ATTEMPTS):
-            changed, events = step(self.parts.jobs.get(job_id, tenant=caller.tenant), int(self.parts.clock()))
+            changed, events = change(self.parts.jobs.get(job_id, tenant=caller.tenant), int(self.parts.clock()))
             if not events:
                 return changed
-            self._check_response(changed)
+            self._check_serializable(changed)
             try:
                 return self.parts.jobs.update(changed, events=events)
             except StaleVersionError as error:

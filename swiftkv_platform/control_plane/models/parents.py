@@ -167,7 +167,7 @@ def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | 
     if (
         found.job
         and parent.kind == "checkpoint"
-        and found.job.status.holds_cluster
+        and found.job.status.is_on_cluster
         and found.attempt == found.job.attempt.number
     ):
         raise _make_error(

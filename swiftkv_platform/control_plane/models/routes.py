@@ -15,7 +15,7 @@ from swiftkv_platform.control_plane.http.concurrency import ConnectedClient
 from swiftkv_platform.control_plane.http.merge_patch import IfMatch, set_etag
 from swiftkv_platform.control_plane.http.responses import ListResponse, NewestFirst, make_list_response, make_page_query
 from swiftkv_platform.control_plane.jobs.responses import JobResponse
-from swiftkv_platform.control_plane.jobs.routes import Presenter, Submission, set_location
+from swiftkv_platform.control_plane.jobs.routes import Presenter, Submission, set_location_header
 from swiftkv_platform.control_plane.models.imports import ModelImporter
 from swiftkv_platform.control_plane.models.parents import make_copy_spec, make_publishing_spec
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, RegistryService
@@ -76,7 +76,7 @@ def create_model(
         spec = make_publishing_spec(found, body.dump_set_fields())
     except ValidationError as error:
         raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
-    return set_location(response, presenter.present(submission.submit(spec)))
+    return set_location_header(response, presenter.make_response(submission.submit(spec)))
 
 
 @router.post("/models/import", status_code=status.HTTP_201_CREATED)
@@ -141,7 +141,7 @@ def publish_model(
     """
     model = service.find(model_id, caller.tenant)
     spec = make_copy_spec(parts.parents.find(model.id, caller.tenant), body)
-    return set_location(response, presenter.present(submission.submit(spec)))
+    return set_location_header(response, presenter.make_response(submission.submit(spec)))
 
 
 @router.post("/models/{model_id}/promote")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, add_time, estimate, find_speed
+from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, add_time_and_cost, estimate, find_speed
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning.job import check_row_generation_memory, compute_teacher_bytes
 from swiftkv_platform.specs import JobSpec
@@ -34,7 +34,7 @@ def plan(spec: JobSpec, *, num_tokens: int | None = None) -> JobEstimate:
 
 def test_the_origin_of_the_speed_is_told() -> None:
     def time_of(spec: JobSpec, configured: float | None = None) -> tuple[float | None, str | None]:
-        found = add_time(plan(spec), spec, find_speed(spec, (), configured))
+        found = add_time_and_cost(plan(spec), spec, find_speed(spec, (), configured))
         return found.seconds, found.speed_source
 
     total = plan(job()).total_flops

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.control_plane.jobs.estimates import validate
+from swiftkv_platform.control_plane.jobs.estimates import validate_and_estimate
 from swiftkv_platform.data.checks import check_sources
 from swiftkv_platform.errors import ObjectNotFoundError, SwiftKVError
 from swiftkv_platform.sources import Boundary, SourceRules
@@ -183,4 +183,4 @@ def test_no_value_of_a_configuration_takes_the_control_plane_down(tmp_path: Path
     spec = JobSpec.model_validate({"name": "t", "model": {"name_or_path": str(tmp_path)}})
     for value in STRANGE:
         (tmp_path / "config.json").write_text(json.dumps({**llama_config(4), field: value}))
-        check_bounds(lambda: validate(spec, lambda *_: b"").model_dump_json())
+        check_bounds(lambda: validate_and_estimate(spec, lambda *_: b"").model_dump_json())

@@ -18,7 +18,7 @@ from swiftkv_platform.control_plane.base import Page, PageRequest, new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.http.concurrency import TenantConcurrencyLimiter
 from swiftkv_platform.control_plane.jobs import logs
-from swiftkv_platform.control_plane.jobs.job import Event, JobStatus, start, transition
+from swiftkv_platform.control_plane.jobs.job import Event, JobStatus, start_attempt, transition
 from swiftkv_platform.control_plane.jobs.logs import EventFollowers, WatchedJobs
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.errors import DatabaseUnavailableError
@@ -211,8 +211,8 @@ def test_a_job_that_is_asked_for_again_and_again_is_marked_now_and_then() -> Non
     jobs, clock = Noted(), StillClock()
     watches = WatchedJobs(jobs, clock)  # type: ignore[arg-type]
     for _ in range(100):
-        watches.note("a")
-        watches.note("b")
+        watches.mark_watched("a")
+        watches.mark_watched("b")
         clock.now += 0.5
     assert [job_id for job_id, _ in jobs.until] == ["a", "b"] * 3
     gaps = [later - 60.0 for job_id, later in jobs.until if job_id == "a"]
@@ -223,22 +223,22 @@ def test_only_the_newest_of_very_many_jobs_are_remembered() -> None:
     jobs = Noted()
     watches = WatchedJobs(jobs, StillClock())  # type: ignore[arg-type]
     for number in (*range(1500), 1499, 0):
-        watches.note(str(number))
+        watches.mark_watched(str(number))
     assert [job_id for job_id, _ in jobs.until[1499:]] == ["1499", "0"], "0 was forgotten, so it is marked again"
 
 
 def test_a_database_that_is_away_keeps_no_reader_waiting_and_is_told_later() -> None:
     jobs = Noted(away=True)
     watches = WatchedJobs(jobs, StillClock())  # type: ignore[arg-type]
-    watches.note("a")
+    watches.mark_watched("a")
     jobs.away = False
-    watches.note("a")
+    watches.mark_watched("a")
     assert [job_id for job_id, _ in jobs.until] == ["a"]
 
 
 def test_reading_events_marks_the_job(sqlite_database: Database) -> None:
     jobs = JobRepository(sqlite_database, TenantPolicies())
-    started, event = start(store(jobs, make_job()), now=100)
+    started, event = start_attempt(store(jobs, make_job()), now=100)
     job = jobs.update(started, events=[event])
     found = WatchedJobs(jobs, StillClock()).list_events(job.id, PageRequest(limit=5, order="asc"))
     assert [item.data["status"] for item in found.items] == ["queued", "starting"]

@@ -11,7 +11,7 @@ from swiftkv_platform.control_plane.base import PageRequest, new_id
 from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms
-from swiftkv_platform.control_plane.jobs.job import Event, Job, Reason, status_event
+from swiftkv_platform.control_plane.jobs.job import Event, Job, Reason, make_status_event
 from swiftkv_platform.control_plane.jobs.reconciler import PollIntervals, PollSchedule, Reconciler
 from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.control_plane.loops import Leadership
@@ -108,7 +108,7 @@ class Plane:
     def submit(self, *, tenant: str = TENANT, **spec: Any) -> Job:
         document = {"name": "test", **spec}
         job = Job(new_id("job"), tenant, "ann", JobSpec.model_validate(document), int(self.clock()))
-        return self.jobs.create(job, status_event(job, now=job.created_at))
+        return self.jobs.create(job, make_status_event(job, now=job.created_at))
 
     def get(self, job: Job) -> Job:
         return self.jobs.get(job.id, tenant=job.tenant)

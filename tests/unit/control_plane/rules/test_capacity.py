@@ -11,8 +11,8 @@ import pytest
 
 from swiftkv_platform.contract.events import Pace
 from swiftkv_platform.control_plane.cached_call import CachedCall
-from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus, start, transition
-from swiftkv_platform.control_plane.jobs.queue import check_node_groups, unclaimed_bundles
+from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus, start_attempt, transition
+from swiftkv_platform.control_plane.jobs.queue import check_fits_node_groups, list_unclaimed_bundles
 from swiftkv_platform.control_plane.jobs.reconciler import PollSchedule, Reconciler
 from swiftkv_platform.control_plane.ray.jobs import RayJobs
 from swiftkv_platform.control_plane.ray.placement import Bundle, EmptyNodes, Node, can_place
@@ -132,10 +132,10 @@ def test_what_no_group_can_ever_hold_is_known(groups: Any, nodes: Any, refused: 
     settings = Settings(node_groups=groups, _env_file=None)
     present = CachedCall[Any](lambda: nodes, time.time, ttl_s=1.0)
     if not refused:
-        check_node_groups(spec, settings, present)
+        check_fits_node_groups(spec, settings, present)
         return
     with pytest.raises(InvalidInputError, match="2 workers with 1 CPU and 8 GPU each") as caught:
-        check_node_groups(spec, settings, present)
+        check_fits_node_groups(spec, settings, present)
     assert caught.value.field == "resources"
 
 
@@ -148,7 +148,7 @@ def test_another_control_plane_knows_what_runs(plane: Plane, reconciler: Reconci
 
 
 def placed(*phases: str, status: JobStatus = JobStatus.RUNNING, **attempt: Any) -> Job:
-    job, _ = start(make_job(resources=workers(2)), now=100)
+    job, _ = start_attempt(make_job(resources=workers(2)), now=100)
     names = tuple(f"{phase} of test" for phase in phases)
     known = replace(job.attempt, cursor={"driver-1": 1}, placed=names, placed_at=100.0, **attempt)
     return replace(job, status=status, attempt=known)
@@ -157,7 +157,7 @@ def placed(*phases: str, status: JobStatus = JobStatus.RUNNING, **attempt: Any) 
 @pytest.mark.parametrize(
     ("job", "now", "left"),
     [
-        (start(make_job(resources=workers(2)), now=100)[0], 200.0, 3),
+        (start_attempt(make_job(resources=workers(2)), now=100)[0], 200.0, 3),
         (placed("prepare"), 105.0, 2),
         (placed("prepare"), 200.0, 1),
         (placed("prepare", waiting={"train of test": ""}), 200.0, 2),
@@ -173,7 +173,7 @@ def placed(*phases: str, status: JobStatus = JobStatus.RUNNING, **attempt: Any) 
 )
 def test_what_a_job_has_still_to_take_is_kept_for_it(job: Job, now: float, left: int) -> None:
     """Ray reports a place as taken only some seconds later."""
-    assert len(unclaimed_bundles(job, driver={"CPU": 1.0}, now=now)) == left
+    assert len(list_unclaimed_bundles(job, driver={"CPU": 1.0}, now=now)) == left
 
 
 def answered(status: Any, usage: Any = None, state: Any = None, groups: Any = None) -> Any:

@@ -21,7 +21,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     Progress,
     Reason,
     requeue,
-    start,
+    start_attempt,
     transition,
 )
 from swiftkv_platform.control_plane.jobs.queue import FairQueue, explain_wait
@@ -45,7 +45,7 @@ def job(tenant: str, *, status: JobStatus = JobStatus.QUEUED, **spec: Any) -> Jo
     return Job(new_id("job"), tenant, "ann", JobSpec.model_validate(document), 100, status=status)
 
 
-EVERYTHING_FITS: Any = SimpleNamespace(could_fit=lambda _: True, fits=lambda _: True, reserve=lambda _: None)
+EVERYTHING_FITS: Any = SimpleNamespace(fits_empty_nodes=lambda _: True, fits=lambda _: True, reserve=lambda _: None)
 """An admission to a cluster that does not report its nodes."""
 
 
@@ -194,7 +194,7 @@ def test_every_live_job_can_fail_or_be_cancelled() -> None:
 
 
 def test_times_and_reasons_follow_the_status() -> None:
-    job, _ = start(make_job(), now=101, resume_from=None)
+    job, _ = start_attempt(make_job(), now=101, resume_from=None)
     assert job.attempt.submission_id == "job_1-1"
     job, _ = transition(job, JobStatus.RUNNING, now=102)
     job = replace(job, progress=Progress(seconds_remaining=7), estimated_finish=500)
@@ -203,7 +203,7 @@ def test_times_and_reasons_follow_the_status() -> None:
     assert (job.attempt.number, job.attempt.submission_id) == (2, None)
     assert (job.retries, job.not_before) == (1, 105.0)
     assert (job.estimated_finish, job.progress.seconds_remaining) == (None, None)
-    job, _ = start(job, now=110, resume_from="checkpoint")
+    job, _ = start_attempt(job, now=110, resume_from="checkpoint")
     assert (job.attempt.submission_id, job.attempt.resume_from) == ("job_1-2", "checkpoint")
     job, _ = transition(job, JobStatus.RUNNING, now=111)
     assert (job.started_at, job.status_reason) == (102, None)

@@ -217,7 +217,7 @@ def looks(polls: PollSchedule, jobs: list[ClusterJob], seconds: int, *, speaking
     """Seconds at which each job is looked at, with a tick a second; the first jobs report something each second."""
     seen: dict[str, list[int]] = {job.id: [] for job in jobs}
     for now in range(seconds):
-        for job_id in polls.choose_due(jobs, float(now)):
+        for job_id in polls.choose_due_jobs(jobs, float(now)):
             seen[job_id].append(now)
             heard = int(job_id.removeprefix("job_")) < speaking
             polls.record_poll(job_id, now=float(now), version=1, found_events=heard, has_more=False)
@@ -242,7 +242,7 @@ def test_a_watched_job_one_that_is_to_end_and_a_changed_one_do_not_wait() -> Non
     watched = replace(jobs[0], watched_until=1000.0)
     cancelling = replace(jobs[1], status=JobStatus.CANCELLING)
     changed = replace(jobs[2], version=2)
-    due = polls.choose_due([watched, cancelling, changed, *jobs[3:]], 101.0)
+    due = polls.choose_due_jobs([watched, cancelling, changed, *jobs[3:]], 101.0)
     assert {"job_0000", "job_0001", "job_0002"} <= set(due)
     assert due[0] == "job_0002", "the changed job comes first"
     assert len(due) < 20
@@ -251,9 +251,9 @@ def test_a_watched_job_one_that_is_to_end_and_a_changed_one_do_not_wait() -> Non
 def test_a_job_of_which_more_is_to_be_read_is_looked_at_again_at_once() -> None:
     polls, jobs = PollSchedule(), placed(100)
     looks(polls, jobs, 2)
-    assert polls.choose_due(jobs, 2.0) == []
+    assert polls.choose_due_jobs(jobs, 2.0) == []
     polls.record_poll("job_0007", now=2.0, version=1, found_events=True, has_more=True)
-    assert polls.choose_due(jobs, 2.0) == ["job_0007"]
+    assert polls.choose_due_jobs(jobs, 2.0) == ["job_0007"]
 
 
 def test_looks_of_a_tick_are_bounded_and_every_job_has_its_turn() -> None:
@@ -262,7 +262,7 @@ def test_looks_of_a_tick_are_bounded_and_every_job_has_its_turn() -> None:
     for now in range(120):
         assert sum(now in times for times in seen.values()) <= 50
     assert all(times for times in seen.values())
-    polls.choose_due(jobs[1:], 120.0)
+    polls.choose_due_jobs(jobs[1:], 120.0)
     assert (polls.get_poll_number("job_0000"), polls.get_poll_number("job_0001") > 0) == (0, True), (
         "a job off the cluster is forgotten"
     )

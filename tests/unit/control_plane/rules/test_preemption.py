@@ -42,7 +42,7 @@ def test_a_job_that_finds_no_place_lets_another_tenants_job_pass(
     for _ in range(4):
         later(plane, reconciler, 20)
     assert plane.cluster.started == [f"{job.id}-1"], "its own tenant's job waits, and the larger one finds no place"
-    assert plane.get(job).status.holds_cluster
+    assert plane.get(job).status.is_on_cluster
     other = plane.submit(tenant="third", resources={"num_workers": 1})
     for _ in range(4):
         later(plane, reconciler, 20)
@@ -72,7 +72,7 @@ def test_a_job_whose_places_come_keeps_its_slot(plane: Plane, free: list[float] 
     for seconds in (100, 10, 10):
         later(plane, reconciler, seconds)
     assert (plane.get(job).status is JobStatus.QUEUED) is (free is None)
-    assert plane.get(other).status.holds_cluster is (free is None)
+    assert plane.get(other).status.is_on_cluster is (free is None)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -97,7 +97,7 @@ def test_a_job_that_has_had_its_turn_lets_another_tenants_job_pass(
     other = plane.submit(tenant="others", resources={"num_workers": 2})
     later(plane, reconciler, 1)
     if slots == 2 and nodes is None:
-        assert plane.get(other).status.holds_cluster
+        assert plane.get(other).status.is_on_cluster
         assert not plane.store.is_preemption_announced(job.attempt_id), "a slot was free"
         return
     assert plane.store.is_preemption_announced(job.attempt_id)

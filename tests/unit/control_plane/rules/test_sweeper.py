@@ -11,7 +11,7 @@ import pytest
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import PageRequest, new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
-from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, start, transition
+from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, start_attempt, transition
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
@@ -240,7 +240,7 @@ def test_fifteen_days_of_traffic_end_at_a_steady_size(plane: Plane, tmp_path: Pa
     )
     plane.catalog.create_deployment(Deployment(spec, TENANT, 1000))
     resumable = plane.submit(name="resumable")
-    started, event = start(plane.get(resumable), now=1000)
+    started, event = start_attempt(plane.get(resumable), now=1000)
     started = replace(started, attempt=replace(started.attempt, submitted_at=1000.0))
     pausing, later = transition(plane.jobs.update(started, events=[event]), JobStatus.PAUSING, now=1000)
     paused, last = transition(pausing, JobStatus.PAUSED, now=1000)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, validate
+from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, validate_and_estimate
 from swiftkv_platform.data.checks import SourceEstimate
 from swiftkv_platform.errors import (
     BucketError,
@@ -33,7 +33,7 @@ def read_nothing(store: str, key: str) -> bytes:
 
 
 def check(read_object: Any = read_nothing, **spec: Any) -> JobEstimate:
-    return validate(JobSpec.model_validate({"name": "test", **spec}), read_object)
+    return validate_and_estimate(JobSpec.model_validate({"name": "test", **spec}), read_object)
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ class ControlPlaneMetrics:
 
     def __post_init__(self) -> None:
         cached = partial(CachedCall, clock=self.parts.clock, ttl_s=_COUNTS_TTL_S)
-        self._checks = {**self.checks, "serving": cached(catch_error_message(self.parts.serving.status))}
+        self._checks = {**self.checks, "serving": cached(catch_error_message(self.parts.serving.list_states))}
         self._jobs = cached(self.parts.jobs.count_by_status)
         self._deliveries = cached(self.parts.outbox.count_by_status)
 
@@ -181,8 +181,8 @@ _PING_TTL_S = 30.0
 
 @router.get("/healthz", response_model=None, openapi_extra=OPEN)
 async def healthz(request: Request) -> Response:
-    """Liveness. Returns 503 if a step of a loop has hung for minutes, which only a restart ends; `/readyz` reports
-    failing steps and unavailable dependencies."""
+    """Return 200, or 503 if a step of a loop has hung for minutes, so that the process must be restarted. `/readyz`
+    reports failing steps and unavailable dependencies."""
     readiness: Readiness = request.app.state.readiness
     hung = {
         f"loop {loop.name}": "a step has hung for minutes; restart the control plane"
@@ -196,24 +196,24 @@ async def healthz(request: Request) -> Response:
 
 @router.get("/readyz", response_model=None, openapi_extra=OPEN)
 async def readyz(request: Request) -> Response:
-    """Readiness: 503 names the unavailable dependencies (database, Ray, object store) and the stalled control loops."""
+    """Return 200, or a 503 that names unavailable dependencies (database, Ray, object store) and stalled loops."""
     readiness: Readiness = request.app.state.readiness
     return _make_readiness_response(request, await readiness.find_problems())
 
 
 @router.get("/readyz/{check}", response_model=None, openapi_extra=OPEN)
-async def readyz_of(check: Literal["database", "ray", "object_store"], request: Request) -> Response:
-    """Readiness of one dependency. A load balancer checks the database alone, since no route works without it."""
+async def readyz_dependency(check: Literal["database", "ray", "object_store"], request: Request) -> Response:
+    """Check one dependency. A load balancer checks the database alone, since no route works without it."""
     readiness: Readiness = request.app.state.readiness
     return _make_readiness_response(request, {check: await _get_problem(readiness.checks[check])})
 
 
-def _make_readiness_response(request: Request, complaints: Mapping[str, str | None]) -> Response:
-    errors = [FieldProblem(field=name, message=found) for name, found in complaints.items() if found is not None]
+def _make_readiness_response(request: Request, problems: Mapping[str, str | None]) -> Response:
+    errors = [FieldProblem(field=name, message=found) for name, found in problems.items() if found is not None]
     if errors:
         detail = "; ".join(f"{error.field}: {error.message}" for error in errors)
         return respond_with_problem(make_problem(request.url.path, 503, "not_ready", detail, errors))
-    return JSONResponse({"status": "ok", "checks": dict.fromkeys(complaints, "ok")})
+    return JSONResponse({"status": "ok", "checks": dict.fromkeys(problems, "ok")})
 
 
 class Readiness:
@@ -224,7 +224,7 @@ class Readiness:
             "database": CachedCall(
                 catch_error_message(parts.database.check_available), parts.clock, ttl_s=_CHECK_TTL_S
             ),
-            "ray": CachedCall(catch_error_message(parts.cluster.check), parts.clock, ttl_s=_CHECK_TTL_S),
+            "ray": CachedCall(catch_error_message(parts.cluster.check_alive), parts.clock, ttl_s=_CHECK_TTL_S),
             # Writes an object.
             "object_store": CachedCall(catch_error_message(parts.objects.ping), parts.clock, ttl_s=_PING_TTL_S),
         }
@@ -249,5 +249,5 @@ async def _get_problem(check: CachedCall[str | None]) -> str | None:
 
 @router.get("/metrics", openapi_extra=OPEN)
 def metrics(request: Request) -> Response:
-    """Prometheus metrics."""
+    """Return Prometheus metrics."""
     return Response(generate_latest(request.app.state.metrics), media_type=CONTENT_TYPE_LATEST)

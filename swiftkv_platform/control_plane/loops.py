@@ -1,7 +1,7 @@
 """The loops of a control plane, and the leases that elect the one control plane that runs each.
 
 A lease is renewed while a step runs, so that no step outlasts it. A control plane that was frozen for longer finds its
-lease lost: `check` refuses what has not begun, and updates carry the lease's token, which the database compares.
+lease lost: `check_leading` refuses new actions, and updates carry the lease's token, which the database compares.
 Actions already under way are harmless: every update names the version it changes, and a submission id can be used once.
 """
 
@@ -60,7 +60,7 @@ class Leases(Repository):
             session.execute(mine.values(holder=_NO_HOLDER, expires_at=0.0))  # the row keeps the token
 
 
-def is_lease_held(fence: FencingToken) -> ColumnElement[bool]:
+def make_lease_condition(fence: FencingToken) -> ColumnElement[bool]:
     """Return the SQL condition that the fence's holder still has the lease, to guard a statement."""
     return exists(
         select(LeaseRow.name).where(
@@ -71,11 +71,11 @@ def is_lease_held(fence: FencingToken) -> ColumnElement[bool]:
 
 def check_fence(session: Session, fence: FencingToken | None) -> None:
     """Raise `LeaseLostError` if another holder has acquired the lease."""
-    if fence is not None and not session.scalar(select(is_lease_held(fence))):
-        raise _lease_lost_error(fence.name)
+    if fence is not None and not session.scalar(select(make_lease_condition(fence))):
+        raise _make_lease_lost_error(fence.name)
 
 
-def _lease_lost_error(name: str) -> LeaseLostError:
+def _make_lease_lost_error(name: str) -> LeaseLostError:
     message = f"the lease {name!r} is no longer held by this control plane; another one may hold it now"
     return LeaseLostError(message, field="lease", value=name)
 
@@ -109,13 +109,13 @@ class Leadership:
         """Fencing token for writes under the lease. Raises `LeaseLostError` while another process leads."""
         fence = self._fence
         if fence is None:
-            raise _lease_lost_error(self._name)
+            raise _make_lease_lost_error(self._name)
         return fence
 
     def check_leading(self) -> None:
         """Raise `LeaseLostError` unless this process leads now."""
         if self._fence is None or self._clock() >= self._until:
-            raise _lease_lost_error(self._name)
+            raise _make_lease_lost_error(self._name)
 
     def guard_step(self, step: Callable[[], None]) -> Callable[[], None]:
         """Wrap `step` to do nothing while another process leads. Raises `DatabaseUnavailableError`, and
@@ -125,7 +125,7 @@ class Leadership:
             led = self._fence is not None
             leads = self._acquire()
             if leads != led:
-                self._log.info("leads" if leads else "stands by", holder=self._holder)
+                self._log.info("became leader" if leads else "no longer leader", holder=self._holder)
             if not leads:
                 return
             with self._renew_during():
@@ -270,11 +270,11 @@ class ControlLoop:
             self._step()
         except SwiftKVError as error:
             pause = self._backoff.record_failure(self.name, self._clock())
-            self._log.warning("step failed", code=error.code, reason=error.message, retry_in_s=pause)
+            self._log.warning("control loop step failed", code=error.code, reason=error.message, retry_in_s=pause)
             return pause
         except Exception:
             pause = self._backoff.record_failure(self.name, self._clock())
-            self._log.exception("step failed", retry_in_s=pause)
+            self._log.exception("control loop step failed", retry_in_s=pause)
             return pause
         finally:
             self._step_began = None

@@ -63,7 +63,7 @@ class ParserLimits:
     memory: int = PARSER_BYTES.default
     """Max bytes of address space."""
 
-    def exceeded_error(self, limit: str) -> InvalidInputError:
+    def make_exceeded_error(self, limit: str) -> InvalidInputError:
         """Return the error for a call that exceeds `limit`."""
         message = f"checking {self.subject} exceeds the limit of {limit}; use fewer or smaller files"
         return InvalidInputError(message, field=self.field)
@@ -77,7 +77,7 @@ def run_parser(sender: Connection, bounds: ParserLimits, function: Callable[...,
     except SwiftKVError as error:
         outcome = False, error
     except MemoryError:
-        outcome = False, bounds.exceeded_error(f"{bounds.memory // MIB} MiB of memory")
+        outcome = False, bounds.make_exceeded_error(f"{bounds.memory // MIB} MiB of memory")
     except Exception:  # a bug, which the control plane logs; not every exception can be pickled
         outcome = False, RuntimeError(traceback.format_exc())
     sender.send(outcome)
@@ -148,7 +148,7 @@ class ParserPool:
             ClientDisconnect: the client has left.
         """
         if not self._slots.acquire(timeout=self._limits.seconds):
-            raise self._overloaded_error("waited too long for a free parser process")
+            raise self._make_overloaded_error("waited too long for a free parser process")
         try:
             return self._run_in_process(client, function, args, kwargs)
         finally:
@@ -167,7 +167,7 @@ class ParserPool:
             try:
                 with client.stop_on_disconnect(process.kill):
                     if not receiver.poll(self._limits.seconds):
-                        raise self._overloaded_error(f"took more than {self._limits.seconds:g} s")
+                        raise self._make_overloaded_error(f"took more than {self._limits.seconds:g} s")
                     succeeded, result = receiver.recv()
                 process.join(_EXIT_TIMEOUT_S)
             except EOFError:
@@ -187,13 +187,13 @@ class ParserPool:
         if status is None or status >= 0:
             raise RuntimeError(f"a parser process has ended with status {status}; its error is in the log")
         if -status == signal.SIGXCPU:
-            raise self._limits.exceeded_error(f"{self._limits.cpu_seconds} s of CPU time")
+            raise self._limits.make_exceeded_error(f"{self._limits.cpu_seconds} s of CPU time")
         if -status in (signal.SIGKILL, signal.SIGTERM):  # memory of the machine is short, or the server stops
-            raise self._overloaded_error("was interrupted")
+            raise self._make_overloaded_error("was interrupted")
         message = f"{self._limits.subject} cannot be checked: the parser ended with {signal.Signals(-status).name}"
         raise InvalidInputError(message, field=self._limits.field)
 
-    def _overloaded_error(self, why: str) -> OverloadedError:
+    def _make_overloaded_error(self, why: str) -> OverloadedError:
         return OverloadedError(f"checking {self._limits.subject} {why}; try again later", retry_after_s=_RETRY_AFTER_S)
 
 

@@ -42,10 +42,10 @@ from swiftkv_platform.control_plane.database.tables import (
     ReferenceRow,
     SessionRow,
 )
-from swiftkv_platform.control_plane.deployments.repository import deployments_lock_key
+from swiftkv_platform.control_plane.deployments.repository import make_deployments_lock_key
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.models.model import IMPORTED_MODELS_PREFIX, Model
-from swiftkv_platform.control_plane.models.registry import count_superseded
+from swiftkv_platform.control_plane.models.registry import count_superseded_promotions
 from swiftkv_platform.control_plane.models.repository import select_promotions
 from swiftkv_platform.control_plane.references import find_referencing_jobs
 from swiftkv_platform.errors import ConflictError, NotFoundError, StorageError
@@ -130,7 +130,7 @@ class RetentionRepository(Repository):
         where = EventRow.job_id == job_id, EventRow.type != "status"
         return self._remove_matching(EventRow, EventRow.sequence, *where, limit=limit, dry_run=dry_run)
 
-    def thin_points(self, job_id: str, *, max_points: int, limit: int, dry_run: bool = False) -> int:
+    def downsample_points(self, job_id: str, *, max_points: int, limit: int, dry_run: bool = False) -> int:
         """Remove up to `limit` points of a job's time series, until `max_points` evenly spread points remain; with
         `dry_run`, only count all of them. Returns their number."""
         of_job = MetricPointRow.job_id == job_id
@@ -155,7 +155,7 @@ class RetentionRepository(Repository):
         return self._remove_matching(table, key, *are_due(before), limit=limit, dry_run=dry_run)
 
     def trim_promotions(self, *, before: float, keep: int, dry_run: bool) -> int:
-        """Remove the oldest promotions of all aliases, as `registry.count_superseded` decides."""
+        """Remove the oldest promotions of all aliases, as `registry.count_superseded_promotions` decides."""
         with self._database.begin_read() as session:
             oldest = select(PromotionRow.tenant, PromotionRow.alias).where(PromotionRow.created_at <= before)
             aliases = [(tenant, alias) for tenant, alias in session.execute(oldest.distinct())]
@@ -165,7 +165,7 @@ class RetentionRepository(Repository):
         with self._database.begin_write() as session:
             self._lock_tenant(session, tenant)
             history = select_promotions(session, tenant, alias)
-            number = count_superseded(history, before=before, keep=keep)
+            number = count_superseded_promotions(history, before=before, keep=keep)
             if not dry_run:
                 of_alias = (PromotionRow.tenant == tenant, PromotionRow.alias == alias)
                 _delete_rows(
@@ -197,7 +197,7 @@ class RetentionRepository(Repository):
         """Return (number of rows to delete with a job, prefix of the job's objects). Raises as `delete_job`."""
         with self._database.begin_read() as session:
             _check_job_deletable(session, get_tenant_row(session, JobRow, job_id, None))
-        return 1 + sum(self._count(table, table.job_id == job_id) for table in _TABLES_OF_JOB), f"jobs/{job_id}"
+        return 1 + sum(self._count_rows(table, table.job_id == job_id) for table in _TABLES_OF_JOB), f"jobs/{job_id}"
 
     def preview_model_deletion(self, model_id: str) -> tuple[int, str]:
         """Return (number of rows to delete with a model, prefix of the model's objects)."""
@@ -272,7 +272,7 @@ class RetentionRepository(Repository):
 
     def _lock_tenant(self, session: Session, tenant: str) -> None:
         """Lock the tenant's deployments and aliases until the transaction ends."""
-        self._database.lock(session, deployments_lock_key(tenant))
+        self._database.lock(session, make_deployments_lock_key(tenant))
 
     def _fetch_ids(
         self, query: Select[str], key: InstrumentedAttribute[str], limit: int, after: str | None
@@ -282,7 +282,7 @@ class RetentionRepository(Repository):
         with self._database.begin_read() as session:
             return session.scalars(query.order_by(key).limit(limit)).all()
 
-    def _count(self, table: type[Base], *where: ColumnElement[bool]) -> int:
+    def _count_rows(self, table: type[Base], *where: ColumnElement[bool]) -> int:
         with self._database.begin_read() as session:
             return session.scalar(select(func.count()).select_from(table).where(*where)) or 0
 
@@ -295,7 +295,7 @@ class RetentionRepository(Repository):
         dry_run: bool = False,
     ) -> int:
         if dry_run:
-            return self._count(table, *where)
+            return self._count_rows(table, *where)
         return self._remove_selected(table, key, select(key).where(*where).order_by(key).limit(limit), *where)
 
     def _remove_selected(
@@ -426,7 +426,7 @@ class RetentionStore:
         attempts = [f"{root}/{number}" for root in roots for number in self._store.list_directories(root)]
         return [f"{attempt}/{name}" for attempt in attempts for name in _NAMES_OF_KIND[kind]]
 
-    def remove(self, place: str, *, limit: int) -> ObjectBatch:
+    def remove_objects(self, place: str, *, limit: int) -> ObjectBatch:
         """Remove up to `limit` objects at a location, manifests first, so that no directory looks complete."""
         if (itself := self._store.head(place)) is not None:
             self._store.delete(place)
@@ -446,8 +446,8 @@ class RetentionStore:
         for directory in directories:
             self._store.delete(join_key(directory, MANIFEST))
 
-    def measure(self, place: str, *, limit: int, after: str | None) -> ObjectBatch:
-        """Count the objects that `remove` would remove."""
+    def count_objects(self, place: str, *, limit: int, after: str | None) -> ObjectBatch:
+        """Count the objects that `remove_objects` would remove."""
         if after is None and (itself := self._store.head(place)) is not None:
             return ObjectBatch(1, itself.size, None)
         found, last = self.list_objects(place, limit=limit, after=after)
@@ -530,7 +530,7 @@ class RetentionSweeper:
 
     def _run_full_round(self) -> Iterator[RemovedAmount]:
         yield from self.run_round()
-        yield from self._count_stored()
+        yield from self._count_stored_data()
         self._next_round = self.clock() + self.settings.sweep_interval_s
 
     def _run_deletions(self) -> Iterator[RemovedAmount]:
@@ -552,9 +552,9 @@ class RetentionSweeper:
                 yield from self._sweep_ended_jobs(kind, before, dry_run=dry_run)
         yield from self._sweep_old_rows(now, dry_run=dry_run)
         if (before := self._get_cutoff("models", now)) is not None:
-            count_superseded = _iterate_pages(partial(rows.list_superseded_models, before=before))
+            count_superseded_promotions = _iterate_pages(partial(rows.list_superseded_models, before=before))
             yield from self._sweep_unused(
-                "model", count_superseded, rows.preview_model_deletion, rows.delete_model, dry_run=dry_run
+                "model", count_superseded_promotions, rows.preview_model_deletion, rows.delete_model, dry_run=dry_run
             )
         if (before := self._get_cutoff("jobs", now)) is not None:
             expired = _iterate_pages(partial(rows.list_expired_jobs, before=before))
@@ -572,7 +572,7 @@ class RetentionSweeper:
             try:
                 yield from self._sweep_job(job_id, kind, dry_run=dry_run)
             except StorageError as error:
-                self._note_failure(job_id, error)
+                self._record_failure(job_id, error)
                 continue
             self._failures = 0
             if not dry_run:
@@ -588,7 +588,7 @@ class RetentionSweeper:
             most = self.settings.retention_metric_points
             yield from _remove_rows(
                 kind,
-                partial(self.rows.thin_points, job_id, max_points=most, limit=_MAX_ROWS_PER_TRANSACTION),
+                partial(self.rows.downsample_points, job_id, max_points=most, limit=_MAX_ROWS_PER_TRANSACTION),
                 dry_run=dry_run,
             )
         else:
@@ -599,9 +599,9 @@ class RetentionSweeper:
         after: str | None = None
         while True:
             if dry_run:
-                batch = self.objects.measure(place, limit=_MAX_OBJECTS_PER_STEP, after=after)
+                batch = self.objects.count_objects(place, limit=_MAX_OBJECTS_PER_STEP, after=after)
             else:
-                batch = self.objects.remove(place, limit=_MAX_OBJECTS_PER_STEP)
+                batch = self.objects.remove_objects(place, limit=_MAX_OBJECTS_PER_STEP)
             yield RemovedAmount(kind, objects=batch.objects, bytes=batch.bytes)
             after = batch.next
             if after is None:
@@ -639,7 +639,7 @@ class RetentionSweeper:
                     yield RemovedAmount(kind, rows=remove(each, by=RETENTION_AUTHOR, now=self.clock()))
             except (ConflictError, NotFoundError) as error:
                 get_logger(loop=RETENTION_AUTHOR).debug(
-                    f"{object_kind} stays", **{f"{object_kind}_id": each}, reason=error.message
+                    f"unused {object_kind} not deleted", **{f"{object_kind}_id": each}, reason=error.message
                 )
 
     def _sweep_deletions(self, *, dry_run: bool) -> Iterator[RemovedAmount]:
@@ -648,20 +648,20 @@ class RetentionSweeper:
             try:
                 yield from self._sweep_prefix(prefix, "deleted", dry_run=dry_run)
             except StorageError as error:
-                self._note_failure(prefix, error)
+                self._record_failure(prefix, error)
                 continue
             self._failures = 0
             if not dry_run:
                 self.rows.finish_deletion(prefix)
 
-    def _note_failure(self, subject: str, error: StorageError) -> None:
+    def _record_failure(self, subject: str, error: StorageError) -> None:
         """Log a failure of the store; raise it after several consecutive failures."""
         self._failures += 1
-        get_logger(loop=RETENTION_AUTHOR).warning("not swept", subject=subject, reason=error.message)
+        get_logger(loop=RETENTION_AUTHOR).warning("expired data not deleted", subject=subject, reason=error.message)
         if self._failures >= _MAX_STORE_FAILURES:
             raise error
 
-    def _count_stored(self) -> Iterator[RemovedAmount]:
+    def _count_stored_data(self) -> Iterator[RemovedAmount]:
         rows, objects, sizes = self.rows.count_rows(), Counter[str](), Counter[str]()
         found, after = self.objects.list_objects("", limit=_MAX_COUNTED_PER_STEP, after=None)
         while found:

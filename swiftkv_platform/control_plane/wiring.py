@@ -30,7 +30,7 @@ from swiftkv_platform.control_plane.hooks.outbox import Outbox
 from swiftkv_platform.control_plane.hooks.webhooks import WebhookDeliverer, make_webhook_rules, send_webhook
 from swiftkv_platform.control_plane.http.concurrency import TenantConcurrencyLimiter
 from swiftkv_platform.control_plane.jobs.logs import EventFollowers, LogFollowers, WatchedJobs
-from swiftkv_platform.control_plane.jobs.queue import list_nodes
+from swiftkv_platform.control_plane.jobs.queue import list_reported_nodes
 from swiftkv_platform.control_plane.jobs.reconciler import OrphanCleaner, PollSchedule, Reconciler
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.loops import ControlLoop, Leadership, Leases
@@ -120,7 +120,7 @@ async def run_control_plane(
     parts = await run_in_threadpool(build_components, settings) if components is None else components
     app.state.components, app.state.settings = parts, settings
     app.state.spans = Spans(open_provider("swiftkv-control-plane"))
-    app.state.nodes = CachedCall(lambda: list_nodes(parts.cluster), parts.clock, ttl_s=_NODES_TTL_S)
+    app.state.nodes = CachedCall(lambda: list_reported_nodes(parts.cluster), parts.clock, ttl_s=_NODES_TTL_S)
     _set_request_state(app, settings, credentials, parts)
     holder = f"{socket.gethostname()[:40]}-{uuid4().hex[:12]}"
     leaderships = {name: Leadership(parts.leases, name, holder, parts.clock) for name in LOOPS}

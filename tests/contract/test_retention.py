@@ -78,13 +78,13 @@ def test_points_are_thinned_evenly_however_often(rows: RetentionRepository, jobs
     job = store(jobs, make_job())
     jobs.update(job, points=[MetricPoint(step, 1, 1.0, {"loss": 1.0}) for step in range(3, 103)])
     gone = 0
-    while some := rows.thin_points(job.id, max_points=11, limit=limit):
+    while some := rows.downsample_points(job.id, max_points=11, limit=limit):
         assert some <= limit
         gone += some
     steps = [point.step for point in jobs.list_points(job.id, PageRequest(limit=200, order="asc")).items]
     assert gone == 100 - len(steps)
     assert steps == [3, *range(13, 103, 10), 102]
-    assert rows.thin_points(job.id, max_points=11, limit=limit) == 0
+    assert rows.downsample_points(job.id, max_points=11, limit=limit) == 0
 
 
 def test_deliveries_keys_and_sessions_go_when_they_are_old(database: Database, rows: RetentionRepository) -> None:

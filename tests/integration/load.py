@@ -52,7 +52,7 @@ def wait_until_running(cluster: RayServe, spec: ResolvedDeployment) -> None:
     """Wait until the deployment runs with as many replicas as it may have."""
 
     def runs() -> bool:
-        state = cluster.status().get(spec.id)
+        state = cluster.list_states().get(spec.id)
         assert state is None or state.status is not DeploymentStatus.FAILED, state.message
         return state is not None and (state.status, state.replicas) == (DeploymentStatus.RUNNING, spec.max_replicas)
 

@@ -110,7 +110,7 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def ended(cluster: RayJobs, submission_id: str) -> SubmissionStatus:
     def status() -> SubmissionStatus | None:
-        found = cluster.status(submission_id)
+        found = cluster.get_submission(submission_id)
         assert found is not None
         return found.status if found.status.is_terminal else None
 
@@ -123,13 +123,13 @@ async def followed(cluster: RayJobs, submission_id: str) -> bytes:
 
 
 def test_cluster_contract_an_id_starts_one_command(cluster: RayJobs, tmp_path: Path) -> None:
-    cluster.check()
+    cluster.check_alive()
     for _ in range(2):
         cluster.submit("once", 'echo hello; test "$WORD" = there && exit 0', {"WORD": "there"})
     assert ended(cluster, "once") is SubmissionStatus.SUCCEEDED
-    assert b"hello" in b"".join(cluster.logs("once")).splitlines()
-    log = b"".join(cluster.logs("once"))
-    assert b"".join(cluster.logs("once", tail_lines=1)) == log.splitlines(keepends=True)[-1]
+    assert b"hello" in b"".join(cluster.read_logs("once")).splitlines()
+    log = b"".join(cluster.read_logs("once"))
+    assert b"".join(cluster.read_logs("once", tail_lines=1)) == log.splitlines(keepends=True)[-1]
     assert asyncio.run(followed(cluster, "once")) == log
     cluster.stop("once")
     assert ended(cluster, "once") is SubmissionStatus.SUCCEEDED
@@ -138,7 +138,7 @@ def test_cluster_contract_an_id_starts_one_command(cluster: RayJobs, tmp_path: P
 def test_cluster_contract_a_failure_says_so(cluster: RayJobs) -> None:
     cluster.submit("failing", "echo hello; exit 3", {})
     assert ended(cluster, "failing") is SubmissionStatus.FAILED
-    found = cluster.status("failing")
+    found = cluster.get_submission("failing")
     assert found is not None
     assert "exit code 3" in found.message
 
@@ -154,7 +154,7 @@ def test_cluster_contract_a_stopped_submission_ends(cluster: RayJobs) -> None:
     assert listed.ended_at is not None
     for _ in range(2):
         cluster.remove("stopped")
-    assert cluster.status("stopped") is None
+    assert cluster.get_submission("stopped") is None
     assert "stopped" not in {each.submission_id for each in cluster.list_submissions()}
 
 
@@ -162,20 +162,25 @@ def test_cluster_contract_nodes_are_told(cluster: RayJobs) -> None:
     """Ray reports its nodes, and the resources in use, some seconds after it starts."""
     if isinstance(cluster, FakeCluster):
         cluster.nodes = [Node({"CPU": 2.0, "memory": 1e9}, {"CPU": 2.0, "memory": 1e9})]
-    [node] = eventually(cluster.capacity, "the cluster tells its nodes")
+    [node] = eventually(cluster.list_nodes, "the cluster tells its nodes")
     for name in ("CPU", "memory"):
         assert 0 <= node.free[name] <= node.total[name] > 0
 
 
 def test_cluster_contract_an_unknown_id_is_none_and_harmless(cluster: RayJobs) -> None:
-    assert cluster.status("unknown") is None
-    assert b"".join(cluster.logs("unknown")) == b""
+    assert cluster.get_submission("unknown") is None
+    assert b"".join(cluster.read_logs("unknown")) == b""
     assert asyncio.run(followed(cluster, "unknown")) == b""
     cluster.stop("unknown")
 
 
 def test_a_cluster_that_is_away_is_said_to_be() -> None:
     cluster = RayJobs(f"http://127.0.0.1:{free_port()}")
-    for call in (cluster.check, cluster.capacity, lambda: cluster.status("x"), lambda: cluster.submit("x", "true", {})):
+    for call in (
+        cluster.check_alive,
+        cluster.list_nodes,
+        lambda: cluster.get_submission("x"),
+        lambda: cluster.submit("x", "true", {}),
+    ):
         with pytest.raises(ClusterUnavailableError, match="SWIFTKV_RAY_DASHBOARD_URL"):
             call()

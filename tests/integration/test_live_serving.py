@@ -69,7 +69,7 @@ def spec(artifacts: Path) -> ResolvedDeployment:
 @pytest.fixture(scope="module")
 def cluster(dashboard_url: str, serve_port: int) -> Iterator[RayServe]:
     with closing(RayServe(dashboard_url, f"http://127.0.0.1:{serve_port}")) as cluster:
-        wait_for(lambda: cluster.status() == {})
+        wait_for(lambda: cluster.list_states() == {})
         yield cluster
         cluster.apply([])
 
@@ -88,7 +88,7 @@ def serve(cluster: RayServe, spec: ResolvedDeployment, *, replicas: int = 1) -> 
     cluster.apply([spec])
 
     def settled() -> DeploymentState | None:
-        state = cluster.status().get(spec.id)
+        state = cluster.list_states().get(spec.id)
         there = state is not None and state.replicas == replicas
         assert state is None or state.status is not DeploymentStatus.FAILED, state.message
         return state if there and state.status in (DeploymentStatus.RUNNING, DeploymentStatus.REFUSED) else None
@@ -199,12 +199,12 @@ def test_a_load_step_brings_a_second_replica_and_its_end_takes_it_away(
     for thread in threads:
         thread.start()
     try:
-        wait_for(lambda: cluster.status()["dep_live"].replicas == 2)
+        wait_for(lambda: cluster.list_states()["dep_live"].replicas == 2)
     finally:
         over.set()
         for thread in threads:
             thread.join()
-    wait_for(lambda: cluster.status()["dep_live"].replicas == 1)
+    wait_for(lambda: cluster.list_states()["dep_live"].replicas == 1)
 
 
 @pytest.mark.soak("Serve scales, or a crowd asks: a minute")

@@ -65,7 +65,7 @@ def workers(head: HeadProcess) -> Iterator[list[NodeProcess]]:
 @pytest.fixture(scope="module")
 def cluster(head: HeadProcess, workers: list[NodeProcess], serve_port: int) -> Iterator[RayServe]:
     with closing(RayServe(head.head.dashboard_url, f"http://127.0.0.1:{serve_port}")) as cluster:
-        wait_for(lambda: cluster.status() == {})
+        wait_for(lambda: cluster.list_states() == {})
         yield cluster
 
 
@@ -133,7 +133,7 @@ def test_workers_answer_on_without_a_head_and_a_new_one_knows_all_deployments(
         wait_for_answers()
         head.kill()
         with pytest.raises(ClusterUnavailableError):
-            cluster.status()
+            cluster.list_states()
         wait_for_answers()
         head.start()
         wait_until_running(cluster, before)

@@ -42,7 +42,7 @@ def test_deployments_move_to_another_cluster_without_a_request_lost(tmp_path: Pa
 
     def bring_up(cluster: RayServe) -> None:
         """Reconcile as a control plane does that has just started with this cluster's address."""
-        wait_for(lambda: cluster.status() == {})
+        wait_for(lambda: cluster.list_states() == {})
         parts = replace(make_components(sqlite_database, InMemoryObjectStore()), serving=cluster)
         reconciler = DeploymentReconciler(parts, Settings(_env_file=None), UNDISPUTED)  # type: ignore[call-arg]
 

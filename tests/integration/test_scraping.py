@@ -48,7 +48,7 @@ def url(head: RayHead, serve_port: int, tmp_path_factory: pytest.TempPathFactory
         max_replicas=2,
     )
     with closing(RayServe(head.dashboard_url, f"http://127.0.0.1:{serve_port}")) as cluster:
-        wait_for(lambda: cluster.status() == {})
+        wait_for(lambda: cluster.list_states() == {})
         cluster.apply([spec])
         wait_until_running(cluster, spec)
         yield f"http://127.0.0.1:{serve_port}/two"

@@ -75,15 +75,17 @@ def cluster(
     serve_url = f"http://127.0.0.1:{serve_port}"
     access = Access(roots=(str(artifacts.parent),))
     with closing(RayServe(dashboard_url, serve_url, api_keys_file=keys, access=lambda _: access)) as cluster:
-        assert wait_for(lambda: cluster.status() == {})
+        assert wait_for(lambda: cluster.list_states() == {})
         cluster.apply(specs)
-        wait_for(lambda: all(state.status is not DeploymentStatus.DEPLOYING for state in cluster.status().values()))
+        wait_for(
+            lambda: all(state.status is not DeploymentStatus.DEPLOYING for state in cluster.list_states().values())
+        )
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def states(cluster: RayServe) -> Mapping[str, DeploymentState]:
-    return cluster.status()
+    return cluster.list_states()
 
 
 @pytest.fixture
@@ -162,7 +164,7 @@ def test_a_client_that_gives_up_waiting_frees_the_engine(client: httpx.Client) -
 def test_a_wrong_token_is_a_cluster_that_cannot_be_used(cluster: RayServe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "wrong")
     with pytest.raises(ClusterUnavailableError, match=r"40[13]"):
-        cluster.status()
+        cluster.list_states()
 
 
 def test_what_is_no_longer_applied_is_gone_and_the_rest_serves_on(
@@ -170,8 +172,8 @@ def test_what_is_no_longer_applied_is_gone_and_the_rest_serves_on(
 ) -> None:
     """Must run last: it takes the deployments down."""
     cluster.apply(specs[:1])
-    wait_for(lambda: set(cluster.status()) == {"dep_good"})
+    wait_for(lambda: set(cluster.list_states()) == {"dep_good"})
     assert generate(client, prompt=[1], **GREEDY).is_success
     cluster.apply([])
-    wait_for(lambda: not cluster.status())
+    wait_for(lambda: not cluster.list_states())
     assert not generate(client, prompt=[1], **GREEDY).is_success

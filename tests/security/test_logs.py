@@ -186,9 +186,9 @@ def peak():  # that of `getrusage` is the parent's, where that was greater
 
 cluster, store = RayJobs(sys.argv[1]), LocalObjectStore(Path(sys.argv[2]))
 attempts = AttemptStore(store)
-attempts.save_logs(AttemptId("job_1", 1), cluster.logs("job_1-small"))
+attempts.save_logs(AttemptId("job_1", 1), cluster.read_logs("job_1-small"))
 grown = [peak()]
-attempts.save_logs(AttemptId("job_1", 2), cluster.logs("job_1-large"))
+attempts.save_logs(AttemptId("job_1", 2), cluster.read_logs("job_1-large"))
 grown.append(peak())
 lines = (b"line %06d " % number * 1024 * 86 + b"\\n" for number in range(300))
 AttemptStore(store, max_log_bytes=128 << 20).save_logs(AttemptId("job_1", 3), lines)
@@ -280,15 +280,15 @@ def test_a_follower_of_a_long_log_is_told_what_was_left_out(tmp_path: Path) -> N
 def test_a_log_that_ray_cannot_read_holds_no_attempt(ray: FakeRayLogs, tmp_path: Path) -> None:
     attempts, cluster = AttemptStore(LocalObjectStore(tmp_path)), RayJobs(ray.url)
     ray.logs["job_1-1"] = RayLog(LINE, broken=True)
-    attempts.save_logs(AttemptId("job_1", 1), cluster.logs("job_1-1"))
+    attempts.save_logs(AttemptId("job_1", 1), cluster.read_logs("job_1-1"))
     assert kept(tmp_path).startswith(b"Ray cannot read the log of job_1-1: ")
     ray.logs["job_1-1"] = RayLog(LINE * 10_000, cut_after=100_000)
-    attempts.save_logs(AttemptId("job_1", 1), cluster.logs("job_1-1"))
+    attempts.save_logs(AttemptId("job_1", 1), cluster.read_logs("job_1-1"))
     assert kept(tmp_path).startswith((LINE * 10_000)[:60_000])
     assert b"Ray ended the stream" in kept(tmp_path)[-200:]
     ray.logs["job_1-1"] = RayLog(LINE, starting=True)
-    assert b"".join(cluster.logs("job_1-1")) == b""
-    assert b"".join(cluster.logs("unknown")) == b""
+    assert b"".join(cluster.read_logs("job_1-1")) == b""
+    assert b"".join(cluster.read_logs("unknown")) == b""
 
 
 @pytest.mark.parametrize("size", [1, 7, 64])

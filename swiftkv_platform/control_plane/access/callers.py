@@ -83,8 +83,10 @@ def get_caller(request: Request, scopes: SecurityScopes, _header: _Authorization
     return caller
 
 
-async def hold_stream(request: Request, scopes: SecurityScopes, header: _AuthorizationHeader) -> AsyncIterator[None]:
-    """Count a stream of the caller until the response is sent. Raises as `get_caller`, and `OverloadedError`.
+async def hold_stream_slot(
+    request: Request, scopes: SecurityScopes, header: _AuthorizationHeader
+) -> AsyncIterator[None]:
+    """Hold one of the caller's stream slots until the response is sent. Raises as `get_caller`, and `OverloadedError`.
 
     Routes list it before their caller, so that an excess stream is refused without waiting in the tenant's queue. An
     events route counts no stream if the caller accepts only JSON.
@@ -158,4 +160,4 @@ Uploader = Annotated[Caller, Security(get_caller, scopes=[Scope.JOBS_WRITE])]
 """A `Writer` of files. Uploads take long, so `TheUploadParsers` limits them instead."""
 InferenceCaller = Annotated[Caller, Security(get_caller, scopes=[Scope.GENERATE])]
 """A caller of a deployment. The deployment limits its requests, not the control plane."""
-StreamSlot = Annotated[None, Depends(hold_stream)]
+StreamSlot = Annotated[None, Depends(hold_stream_slot)]

@@ -202,7 +202,7 @@ class ClusterResponse(ResponseModel):
 class QuotaResponse(ResponseModel):
     """Limits of a tenant, null if there is none, and what its jobs and deployments hold.
 
-    Both count at the most they may grow to, and a deployment until its replicas are gone.
+    Jobs and deployments count at their max size, and a deployment until its replicas are gone.
     """
 
     object: Literal["quota"] = "quota"
@@ -265,7 +265,7 @@ _LIMIT_BY_COUNT = {
 
 @router.get("/quota")
 def get_quota(parts: ComponentsDep, caller: Reader, nodes: NodesDep) -> QuotaResponse:
-    """Quota of the caller's tenant, its use, and the use of the whole cluster."""
+    """Return quotas and use of the caller's tenant, and the use of the whole cluster."""
     tenant, told = caller.tenant, nodes.get(RAY_TIMEOUT_S, None)
     with parts.database.begin_read() as session:
         jobs = sum_job_demand(session, STATUSES_ON_CLUSTER, tenants=[tenant]).get(tenant, Demand())

@@ -70,7 +70,7 @@ class Sessions:
         expires_at = now + self._lifetime_s
         if key.expires_at is not None:
             expires_at = min(expires_at, float(key.expires_at))
-        name = _limit_name(key)
+        name = _make_owner_name(key)
         row = SessionRow(
             id_sha256=_hash_id(session_id),
             key_name=name,
@@ -110,7 +110,7 @@ class Sessions:
             transaction.execute(delete(SessionRow).where(SessionRow.id_sha256 == _hash_id(session_id)))
 
 
-def _limit_name(key: Principal) -> str:
+def _make_owner_name(key: Principal) -> str:
     """Return a unique name of the caller to count its sessions by: hashed if it is too long for the column, as for
     token holders."""
     name = f"{key.tenant}/{key.name}"

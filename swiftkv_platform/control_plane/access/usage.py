@@ -86,7 +86,7 @@ def check_count_quota(session: Session, limit: str, tenant: str, policy: TenantP
 
 
 def check_storage_quota(session: Session, tenant: str, added: int, policy: TenantPolicy) -> None:
-    """Raise `QuotaExceededError` if the tenant's files and models would, with `more` bytes, exceed its quota."""
+    """Raise `QuotaExceededError` if the tenant's files and models would, with `added` bytes, exceed its quota."""
     quota = policy.max_stored_bytes
     if quota is not None and (used := sum_stored_bytes(session, tenant) + added) > quota:
         raise QuotaExceededError(
@@ -106,7 +106,7 @@ def sum_stored_bytes(session: Session, tenant: str) -> int:
 
 
 def sum_demand(session: Session, tenant: str, *, exclude: str = "") -> Demand:
-    """Return the demand of a tenant's jobs on the cluster and of its deployments. `without`: id of a deployment that
+    """Return the demand of a tenant's jobs on the cluster and of its deployments. `exclude`: id of a deployment that
     does not count."""
     jobs = sum_job_demand(session, STATUSES_ON_CLUSTER, tenants=[tenant]).get(tenant, Demand())
     return jobs + sum_deployment_demand(session, tenants=[tenant], exclude=exclude).get(tenant, Demand())
@@ -127,7 +127,7 @@ def sum_deployment_demand(
     session: Session, *, tenants: Sequence[str] | None = None, exclude: str = ""
 ) -> dict[str, Demand]:
     """Return the summed demand of deployments, by tenant. Deployments being deleted count, since their replicas still
-    run. `tenants`: None for all. `without`: id of a deployment that does not count."""
+    run. `tenants`: None for all. `exclude`: id of a deployment that does not count."""
     sums = (func.sum(DeploymentRow.gpus), func.sum(DeploymentRow.cpus), func.sum(DeploymentRow.replicas))
     query = select(DeploymentRow.tenant, *sums).where(DeploymentRow.id != exclude).group_by(DeploymentRow.tenant)
     if tenants is not None:

@@ -21,7 +21,7 @@ class DeploymentStatus(StrEnum):
     REFUSED = "refused"
     """The previous version answers; the wanted one was refused."""
     UNHEALTHY = "unhealthy"
-    """The deployment ran, and some replica no longer does."""
+    """Some replica that ran does not run any more."""
     FAILED = "failed"
     """The deployment could not be started."""
     DELETING = "deleting"
@@ -65,7 +65,7 @@ def apply_change(deployment: Deployment, spec: ResolvedDeployment) -> tuple[Reso
     return spec, DeploymentState(status, "applying the change", deployment.state.replicas)
 
 
-def replica_resources(spec: ResolvedDeployment) -> dict[str, float]:
+def make_replica_bundle(spec: ResolvedDeployment) -> dict[str, float]:
     """Return the resources that a replica requires on one node, by Ray's resource names."""
     resources = compute_replica_resources(spec.engine)
     return {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}

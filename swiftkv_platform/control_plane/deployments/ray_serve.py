@@ -186,7 +186,7 @@ class RayServe:
         self._dashboard.check_success(self._dashboard.request("PUT", _API_PATH, json=config), "configure Serve")
         self._revisions.set_wanted({deployment.id: _compute_revision(deployment) for deployment in deployments})
 
-    def status(self) -> Mapping[str, DeploymentState]:
+    def list_states(self) -> Mapping[str, DeploymentState]:
         """Return states by deployment id; an application that is gone is absent."""
         details = self._get_details()
         listening = any(proxy["status"] == "HEALTHY" for proxy in details.get("proxies", {}).values())

@@ -12,14 +12,14 @@ from swiftkv_platform.control_plane.deployments.deployment import (
     Deployment,
     DeploymentState,
     DeploymentStatus,
-    replica_resources,
+    make_replica_bundle,
 )
 from swiftkv_platform.control_plane.loops import Leadership
 from swiftkv_platform.control_plane.ray.jobs import RayJobs
 from swiftkv_platform.control_plane.ray.placement import (
     Bundle,
     can_place,
-    limit_deployments,
+    compute_deployment_limit,
     normalize_resources,
     reserve,
 )
@@ -55,7 +55,7 @@ class ReplicaScheduler:
         self._nodes = nodes
         self._policies = policies
         self._total = {name: sum(node.get(name, 0.0) for node in nodes) for name in _OPTIONS}
-        self._open = {name: limit_deployments(most, share) for name, most in self._total.items()}
+        self._open = {name: compute_deployment_limit(most, share) for name, most in self._total.items()}
 
     def grant_replicas(
         self,
@@ -84,13 +84,15 @@ class ReplicaScheduler:
             held[tenant] = Demand()
             turns[tenant] = _interleave([item.spec for item in deployments if item.tenant == tenant], full)
         while turns:
-            tenant = min(turns, key=lambda name: held[name].dominant_share(whole) / self._policies.get(name).weight)
+            tenant = min(
+                turns, key=lambda name: held[name].compute_dominant_share(whole) / self._policies.get(name).weight
+            )
             spec = next(turns[tenant], None)
             if spec is None:
                 del turns[tenant]
                 continue
-            was, needs = present.get(spec.id), replica_resources(spec)
-            is_new = was is None or replica_resources(was) != needs or replicas[spec.id] >= was.max_replicas
+            was, needs = present.get(spec.id), make_replica_bundle(spec)
+            is_new = was is None or make_replica_bundle(was) != needs or replicas[spec.id] >= was.max_replicas
             kept = draining.get(tenant, _NO_DEMAND) if is_new else _NO_DEMAND
             open_now = {"CPU": left["CPU"] - kept.cpus, "GPU": left["GPU"] - kept.gpus}
             if can_place([open_now], [needs]) and reserve(free, [needs]):
@@ -104,7 +106,7 @@ class ReplicaScheduler:
     def _explain_grant(self, spec: ResolvedDeployment, replicas: int) -> ReplicaGrant:
         if replicas >= spec.max_replicas:
             return ReplicaGrant(replicas)
-        needs = {name: amount for name, amount in replica_resources(spec).items() if amount}
+        needs = {name: amount for name, amount in make_replica_bundle(spec).items() if amount}
         options = (f"{_OPTIONS[name]} {spec.engine.get(_OPTIONS[name].removeprefix('engine.'), 1)}" for name in needs)
         opened = _join_words(f"{self._open[name]:g} of {self._total[name]:g} {name}" for name in needs)
         each = _join_words(f"{amount:g} {name}" for name, amount in needs.items())
@@ -122,7 +124,7 @@ class ReplicaScheduler:
         )
 
 
-def find_released(
+def find_lost_demand(
     previous: Iterable[ResolvedDeployment], current: Iterable[ResolvedDeployment]
 ) -> Iterator[tuple[ResolvedDeployment, Demand]]:
     """Yield (deployment, demand of the replicas that it loses) when the deployments `current` replace `previous`."""
@@ -131,7 +133,7 @@ def find_released(
         then, held = now.get(spec.id), Demand.for_deployment(spec)
         left = (
             held
-            if then is None or replica_resources(then) != replica_resources(spec)
+            if then is None or make_replica_bundle(then) != make_replica_bundle(spec)
             else held.subtract_to_zero(Demand.for_deployment(then))
         )
         if left != _NO_DEMAND:
@@ -212,7 +214,7 @@ class DeploymentReconciler:
     def _reconcile(self, deployments: Sequence[Deployment], kept: Sequence[str]) -> None:
         """Apply the wanted deployments, and store the states that the cluster reports. `kept`: ids that stay as they
         are."""
-        states = self._parts.serving.status()
+        states = self._parts.serving.list_states()
         self._forget_drained(states)
         grants = self._grant_replicas(
             [item for item in deployments if item.state.status is not DeploymentStatus.DELETING]
@@ -269,7 +271,7 @@ class DeploymentReconciler:
     def _record_draining(self, applied: Sequence[ResolvedDeployment]) -> None:
         """Record what was applied, and what replicas of the previous set hold while they drain."""
         until = self._parts.clock() + _DRAIN_TIMEOUT_S
-        self._draining += [(until, spec, demand) for spec, demand in find_released(self._served, applied)]
+        self._draining += [(until, spec, demand) for spec, demand in find_lost_demand(self._served, applied)]
         self._served = applied
 
     def _forget_drained(self, states: Collection[str]) -> None:
@@ -279,7 +281,7 @@ class DeploymentReconciler:
         self._draining = [item for item in self._draining if item[0] > now and item[1].id in states]
 
     def _find_nodes(self) -> Sequence[Bundle] | None:
-        told, now = self._cluster.capacity(), self._parts.clock()
+        told, now = self._cluster.list_nodes(), self._parts.clock()
         nodes = None if told is None else [node.total for node in told]
         if nodes is not None and (can_place(nodes, self._nodes or ()) or now > self._nodes_at + _LOST_NODE_GRACE_S):
             self._nodes, self._nodes_at = nodes, now

@@ -114,13 +114,13 @@ class DeploymentRepository(Repository):
         for row, deployment in read:
             parsed[row.id] = (row.version, row.state, deployment)
             if any(getattr(row, name) != value for name, value in _make_columns(deployment.spec).items()):
-                self._renew_columns(row.id)
+                self._fill_missing_columns(row.id)
         self._parsed = parsed
         return Page(
             [parsed[row_id][2] for row_id in present if row_id in parsed], has_more=False, unreadable_ids=left_out
         )
 
-    def _renew_columns(self, deployment_id: str) -> None:
+    def _fill_missing_columns(self, deployment_id: str) -> None:
         """Set the missing columns of a row that an earlier version of this program wrote with the spec only."""
         with self._database.begin_write() as session:
             row = session.get(DeploymentRow, deployment_id, with_for_update=True)
@@ -155,8 +155,8 @@ class DeploymentRepository(Repository):
     def set_deployment_state(
         self, deployment_id: str, state: DeploymentState, *, of: ResolvedDeployment | None = None
     ) -> None:
-        """Store the cluster's state of a deployment. One that is being deleted stays so; a state of deleting frees its
-        route prefix. `of`: the spec that the state is about; nothing is stored if another one is wanted by now."""
+        """Store the cluster's state of a deployment. `deleting` is final, and frees the route prefix. `of`: the spec
+        that the state describes; if it has changed since, nothing is stored."""
         with self._database.begin_write() as session:
             row = session.get(DeploymentRow, deployment_id, with_for_update=True)
             if row is None or _STATE_ADAPTER.validate_python(row.state).status is DeploymentStatus.DELETING:
@@ -169,7 +169,7 @@ class DeploymentRepository(Repository):
 
     def _lock_deployments(self, session: Session, tenant: str) -> None:
         """Wait until no other transaction changes the tenant's wanted deployments or its aliases."""
-        self._database.lock(session, deployments_lock_key(tenant))
+        self._database.lock(session, make_deployments_lock_key(tenant))
 
     def remove_deployment(self, deployment_id: str) -> None:
         """Delete the row of a deployment that is no longer served."""
@@ -179,8 +179,8 @@ class DeploymentRepository(Repository):
                 session.delete(row)
 
 
-def deployments_lock_key(tenant: str) -> str:
-    """Return the name of the turn in which a tenant's wanted deployments are changed."""
+def make_deployments_lock_key(tenant: str) -> str:
+    """Return the key of the lock that changes of a tenant's wanted deployments hold."""
     return f"deployments of {tenant}"
 
 

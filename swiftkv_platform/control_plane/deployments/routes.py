@@ -45,11 +45,11 @@ class ReplicaMetricsResponse(ResponseModel):
     values: dict[str, float]
     """Values by the names of its own `/metrics` without the prefix `swiftkv:`, such as `generation_tokens_total`,
     `tokens_exited_total`, `kv_cache_usage_perc`, `num_requests_waiting`, `time_to_first_token_seconds_sum` and
-    `_count`. Totals only grow; rates are differences between two answers."""
+    `_count`. Totals only grow; rates are differences between two responses."""
 
 
 class DeploymentMetricsResponse(ResponseModel):
-    """The metrics of the replicas that answered."""
+    """Metrics of the replicas that responded."""
 
     object: Literal["deployment.metrics"] = "deployment.metrics"
     time: float
@@ -58,7 +58,7 @@ class DeploymentMetricsResponse(ResponseModel):
 
 
 class _DeploymentIdentity(ResponseModel):
-    """First fields of a deployment's answer."""
+    """First fields of a deployment's response."""
 
     id: str
     object: Literal["deployment"] = "deployment"
@@ -163,7 +163,7 @@ Service = Annotated[DeploymentService, Depends(get_deployment_service)]
 def create_deployment(
     body: DeploymentSpec, service: Service, caller: Deployer, settings: SettingsDep, response: Response
 ) -> DeploymentResponse:
-    """Serve a model. Answers at once; `status` becomes `running` when it takes requests."""
+    """Deploy a model. Returns at once; `status` becomes `running` when the deployment accepts requests."""
     deployment = service.create(caller, body)
     response.headers["Location"] = f"/deployments/{deployment.spec.id}"
     set_etag(response, deployment.version)
@@ -174,7 +174,7 @@ def create_deployment(
 def list_deployments(
     parts: ComponentsDep, caller: Reader, settings: SettingsDep, page: NewestFirst
 ) -> ListResponse[DeploymentResponse]:
-    """Deployments, newest first."""
+    """List deployments, newest first."""
     found = parts.deployments.list_deployments(page, tenant=caller.tenant)
     return make_list_response(
         found, lambda item: DeploymentResponse.from_deployment(item, settings.serve_url), order=page.order
@@ -300,5 +300,5 @@ async def complete_chat(proxy: Proxy) -> StreamingResponse:
 def delete_deployment(
     deployment_id: str, service: Service, caller: Deployer, settings: SettingsDep
 ) -> DeploymentResponse:
-    """Stop serving. The deployment is `deleting` until its replicas are gone, and then unknown."""
+    """Delete a deployment. Its status is `deleting` until its replicas are gone; then `GET` returns 404."""
     return DeploymentResponse.from_deployment(service.delete(deployment_id, caller), settings.serve_url)

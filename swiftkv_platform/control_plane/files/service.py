@@ -38,7 +38,7 @@ class FileService:
     settings: Settings
 
     def check_quota(self, caller: Caller, announced: int) -> None:
-        """Check, before it is read, whether an upload of `announced` bytes can be stored.
+        """Check whether an upload of `announced` bytes can be stored, before reading it.
 
         Raises `InvalidInputError` for a file that is too large, and `QuotaExceededError`.
         """
@@ -143,11 +143,11 @@ class FileSweeper:
             if is_file_id(name) and parse_file_time(name) < now - _MAX_UPLOAD_AGE_S:
                 old[name] = entry.key
             if len(old) == _MAX_FILES_PER_QUERY:
-                self._remove_without_row(old)
+                self._remove_objects_without_row(old)
                 old = {}
-        self._remove_without_row(old)
+        self._remove_objects_without_row(old)
 
-    def _remove_without_row(self, keys: Mapping[str, str]) -> None:
+    def _remove_objects_without_row(self, keys: Mapping[str, str]) -> None:
         for file_id in keys.keys() - self.files.list_existing_ids(list(keys)):
             self.objects.delete(keys[file_id])
             get_logger().info("object without a file row removed", key=keys[file_id])

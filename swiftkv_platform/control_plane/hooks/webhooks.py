@@ -173,7 +173,11 @@ class WebhookDeliverer:
             self._store_outcome(delivery, self._deliver(delivery))
         except DatabaseUnavailableError as error:
             # Nothing is lost: the claim runs out, and the delivery is sent again.
-            self._log.warning("outcome not stored", event_id=delivery.event.id, reason=error.message)
+            self._log.warning(
+                "webhook outcome not stored; the webhook will be sent again",
+                event_id=delivery.event.id,
+                reason=error.message,
+            )
         finally:
             with self._changed:
                 self._active[receiver] -= 1
@@ -194,11 +198,11 @@ class WebhookDeliverer:
         except InvalidInputError as error:
             return error.message
         except OSError as error:
-            return f"no answer: {error or type(error).__name__}"
+            return f"no response: {error or type(error).__name__}"
         except Exception:
-            self._log.exception("unexpected", job_id=delivery.event.job_id, event_id=delivery.event.id)
-            return "not sent: an unexpected error"
-        return None if 200 <= status < 300 else f"answered with {status}"
+            self._log.exception("unexpected error", job_id=delivery.event.job_id, event_id=delivery.event.id)
+            return "not sent: unexpected error; see the control plane's log"
+        return None if 200 <= status < 300 else f"receiver returned HTTP {status}"
 
     def _store_outcome(self, delivery: Delivery, problem: str | None) -> None:
         # delivered, too old to retry, or retried with exponential backoff
@@ -206,7 +210,7 @@ class WebhookDeliverer:
         if problem is None:
             self._outbox.mark_delivered(delivery.sequence, now)
         elif now - delivery.created_at > _MAX_AGE_S:
-            log.error("webhook given up", reason=problem, attempts=delivery.attempts + 1)
+            log.error("webhook failed; no further retries", reason=problem, attempts=delivery.attempts + 1)
             self._outbox.mark_failed(delivery.sequence, problem)
         else:
             delay = min(_MIN_DELAY_S * 2.0 ** min(delivery.attempts, 16), _MAX_DELAY_S)

@@ -109,7 +109,7 @@ class TenantConcurrencyLimiter:
         """Wait for a slot, and hold it within the context. Raises `OverloadedError` if too many requests are queued."""
         key = tenant, kind
         # 1. queue  2. pause after the tenant's last request  3. run, and set the next pause
-        if self._num_queued[key] >= MAX_QUEUED and kind != "following":  # streams are limited by their places
+        if self._num_queued[key] >= MAX_QUEUED and kind != "following":  # streams have a limit of their own
             raise OverloadedError(
                 f"tenant {tenant!r} has {MAX_QUEUED} queued requests, the max; send fewer concurrent requests",
                 retry_after_s=_RETRY_AFTER_S,

@@ -156,7 +156,7 @@ def parse_if_match(
     versions = frozenset(int(match[1]) for match in found if match is not None)
     if None in found:
         raise InvalidInputError(
-            f'If-Match is {value!r}; expected the `ETag` of an earlier answer, such as "3" with its quotation marks, '
+            f'If-Match is {value!r}; expected the `ETag` of an earlier response, such as "3" with its quotation marks, '
             "or *",
             field="If-Match",
             value=value,

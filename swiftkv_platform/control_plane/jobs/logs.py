@@ -228,7 +228,7 @@ def read_tail(parts: Components, job: Job, lines: int) -> Iterator[bytes]:
 def _read_live_log(parts: Components, job: Job, number: int, *, tail_lines: int | None = None) -> Iterator[bytes]:
     """Read a log from Ray, if the attempt is there; else yield nothing."""
     if number == job.attempt.number and job.attempt.submission_id is not None and job.status.is_on_cluster:
-        yield from parts.cluster.logs(job.attempt.submission_id, tail_lines=tail_lines)
+        yield from parts.cluster.read_logs(job.attempt.submission_id, tail_lines=tail_lines)
 
 
 class LogFollowers:
@@ -299,7 +299,7 @@ async def _skip_bytes(pieces: AsyncGenerator[bytes, None], skipped: int) -> Asyn
 def _is_log_complete(parts: Components, job: Job) -> bool:
     """Whether Ray has sent the whole log: its stream also ends when its dashboard restarts."""
     assert job.attempt.submission_id is not None
-    submission = parts.cluster.status(job.attempt.submission_id)
+    submission = parts.cluster.get_submission(job.attempt.submission_id)
     return submission is None or submission.status.is_terminal
 
 

@@ -20,7 +20,7 @@ from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.components import RAY_TIMEOUT_S
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus, replica_resources
+from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus, make_replica_bundle
 from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
 from swiftkv_platform.control_plane.jobs.attempt_events import has_used_time_slice
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, set_wait_reason
@@ -31,7 +31,7 @@ from swiftkv_platform.control_plane.ray.placement import (
     EmptyNodes,
     Node,
     can_place,
-    limit_deployments,
+    compute_deployment_limit,
     normalize_resource_name,
     normalize_resources,
     reserve,
@@ -73,7 +73,9 @@ class FairQueue:
             tenant = min(fitting, key=lambda name: self._rank(name, used[name], snapshot.total, queues[name][0]))
             job = queues[tenant].popleft()
             used[tenant] += job.demand
-            self._shares_given[tenant] += job.demand.dominant_share(snapshot.total) / self._policies.get(tenant).weight
+            self._shares_given[tenant] += (
+                job.demand.compute_dominant_share(snapshot.total) / self._policies.get(tenant).weight
+            )
             chosen.append(job)
             admission.reserve(job.id)
         return chosen
@@ -100,7 +102,11 @@ class FairQueue:
         return (used + demand).find_exceeded_limit(self._policies.get(tenant), adding=demand) is None
 
     def _rank(self, tenant: str, used: Demand, total: Demand, first: QueuedJob) -> tuple[float, float, str]:
-        return used.dominant_share(total) / self._policies.get(tenant).weight, self._shares_given[tenant], first.id
+        return (
+            used.compute_dominant_share(total) / self._policies.get(tenant).weight,
+            self._shares_given[tenant],
+            first.id,
+        )
 
     def _raise_to_min_share(self, queues: Collection[str]) -> None:
         """Raise each tenant's share to the smallest share of the waiting tenants, so that idle time earns no credit."""
@@ -240,10 +246,10 @@ def check_fits_node_groups(spec: JobSpec, settings: Settings, nodes: CachedCall[
         )
 
 
-def list_nodes(cluster: RayJobs) -> Sequence[Node] | None:
+def list_reported_nodes(cluster: RayJobs) -> Sequence[Node] | None:
     """Return the nodes that a cluster reports; None if it does not report them or does not answer."""
     try:
-        return cluster.capacity()
+        return cluster.list_nodes()
     except ClusterUnavailableError:  # starting a job raises it as well
         return None
 
@@ -280,7 +286,7 @@ class Admission:
 
     def reported_nodes(self) -> Sequence[Node] | None:
         """Return the nodes that the cluster reports; None if it does not report them or does not answer."""
-        return list_nodes(self._cluster)
+        return list_reported_nodes(self._cluster)
 
     def begin_cycle(self, now: float, *, stuck: Sequence[Job] = (), over: Sequence[Job] = ()) -> None:
         """Find the resources that are free now.
@@ -434,7 +440,7 @@ class Preemption:
         ]
         self._lacking = {item.spec.id: self._lacking.get(item.spec.id, now) for item in waiting}
         for item in waiting:
-            needs = replica_resources(item.spec)
+            needs = make_replica_bundle(item.spec)
             told = nodes() if now - self._lacking[item.spec.id] >= _REPLICA_PLACEMENT_TIMEOUT_S else None
             if told is None or can_place([node.free for node in told], [needs]):
                 continue
@@ -452,7 +458,7 @@ class Preemption:
     def _jobs_exceed_share(self, name: str, jobs: Sequence[Job], nodes: Sequence[Node]) -> bool:
         total = sum(node.total.get(name, 0.0) for node in nodes)
         used = sum(compute_max_resources(job.spec)[name] for job in jobs)
-        return used > total - limit_deployments(total, self._share)
+        return used > total - compute_deployment_limit(total, self._share)
 
 
 def _make_placement_reason(job: Job) -> Reason:

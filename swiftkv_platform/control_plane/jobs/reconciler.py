@@ -310,7 +310,7 @@ class Reconciler:
 
     def _prepare_start(self, job: Job) -> tuple[Job, Event]:
         """Return (started job, which is not stored yet; event)."""
-        self._cluster.check()  # while Ray is away, a job keeps its place in the queue
+        self._cluster.check_alive()  # while Ray is away, a job keeps its place in the queue
         number = job.attempt.number
         resume_from = self._store.find_newest_checkpoint(job.id, before_attempt=number) if number > 1 else None
         return start_attempt(job, now=int(self._clock()), resume_from=resume_from)
@@ -426,7 +426,7 @@ class Reconciler:
         )
 
     def _poll_attempt(self, job: Job) -> Job:
-        submission = self._cluster.status(_get_submission_id(job))
+        submission = self._cluster.get_submission(_get_submission_id(job))
         if submission is None and job.attempt.submitted_at is None and job.status is JobStatus.STARTING:
             return self._submit(job)
         # 1. Apply the attempt's new events.
@@ -453,7 +453,7 @@ class Reconciler:
         ended = update.job
         self._lease.check_leading()
         if submission is not None:
-            self._store.save_logs(ended.attempt_id, self._cluster.logs(_get_submission_id(ended)))
+            self._store.save_logs(ended.attempt_id, self._cluster.read_logs(_get_submission_id(ended)))
         model = apply_attempt_end(update, submission, self._store)
         settled = self._update_job(update.job, events=update.events, points=update.points, model=model)
         self._log.info("attempt ended", job_id=ended.id, attempt=ended.attempt.number, status=settled.status.value)

@@ -42,7 +42,7 @@ from swiftkv_platform.control_plane.database.tables import (
     ModelRow,
     ReferenceRow,
 )
-from swiftkv_platform.control_plane.deployments.repository import deployments_lock_key
+from swiftkv_platform.control_plane.deployments.repository import make_deployments_lock_key
 from swiftkv_platform.control_plane.files.repository import check_files_exist, lock_tenant_files
 from swiftkv_platform.control_plane.hooks.outbox import (
     fail_excess_deliveries,
@@ -60,7 +60,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     JobStatus,
     MetricPoint,
 )
-from swiftkv_platform.control_plane.loops import check_fence, is_lease_held
+from swiftkv_platform.control_plane.loops import check_fence, make_lease_condition
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.references import check_publication, find_references
 from swiftkv_platform.errors import (
@@ -319,7 +319,7 @@ class JobRepository(Repository):
         with self._database.begin_write() as session:
             self._database.lock(session, "cluster slots")
             for tenant in tenants:
-                self._database.lock(session, deployments_lock_key(tenant))
+                self._database.lock(session, make_deployments_lock_key(tenant))
             check_fence(session, fence)
             # 2. Count what jobs and deployments use.
             used = sum_job_demand(session, STATUSES_ON_CLUSTER)
@@ -381,7 +381,7 @@ class JobRepository(Repository):
         updated = replace(job, version=job.version + 1)
         guarded = update(JobRow).where(JobRow.id == job.id, JobRow.version == job.version)
         if fence is not None:
-            guarded = guarded.where(is_lease_held(fence))
+            guarded = guarded.where(make_lease_condition(fence))
         with self._database.begin_write() as session:
             changed = session.execute(guarded.values(**make_job_columns(updated)).returning(JobRow.id))
             if changed.scalar_one_or_none() is None:

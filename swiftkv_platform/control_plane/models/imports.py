@@ -90,9 +90,9 @@ class ModelImporter:
             with list_bucket(place, field=_FIELD) as files:
                 yield files
         elif is_relative(source):
-            raise _source_error(source, "a relative path; use an absolute path of the control plane's machine")
+            raise _make_source_error(source, "a relative path; use an absolute path of the control plane's machine")
         elif not Path(place.path).is_dir():
-            raise _source_error(
+            raise _make_source_error(
                 source,
                 "which is no directory on the control plane's machine; use a directory of that machine, or an "
                 "s3:// prefix that this tenant may read",
@@ -106,7 +106,9 @@ class ModelImporter:
         self.parts.registry.check_import_quota(caller.tenant, size, self.parts.policies.get(caller.tenant))
         free = self.parts.objects.free_bytes()
         if free is not None and size > free:
-            message = f"{_FIELD} has {size} bytes, and the object store has {free} bytes free"
+            message = (
+                f"{_FIELD} has {size} bytes, and the object store has {free} bytes free; delete models or files first"
+            )
             raise StorageError(message, field=_FIELD)
 
     def _copy_small_files(self, files: Sequence[IncomingFile], copy: Path) -> dict[str, ManifestFile]:
@@ -118,7 +120,7 @@ class ModelImporter:
             with path.open("wb") as target:
                 if file.is_small:
                     digest = hashlib.sha256()
-                    target.writelines(self._read_pieces(file, digest.update))
+                    target.writelines(self._stream_file(file, digest.update))
                     copied[file.name] = ManifestFile(size=file.size, sha256=digest.hexdigest())
         copied.pop(MANIFEST, None)
         return copied
@@ -163,7 +165,7 @@ class ModelImporter:
                 if not file.is_small:
                     digest = hashlib.sha256()
                     key = join_key(model.prefix, file.name)
-                    self.parts.objects.upload_pieces(self._read_pieces(file, digest.update), key, file.size)
+                    self.parts.objects.upload_pieces(self._stream_file(file, digest.update), key, file.size)
                     stored[file.name] = ManifestFile(size=file.size, sha256=digest.hexdigest())
                     _check_digest(source_manifest, stored, file.name, model.lineage["imported_from"])
             manifest = write_manifest(
@@ -180,12 +182,12 @@ class ModelImporter:
             raise
         return made
 
-    def _read_pieces(self, file: IncomingFile, see: Callable[[bytes], None]) -> Iterator[bytes]:
-        """Yield the file's pieces while the client is connected, and pass each to `see`."""
-        for piece in file.checked_stream():
+    def _stream_file(self, file: IncomingFile, observe: Callable[[bytes], None]) -> Iterator[bytes]:
+        """Yield the file's chunks while the client is connected, and pass each to `observe`."""
+        for chunk in file.checked_stream():
             self.client.check_connected()
-            see(piece)
-            yield piece
+            observe(chunk)
+            yield chunk
 
 
 def _check_student(copy: Path, stored: Mapping[str, ManifestFile], sizes: Mapping[str, int], source: str) -> Manifest:
@@ -194,26 +196,30 @@ def _check_student(copy: Path, stored: Mapping[str, ManifestFile], sizes: Mappin
     check_model_files(copy, Boundary.from_directories(copy), _FIELD)
     refuse_peft_adapter(copy, source, field=_FIELD)
     if _ADAPTER_FILE in sizes:
-        raise _source_error(source, "which is an adapter; import the full model that `swiftkv export` writes")
+        raise _make_source_error(source, "which is an adapter; import the full model that `swiftkv export` writes")
     try:
         kind = read_object(copy / "config.json", CONFIG_BYTES).get("model_type")
     except (OSError, UnusableFileError) as error:
-        raise _source_error(source, "which has no config.json that can be read; use a student's directory") from error
+        raise _make_source_error(
+            source, "which has no config.json that can be read; use a student's directory"
+        ) from error
     if not str(kind).endswith(STUDENT_SUFFIX):
-        raise _source_error(
-            source, f"a {str(kind)[:64]!r}, which is not a SwiftKV student; `swiftkv distill` makes one"
+        raise _make_source_error(
+            source, f"a model of type {str(kind)[:64]!r}, which is not a SwiftKV student; `swiftkv distill` makes one"
         )
     if not any(copy.glob("*.safetensors")):
-        raise _source_error(source, "which has no weights (*.safetensors)")
+        raise _make_source_error(source, "which has no weights (*.safetensors); copy the complete directory")
     if MANIFEST not in sizes:
         return Manifest(kind="artifact", files={}, created_at=0.0)
     try:
         manifest = parse_manifest(read_small_file(copy / MANIFEST, MANIFEST_BYTES.default))
     except UnusableFileError as error:
         why = f"whose {MANIFEST} {error}; remove it, or distill again"
-        raise _source_error(source, why) from error
+        raise _make_source_error(source, why) from error
     if manifest.kind != "artifact":
-        raise _source_error(source, f"a {manifest.kind}; use an artifact, such as the output of `swiftkv distill`")
+        raise _make_source_error(
+            source, f"a {manifest.kind}, not a model; use an artifact, such as the output of `swiftkv distill`"
+        )
     found = {name: size for name, size in sizes.items() if name != MANIFEST}
     told = {name: file.size for name, file in manifest.files.items()}
     wrong = sorted(name for name in {*found, *told} if found.get(name) != told.get(name))
@@ -232,7 +238,7 @@ def _check_digest(source_manifest: Manifest, stored: Mapping[str, ManifestFile],
 
 def _make_manifest_mismatch_error(source: str, names: Sequence[str]) -> InvalidInputError:
     which = f"whose {', '.join(names[:3])} differs from its {MANIFEST}"
-    return _source_error(source, f"{which}; copy the original directory again")
+    return _make_source_error(source, f"{which}; copy the original directory again")
 
 
 def _check_documents(model: Model, source: str) -> None:
@@ -240,7 +246,7 @@ def _check_documents(model: Model, source: str) -> None:
     written them."""
     fault = find_exceeded_document_limit(model)
     if fault is not None:
-        raise _source_error(source, f"and in its {MANIFEST}, {fault}; remove it, or distill again")
+        raise _make_source_error(source, f"whose {MANIFEST} is too large: {fault}; remove it, or distill again")
     try:
         plain = "\\u0000" not in json.dumps([model.lineage, model.metrics], allow_nan=False)
         render_model_card(model.lineage, model.metrics, license_id=None).encode()
@@ -251,7 +257,9 @@ def _check_documents(model: Model, source: str) -> None:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         plain = False
     if not plain:
-        raise _source_error(source, f"whose {MANIFEST} has lineage or metrics in an unknown format; remove that file")
+        raise _make_source_error(
+            source, f"whose {MANIFEST} has lineage or metrics in an unknown format; remove that file"
+        )
 
 
 def _choose_name(source_manifest: Manifest, source: str) -> str:
@@ -265,5 +273,5 @@ def _choose_name(source_manifest: Manifest, source: str) -> str:
         raise InvalidInputError(message, field="name", value=name) from error
 
 
-def _source_error(source: str, why: str) -> InvalidInputError:
+def _make_source_error(source: str, why: str) -> InvalidInputError:
     return InvalidInputError(f"{_FIELD} is {source!r}, {why}", field=_FIELD, value=source)

@@ -84,9 +84,9 @@ class Parents:
             model = self.models.get_model(model_id, tenant=tenant)
             job = None if model.job_id is None else self.jobs.get(model.job_id, tenant=tenant)
         except NotFoundError as error:
-            raise _make_error(model_id, "there is no such model; GET /models lists them") from error
+            raise _make_parent_error(model_id, "there is no such model; GET /models lists them") from error
         if self.objects.read_manifest_at(model.prefix) is None:
-            raise _make_error(model_id, "its files are not in the object store; use another model")
+            raise _make_parent_error(model_id, "its files are not in the object store; use another model")
         parent = Parent(
             name=model.id,
             kind="model",
@@ -101,9 +101,9 @@ class Parents:
         try:
             job = self.jobs.get(name.job, tenant=tenant)
         except NotFoundError as error:
-            raise _make_error(str(name), f"there is no job {name.job}; GET /jobs lists them") from error
+            raise _make_parent_error(str(name), f"there is no job {name.job}; GET /jobs lists them") from error
         if job.spec.sweep is not None:
-            raise _make_error(
+            raise _make_parent_error(
                 str(name), f"{job.id} is a sweep; use its model, since its trials' checkpoints are not accepted"
             )
         newest_first = self.objects.list_checkpoint_names(job.id)[::-1]
@@ -111,7 +111,9 @@ class Parents:
         newest = next(iter(self.objects.read_checkpoints(wanted, 1)), None)
         if newest is None:
             checkpoints = self.objects.read_checkpoints(newest_first, _MAX_NAMED_STEPS)
-            raise _make_error(str(name), f"{job.id} has no such checkpoint; {_describe_checkpoint_steps(checkpoints)}")
+            raise _make_parent_error(
+                str(name), f"{job.id} has no such checkpoint; {_describe_checkpoint_steps(checkpoints)}"
+            )
         parent = Parent(
             name=str(ParentName(job=job.id, step=newest.step, attempt=newest.attempt)),
             kind="checkpoint",
@@ -170,7 +172,7 @@ def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | 
         and found.job.status.is_on_cluster
         and found.attempt == found.job.attempt.number
     ):
-        raise _make_error(
+        raise _make_parent_error(
             parent.name,
             f"{found.job.id} is {found.job.status}, and may delete its checkpoints while it runs (checkpoint.keep); "
             "pause it, or wait for its end",
@@ -207,7 +209,7 @@ def _find_training_spec(model: Model, job: Job | None) -> JobSpec:
     try:
         return JobSpec.model_validate(model.lineage.get("spec"), context=STORED_CONTEXT)
     except ValidationError as error:
-        raise _make_error(model.id, "its lineage does not contain the spec of its training") from error
+        raise _make_parent_error(model.id, "its lineage does not contain the spec of its training") from error
 
 
 def _describe_checkpoint_steps(checkpoints: Sequence[StoredCheckpoint]) -> str:
@@ -216,7 +218,7 @@ def _describe_checkpoint_steps(checkpoints: Sequence[StoredCheckpoint]) -> str:
     return f"it has steps {', '.join(map(str, sorted({each.step for each in checkpoints})))}"
 
 
-def _make_error(name: str, problem: str) -> InvalidInputError:
+def _make_parent_error(name: str, problem: str) -> InvalidInputError:
     return InvalidInputError(f"{PARENT_FIELD} is {name!r}: {problem}", field=PARENT_FIELD, value=name)
 
 

@@ -35,16 +35,16 @@ class RegistryService:
         alias, or the name of a single model of the tenant; an alias takes precedence over a name. Raises
         `InvalidInputError`."""
         try:
-            return self._find(name, tenant)
+            return self._find_model(name, tenant)
         except NotFoundError as error:
             raise InvalidInputError(error.message, field=error.field, value=name) from error
 
     def find(self, name: str, tenant: str) -> Model:
         """Return the model that `name` refers to, as in `resolve`. Raises `NotFoundError`, and `InvalidInputError`
         for an ambiguous name."""
-        return self._find(name, tenant)[0]
+        return self._find_model(name, tenant)[0]
 
-    def _find(self, name: str, tenant: str) -> tuple[Model, str | None]:
+    def _find_model(self, name: str, tenant: str) -> tuple[Model, str | None]:
         # 1. by id, job id or alias  2. by name  3. refuse none or several
         found: Sequence[Model] = ()
         if name.startswith("mdl_"):
@@ -168,7 +168,7 @@ def _make_unknown_alias_error(alias: str) -> NotFoundError:
     return NotFoundError(f"there is no alias {alias!r}; GET /aliases lists them", field="alias", value=alias)
 
 
-def count_superseded(history: Sequence[Promotion], *, before: float, keep: int) -> int:
+def count_superseded_promotions(history: Sequence[Promotion], *, before: float, keep: int) -> int:
     """Count the oldest promotions that are older than `before` and not needed for rollbacks. `keep`: number of
     newest models, including the current one, that must remain available for rollbacks."""
     stack: list[int] = []

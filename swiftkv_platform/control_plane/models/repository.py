@@ -145,7 +145,7 @@ class ModelRepository(DeploymentRepository):
             # 1. decide  2. the promotion, and the end of its history  3. deployments
             self._lock_deployments(session, tenant)
             newest = _get_newest(session, tenant, alias)
-            promotion = decide(iterate_newest_first(session, tenant, alias))
+            promotion = decide(iterate_promotions(session, tenant, alias))
             if promotion == newest:
                 return promotion
             if newest is None:
@@ -164,10 +164,10 @@ class ModelRepository(DeploymentRepository):
 
 
 def _get_newest(session: Session, tenant: str, alias: str) -> Promotion | None:
-    return next(iterate_newest_first(session, tenant, alias, part=1), None)
+    return next(iterate_promotions(session, tenant, alias, part=1), None)
 
 
-def iterate_newest_first(session: Session, tenant: str, alias: str, *, part: int = _BATCH_ROWS) -> Iterator[Promotion]:
+def iterate_promotions(session: Session, tenant: str, alias: str, *, part: int = _BATCH_ROWS) -> Iterator[Promotion]:
     """Yield an alias's history, newest first, read in batches."""
     before: int | None = None
     while before != 0:

@@ -201,7 +201,7 @@ _COMPARABLE_KEYS = ("teacher", "revision", "data_fingerprint")
 """Keys of the lineage that must be equal for quality to be comparable."""
 
 
-class FigureResponse(ResponseModel):
+class ComparedMetricResponse(ResponseModel):
     name: str
     """Path in `evaluation.json`."""
     a: float | None
@@ -221,7 +221,7 @@ class ComparisonResponse(ResponseModel):
     object: Literal["comparison"] = "comparison"
     a: str
     b: str
-    figures: list[FigureResponse]
+    figures: list[ComparedMetricResponse]
     differences: list[DifferenceResponse]
     """Differences of teacher, revision and data. If there are any, the quality metrics are not comparable."""
     spec_differences: list[DifferenceResponse]
@@ -233,7 +233,7 @@ def make_comparison(a: Model, b: Model) -> ComparisonResponse:
     return ComparisonResponse(
         a=a.id,
         b=b.id,
-        figures=[_compare_figure(name, a, b) for name in [*_BETTER_DIRECTION, *_list_common_scores(a, b)]],
+        figures=[_compare_metric(name, a, b) for name in [*_BETTER_DIRECTION, *_list_common_scores(a, b)]],
         differences=_list_differences(
             *({name: model.lineage.get(name) for name in _COMPARABLE_KEYS} for model in (a, b))
         ),
@@ -241,7 +241,7 @@ def make_comparison(a: Model, b: Model) -> ComparisonResponse:
     )
 
 
-def _compare_figure(name: str, a: Model, b: Model) -> FigureResponse:
+def _compare_metric(name: str, a: Model, b: Model) -> ComparedMetricResponse:
     figures = _flatten(a.metrics)
     first, second = _to_number(figures.get(name)), _to_number(_flatten(b.metrics).get(name))
     less_is_better = (
@@ -251,7 +251,7 @@ def _compare_figure(name: str, a: Model, b: Model) -> FigureResponse:
     better: Literal["a", "b"] | None = None
     if first is not None and second is not None and first != second:
         better = "a" if (first < second) == less_is_better else "b"
-    return FigureResponse(name=name, a=first, b=second, better=better)
+    return ComparedMetricResponse(name=name, a=first, b=second, better=better)
 
 
 def _list_common_scores(a: Model, b: Model) -> list[str]:

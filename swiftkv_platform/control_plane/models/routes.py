@@ -169,7 +169,7 @@ def promote_model(
 
 @router.delete("/models/{model_id}", status_code=status.HTTP_204_NO_CONTENT)
 def delete_model(model_id: str, deletions: DeletionsDep, parts: ComponentsDep, caller: Deployer) -> None:
-    """Delete a model. Its job remains; its objects are removed in the next retention round.
+    """Delete a model. Its job remains; retention removes its objects in its next round.
 
     Returns 409 if the model is deployed, in the history of an alias, or used by a job; the response says by which.
     """

@@ -47,7 +47,7 @@ class RayDashboard:
                 method, path, json=json, headers=_make_auth_headers(self._token_file), timeout=timeout
             )
         except httpx.TransportError as error:
-            raise self.no_response_error(error) from error
+            raise self.make_no_response_error(error) from error
 
     @contextmanager
     def stream(self, path: str, params: Mapping[str, str | int]) -> Iterator[httpx.Response]:
@@ -65,7 +65,7 @@ class RayDashboard:
         except httpx.RemoteProtocolError:
             raise
         except httpx.TransportError as error:
-            raise self.no_response_error(error) from error
+            raise self.make_no_response_error(error) from error
 
     async def stream_messages(self, path: str) -> AsyncGenerator[str, None]:
         """Yield the messages of a WebSocket until Ray closes it; none if Ray returns 404.
@@ -83,13 +83,13 @@ class RayDashboard:
             ):
                 async for message in socket:
                     if message.type is aiohttp.WSMsgType.ERROR:
-                        raise self.no_response_error(socket.exception() or ConnectionError())
+                        raise self.make_no_response_error(socket.exception() or ConnectionError())
                     yield str(message.data)
         except aiohttp.WSServerHandshakeError as error:
             if error.status != httpx.codes.NOT_FOUND:
-                raise self.no_response_error(error) from error
+                raise self.make_no_response_error(error) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise self.no_response_error(error) from error
+            raise self.make_no_response_error(error) from error
 
     def parse_object(self, response: httpx.Response, action: str) -> dict[str, Any]:
         """Return the JSON object of a response. Raises `ClusterUnavailableError` ("could not `action`") for an
@@ -98,32 +98,32 @@ class RayDashboard:
         try:
             document: dict[str, Any] = response.json()
         except ValueError as error:
-            raise self.failure_error(response, action) from error
+            raise self.make_failure_error(response, action) from error
         return document
 
     def check_success(self, response: httpx.Response, action: str) -> None:
         """Raise `ClusterUnavailableError` unless the response is successful."""
         if not response.is_success:
-            raise self.failure_error(response, action)
+            raise self.make_failure_error(response, action)
 
     def check_alive(self) -> None:
         """Raise `ClusterUnavailableError` unless Ray responds and has a live node (the head counts): without one it
         accepts no jobs."""
         document = self.parse_object(self.request("GET", _LIVE_NODES_PATH), "list its nodes")
         if not document["data"]["result"]["result"]:
-            raise self._unavailable_error("has no live node")
+            raise self._make_unavailable_error("has no live node")
 
-    def failure_error(self, response: httpx.Response, action: str) -> ClusterUnavailableError:
+    def make_failure_error(self, response: httpx.Response, action: str) -> ClusterUnavailableError:
         """Return the error for an unsuccessful response: Ray could not `action`."""
         hint = ""
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             hint = "; its token is read from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
         why = extract_last_error(response.text) or response.reason_phrase
-        return self._unavailable_error(f"could not {action}: {response.status_code} {why}{hint}")
+        return self._make_unavailable_error(f"could not {action}: {response.status_code} {why}{hint}")
 
-    def no_response_error(self, error: BaseException) -> ClusterUnavailableError:
+    def make_no_response_error(self, error: BaseException) -> ClusterUnavailableError:
         """Return the error for a request without a response."""
-        return self._unavailable_error(
+        return self._make_unavailable_error(
             f"does not answer: {error or type(error).__name__}; is it running, and is SWIFTKV_RAY_DASHBOARD_URL "
             "its dashboard's address?"
         )
@@ -131,7 +131,7 @@ class RayDashboard:
     def close(self) -> None:
         self._http.close()
 
-    def _unavailable_error(self, problem: str) -> ClusterUnavailableError:
+    def _make_unavailable_error(self, problem: str) -> ClusterUnavailableError:
         return ClusterUnavailableError(f"Ray at {self.url} {problem}", field="ray_dashboard_url", value=self.url)
 
 

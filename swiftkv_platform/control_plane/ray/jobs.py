@@ -84,7 +84,7 @@ _RESOURCE = re.compile(r"(CPU|GPU|memory)$|accelerator")
 """Names of resources that jobs request; excludes Ray's temporary resources of placement groups."""
 _BYTES_PER_UNIT = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _LOG_TIMEOUT_S = 3600
-"""Seconds after which Ray breaks off reading a log; its own default is 30."""
+"""Seconds after which Ray stops streaming a log; its own default is 30."""
 
 
 class RayJobs:
@@ -124,10 +124,10 @@ class RayJobs:
         }
         response = self._dashboard.request("POST", "/api/jobs/", json=body)
         # Ray answers an id it knows with the same 500 as any other failure.
-        if not response.is_success and self.status(submission_id) is None:
-            raise self._dashboard.failure_error(response, f"submit {submission_id}")
+        if not response.is_success and self.get_submission(submission_id) is None:
+            raise self._dashboard.make_failure_error(response, f"submit {submission_id}")
 
-    def status(self, submission_id: str) -> Submission | None:
+    def get_submission(self, submission_id: str) -> Submission | None:
         """Return the submission's present state; None if the cluster does not know the id."""
         response = self._dashboard.request("GET", _make_path(submission_id))
         if response.status_code == httpx.codes.NOT_FOUND:
@@ -155,7 +155,7 @@ class RayJobs:
         if response.status_code != httpx.codes.NOT_FOUND:
             self._dashboard.check_success(response, f"delete {submission_id}")
 
-    def logs(self, submission_id: str, *, tail_lines: int | None = None) -> Iterator[bytes]:
+    def read_logs(self, submission_id: str, *, tail_lines: int | None = None) -> Iterator[bytes]:
         """Return the entrypoint's output so far, or its last `tail_lines` lines, as UTF-8 in pieces and without this
         process's credentials; nothing for an unknown id."""
         # In pieces from the log's file: Ray's own `/logs` holds all of it in three processes.
@@ -167,7 +167,7 @@ class RayJobs:
             return  # not started yet
         lines = _ALL_LOG_LINES if tail_lines is None else tail_lines
         params = {"node_id": node, "submission_id": submission_id, "lines": lines, "timeout": _LOG_TIMEOUT_S}
-        text = LogText()
+        text = LogNormalizer()
         try:
             with self._dashboard.stream("/api/v0/logs/file", params) as response:
                 if response.status_code == httpx.codes.INTERNAL_SERVER_ERROR:
@@ -186,13 +186,13 @@ class RayJobs:
     async def follow_logs(self, submission_id: str) -> AsyncGenerator[bytes, None]:
         """Stream the output, in the form of `logs`, over a WebSocket, which Ray closes when the submission has ended
         and its log is sent."""
-        text = LogText()
+        text = LogNormalizer()
         async with aclosing(self._dashboard.stream_messages(f"{_make_path(submission_id)}/logs/tail")) as messages:
             async for message in messages:
                 yield text.feed(message)
         yield text.close()
 
-    def capacity(self) -> Sequence[Node] | None:
+    def list_nodes(self) -> Sequence[Node] | None:
         """Return the running nodes, as of seconds ago; None if Ray does not report them, or adds others when an attempt
         asks for more.
 
@@ -229,7 +229,7 @@ class RayJobs:
             raise LookupError(path)
         return response.json()["data"]
 
-    def check(self) -> None:
+    def check_alive(self) -> None:
         """Return if the cluster answers and has a live node, else raise."""
         self._dashboard.check_alive()
 
@@ -278,7 +278,7 @@ def _make_path(submission_id: str) -> str:
     return f"/api/jobs/{quote(submission_id, safe='')}"
 
 
-class LogText:
+class LogNormalizer:
     """Normalizes a log: bytes or text in; UTF-8 out, with `\\n` as line ends and this process's credentials redacted.
 
     The output does not depend on where pieces end, so a position in it can be given in bytes.

@@ -50,14 +50,14 @@ def deployment(directory: Path, backend: str) -> Iterator[dict[str, str]]:
     )
     serve_url = f"http://127.0.0.1:{free_port()}"
     with ray_head(num_cpus=2) as head, closing(RayServe(head.dashboard_url, serve_url)) as cluster:
-        wait_for(lambda: cluster.status() == {})
+        wait_for(lambda: cluster.list_states() == {})
         cluster.apply([spec])
         wait_for(lambda: _runs(cluster, spec.id))
         yield {"url": f"{serve_url}{spec.route_prefix}", "tokenizer": str(model)}
 
 
 def _runs(cluster: RayServe, name: str) -> bool:
-    state = cluster.status().get(name)
+    state = cluster.list_states().get(name)
     if state is not None and state.status is DeploymentStatus.FAILED:
         raise RuntimeError(f"the deployment failed: {state.message}")
     return state is not None and state.status is DeploymentStatus.RUNNING

@@ -39,7 +39,7 @@ class FakeCluster:
             self.started.append(submission_id)
             self.submissions[submission_id] = FakeSubmission(entrypoint, dict(env))
 
-    def status(self, submission_id: str) -> Submission | None:
+    def get_submission(self, submission_id: str) -> Submission | None:
         self.check()
         found = self.submissions.get(submission_id)
         return None if found is None else found.state
@@ -64,7 +64,7 @@ class FakeCluster:
         if found is not None and not found.state.status.is_terminal:
             found.state = Submission(SubmissionStatus.STOPPED)
 
-    def logs(self, submission_id: str, *, tail_lines: int | None = None) -> Iterator[bytes]:
+    def read_logs(self, submission_id: str, *, tail_lines: int | None = None) -> Iterator[bytes]:
         self.check()
         found = self.submissions.get(submission_id)
         lines = [] if found is None else redact(found.log).encode(errors="replace").splitlines(keepends=True)
@@ -81,11 +81,11 @@ class FakeCluster:
                 return
             await asyncio.sleep(_POLL_S)
 
-    def capacity(self) -> Sequence[Node] | None:
+    def list_nodes(self) -> Sequence[Node] | None:
         self.check()
         return self.nodes
 
-    def check(self) -> None:
+    def check_alive(self) -> None:
         if self.away:
             raise ClusterUnavailableError("Ray does not answer")
 

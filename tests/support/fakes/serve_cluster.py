@@ -25,7 +25,7 @@ class FakeServeCluster:
         for new in wanted - self._states.keys():
             self._states[new] = DeploymentState(DeploymentStatus.DEPLOYING)
 
-    def status(self) -> Mapping[str, DeploymentState]:
+    def list_states(self) -> Mapping[str, DeploymentState]:
         self._answer()
         return dict(self._states)
 

@@ -125,7 +125,7 @@ def test_a_ray_that_hangs_is_a_cluster_that_is_away(monkeypatch: pytest.MonkeyPa
     with socket.create_server(("127.0.0.1", 0)) as hung:
         url = f"http://127.0.0.1:{hung.getsockname()[1]}"
         with closing(RayServe(url)) as cluster, pytest.raises(ClusterUnavailableError, match="timed out"):
-            cluster.status()
+            cluster.list_states()
 
 
 def test_the_state_of_a_deployment_has_the_longest_cold_start_of_its_replicas() -> None:
@@ -151,14 +151,14 @@ def test_the_state_of_a_deployment_has_the_longest_cold_start_of_its_replicas() 
         unaware = json_answer({"status": "ok"})  # a replica with keys that does not know the revision yet
         script.on("GET", "/one/health", health("a", load_seconds=fast), unaware, health("b"))
         swapping = DeploymentState(DeploymentStatus.SWAPPING, "2 of 4 replicas serve the new version", 4, fast)
-        assert cluster.status() == {"dep_1": swapping}
+        assert cluster.list_states() == {"dep_1": swapping}
         assert {each.headers[REVISION_HEADER] for each in script.sent("GET", "/one/health")} == {served}
         before = health("d", "before", load_seconds=dict.fromkeys(slow, 60.0))
         script.on("GET", "/one/health", before, health("c", load_seconds=slow), health("d", load_seconds=fast))
-        assert cluster.status() == {"dep_1": DeploymentState(DeploymentStatus.RUNNING, "", 4, slow)}
+        assert cluster.list_states() == {"dep_1": DeploymentState(DeploymentStatus.RUNNING, "", 4, slow)}
         script.on("GET", APPLICATIONS, json_answer({**details, "proxies": {"node": {"status": "UNHEALTHY"}}}))
         unheard = DeploymentState(DeploymentStatus.DEPLOYING, "no healthy HTTP proxy of Ray Serve yet", 4)
-        assert cluster.status() == {"dep_1": unheard}, "replicas that no proxy reaches do not count"
+        assert cluster.list_states() == {"dep_1": unheard}, "replicas that no proxy reaches do not count"
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,9 @@ def test_every_route_with_a_key_takes_turns_or_is_bounded_otherwise(tmp_path: Pa
         if "get_caller" in names:
             without.update(f"{method} {route.path}" for method in route.methods)
         assert not {"get_caller", "hold_slot"} <= names, route.path
-        held, taken = ([at for at, each in enumerate(calls) if name in each] for name in ("hold_stream", "hold_slot"))
+        held, taken = (
+            [at for at, each in enumerate(calls) if name in each] for name in ("hold_stream_slot", "hold_slot")
+        )
         if held and taken:
             streamed.add(route.path)
             assert held[0] < taken[0], route.path

@@ -56,7 +56,7 @@ class Plane:
             entrypoint=Entrypoint(command, STORE, {"OMP_NUM_THREADS": "1"}),
             serving=self.serving,
         )
-        self.nodes = CachedCall(self.cluster.capacity, self.clock, ttl_s=0.0)
+        self.nodes = CachedCall(self.cluster.list_nodes, self.clock, ttl_s=0.0)
         self.jobs, self.catalog, self.store = self.parts.jobs, self.parts.registry, self.parts.attempts
 
     @property

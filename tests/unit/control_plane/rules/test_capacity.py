@@ -182,7 +182,7 @@ def answered(status: Any, usage: Any = None, state: Any = None, groups: Any = No
         if answer is not None:
             script.on("GET", path, json_answer(answer))
     with serve(script) as url:
-        return RayJobs(url, node_groups=groups or {}).capacity()
+        return RayJobs(url, node_groups=groups or {}).list_nodes()
 
 
 def recorded(name: str) -> Any:
@@ -203,7 +203,7 @@ def test_a_report_that_nothing_renews_is_forgotten() -> None:
         ray = RayJobs(url, clock=clock)
         for seconds, is_told in ((0, True), (59, True), (2, False), (600, False)):
             clock.now += seconds
-            assert (ray.capacity() is not None) is is_told
+            assert (ray.list_nodes() is not None) is is_told
 
 
 def test_names_of_accelerators_survive_rays_spelling(plane: Plane) -> None:

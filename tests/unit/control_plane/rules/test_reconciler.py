@@ -205,8 +205,8 @@ def test_failing_calls_are_repeated_less_and_less_often(plane: Plane) -> None:
     reconciler.tick()
     plane.cluster.away = True
     calls: list[float] = []
-    check = plane.cluster.check
-    plane.cluster.check = lambda: (calls.append(plane.clock.now), check())  # type: ignore[assignment, return-value]
+    check = plane.cluster.check_alive
+    plane.cluster.check_alive = lambda: (calls.append(plane.clock.now), check())  # type: ignore[assignment, return-value]
     for _ in range(40):
         reconciler.tick()
         plane.clock.now += 1

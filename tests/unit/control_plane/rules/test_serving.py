@@ -80,7 +80,7 @@ def test_a_deployment_whose_row_cannot_be_read_is_served_on(
         reconciler.tick()
         number = len(plane.serving.applied)
         reconciler.tick()
-    assert plane.serving.status()[damaged.spec.id].status is DeploymentStatus.RUNNING
+    assert plane.serving.list_states()[damaged.spec.id].status is DeploymentStatus.RUNNING
     assert plane.serving.applied[-1] == [sound.spec, third.spec]
     assert len(plane.serving.applied) == number, "an unreadable row causes no new apply"
     assert list(reconciler.unreadable) == [damaged.spec.id]
@@ -88,7 +88,7 @@ def test_a_deployment_whose_row_cannot_be_read_is_served_on(
     with plane.database.begin_write() as session:
         session.execute(text("DELETE FROM deployments WHERE id = :id"), {"id": damaged.spec.id})
     reconciler.tick()
-    assert plane.serving.status()[damaged.spec.id].status is DeploymentStatus.DELETING, "its row is gone"
+    assert plane.serving.list_states()[damaged.spec.id].status is DeploymentStatus.DELETING, "its row is gone"
 
 
 class BusyCatalog(ModelRepository):

@@ -25,7 +25,7 @@ def test_cancelling_stops_the_run_and_waits_for_its_end(plane: Plane) -> None:
     plane.tick()
     assert cancel(plane, job).status is cancel(plane, job).status is JobStatus.CANCELLING
     plane.tick()
-    assert plane.cluster.status(f"{job.id}-1").status is SubmissionStatus.STOPPED
+    assert plane.cluster.get_submission(f"{job.id}-1").status is SubmissionStatus.STOPPED
     plane.tick()
     ended = plane.get(job)
     assert (ended.status, plane.reason(job).code, ended.error) == (JobStatus.CANCELLED, "cancelled", None)
@@ -46,7 +46,7 @@ def test_a_paused_job_leaves_the_cluster_and_goes_on_from_its_checkpoint(plane: 
         assert plane.service.pause(job.id, ANN).status is JobStatus.PAUSING
     plane.tick()
     assert plane.store.is_pause_requested(AttemptId(job.id, 1))
-    running = plane.cluster.status(f"{job.id}-1")
+    running = plane.cluster.get_submission(f"{job.id}-1")
     assert running.status is SubmissionStatus.RUNNING, "the attempt has time to write a checkpoint"
 
     checkpoint = worker.checkpoint(5)
@@ -82,7 +82,7 @@ def test_a_run_over_its_time_is_stopped_and_fails(plane: Plane) -> None:
     job = plane.started(limits={"max_runtime_s": 100})
     plane.clock.now += 100
     plane.tick()
-    assert plane.cluster.status(f"{job.id}-1").status is SubmissionStatus.RUNNING
+    assert plane.cluster.get_submission(f"{job.id}-1").status is SubmissionStatus.RUNNING
     plane.clock.now += 1
     plane.tick()
     # An error of the process while it is being stopped does not hide the cause.

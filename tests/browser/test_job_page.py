@@ -268,7 +268,7 @@ def test_a_checkpoint_is_evaluated_before_it_is_published(server: Server, page: 
     form.get_by_role("textbox", name="To").fill(f"{PUBLISH_TARGET}/half")
     form.get_by_label("private").uncheck()
     form.get_by_role("button", name="Publish").click()
-    expect(row.get_by_role("status")).to_contain_text("publishes it.")
+    expect(row.get_by_role("status")).to_contain_text("publishes the model.")
     (copy,) = server.get("/jobs", status="queued")["data"]
     assert copy["spec"]["publish"] == {"adapter": False, "to": f"{PUBLISH_TARGET}/half", "private": False}
     assert copy["spec"]["training"]["from"] == model
@@ -322,7 +322,7 @@ def test_the_form_and_the_editor_say_the_same(server: Server, page: Page) -> Non
     expect(page.get_by_label("Steps")).to_have_value("100")
     page.get_by_label("Steps").fill("60")
     expect(editor(page)).to_contain_text("max_steps: 60 # minutes on two cores")  # the comment stays
-    page.get_by_label("l, layers with own KV").fill("5")
+    page.get_by_label("l, layers that prompts run").fill("5")
     expect(editor(page)).to_contain_text("num_key_value_layers: 5")
     expect(editor(page)).not_to_contain_text("prefill_reduction")  # l replaces it
     paste(page, "name: typed\nmodel: {name_or_path: builtin:python-5m}\nresources: {num_workers: 3}\n")
@@ -338,11 +338,11 @@ def test_the_plan_follows_what_is_typed_and_names_what_does_not_fit(server: Serv
     expect(plan(page).get_by_role("status")).to_have_text("valid")
     layers = plan(page).locator("dt", has_text="layers skipped").locator("+ dd")
     expect(layers).to_have_text("6 of 12")
-    page.get_by_label("l, layers with own KV").fill("9")
+    page.get_by_label("l, layers that prompts run").fill("9")
     expect(layers).to_have_text("3 of 12")
     expect(plan(page)).to_contain_text("memory per worker")
-    page.get_by_label("l, layers with own KV").fill("99")
-    field = page.get_by_label("l, layers with own KV")
+    page.get_by_label("l, layers that prompts run").fill("99")
+    field = page.get_by_label("l, layers that prompts run")
     expect(field).to_have_attribute("aria-invalid", "true")
     expect(page.locator(f"#{field.get_attribute('aria-describedby')}")).to_contain_text("99")
     expect(plan(page).get_by_role("status")).to_have_text("invalid")

@@ -78,7 +78,7 @@ def starting(waiting: list[Job]) -> list[tuple[Job, Event]]:
 def test_of_many_who_claim_at_once_no_more_get_a_place_than_there_are(jobs: JobRepository) -> None:
     """Each claims another job, like control planes with different views of the queue."""
     waiting = [store(jobs, make_job(tenant=f"t{number % 2}")) for number in range(16)]
-    claims = at_once(partial(jobs.claim, starting([job]), most=6, fits=at_most(4)) for job in waiting)
+    claims = at_once(partial(jobs.claim_slots, starting([job]), most=6, fits=at_most(4)) for job in waiting)
     claimed = [job for found in claims for job in found]
     assert len(claimed) == 6
     assert {job.id for job in claimed} == {item.id for item in jobs.list_cluster_jobs()}
@@ -185,6 +185,6 @@ def test_only_typed_references_of_the_same_tenant_use_an_object(database: Databa
 def test_a_database_that_is_away_is_said_to_be(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}")  # a directory
     with pytest.raises(DatabaseUnavailableError):
-        JobRepository(database, TenantPolicies()).on_cluster()
+        JobRepository(database, TenantPolicies()).list_cluster_jobs()
     with pytest.raises(InvalidInputError, match="postgresql"):
         Database("nonsense")

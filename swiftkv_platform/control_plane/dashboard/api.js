@@ -21,14 +21,14 @@ function parseError(text, { status, statusText }) {
   }
 }
 
-const failure = async (response) => parseError(await response.text(), response);
+const readError = async (response) => parseError(await response.text(), response);
 
 /** Send a request with a JSON body. Throws `ApiError` for an error response, `TypeError` without a response. */
 export async function send(method, path, body, { signal, headers = {} } = {}) {
   const options = { method, signal, headers: body === undefined ? headers : { "Content-Type": "application/json", ...headers } };
   if (body !== undefined) options.body = JSON.stringify(body);
   const response = await fetch(path, options);
-  if (!response.ok) throw await failure(response);
+  if (!response.ok) throw await readError(response);
   return response;
 }
 
@@ -57,10 +57,10 @@ export function upload(path, fields, { signal, onProgress }) {
 }
 
 /** A fresh `Idempotency-Key`. */
-export const newKey = () => crypto.getRandomValues(new Uint32Array(4)).join("-");
+export const makeIdempotencyKey = () => crypto.getRandomValues(new Uint32Array(4)).join("-");
 
 /** All pages of a list. */
-export async function all(path) {
+export async function fetchAll(path) {
   const rows = [];
   let after = null;
   do {
@@ -84,14 +84,14 @@ export function followEvents(jobId, onEvent) {
 }
 
 /** POST and yield the JSON of each server-sent event, until `[DONE]`. Throws `ApiError`. */
-export async function* stream(path, body, signal) {
+export async function* streamEvents(path, body, signal) {
   const response = await fetch(path, {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify(body),
     signal,
   });
-  if (!response.ok) throw await failure(response);
+  if (!response.ok) throw await readError(response);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";
   for (;;) {

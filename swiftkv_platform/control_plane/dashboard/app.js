@@ -2,7 +2,7 @@
 
 import { html, render, useEffect, useState } from "./vendor/htm-preact.js";
 import { get, send } from "./api.js";
-import { Empty, Head, Loading, Problem, Toasts, useFresh } from "./parts.js";
+import { EmptyState, PageHeader, Loading, Problem, Toasts, usePolling } from "./parts.js";
 import { Audit } from "./pages/audit.js";
 import { Deployment } from "./pages/deployment.js";
 import { Deployments } from "./pages/deployments.js";
@@ -59,7 +59,7 @@ function SignIn({ onDone }) {
     }
   }
   return html`<form class="panel" onSubmit=${submit}>
-    <${Head} title="Sign in" />
+    <${PageHeader} title="Sign in" />
     <p>This server requires an API key. <code>swiftkv keys create</code> creates one.</p>
     <p class="row bottom">
       <label>API key <input name="key" type="password" autocomplete="off" required size="40" /></label>
@@ -72,8 +72,8 @@ function SignIn({ onDone }) {
 const SERVICES = { ray: "Ray", object_store: "The object store", database: "The database" };
 
 /** Warns that services are unavailable: pages may show old data, and jobs wait. */
-function Unavailable() {
-  const [, problem] = useFresh(() => get("/readyz"), [], 10000);
+function UnavailableServices() {
+  const [, problem] = usePolling(() => get("/readyz"), [], 10000);
   const parts = problem?.status === 503 ? problem.errors : [];
   return parts.length > 0 && html`<div class="problem" role="status"><strong>Some services are unavailable. Pages may show old data, and jobs wait.</strong>
     ${parts.map(({ field, message }) => html`<p>${SERVICES[field] ?? field}: ${message}</p>`)}</div>`;
@@ -90,7 +90,7 @@ function focusSearch(event) {
 const focusMain = () => document.getElementById("main").focus();
 
 // The fragment names the page, so this link must not be followed.
-const Skip = () => html`<a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), focusMain())}>Skip to content</a>`;
+const SkipLink = () => html`<a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), focusMain())}>Skip to content</a>`;
 
 function App() {
   const [shown, setShown] = useState(parseRoute());
@@ -128,13 +128,13 @@ function App() {
     return html`<a href="#/${section}" aria-current=${shown?.section === section ? "page" : null}>${title}</a>`;
   };
   const menu = open && readsAudit ? [...MENU, ...OPERATOR_MENU] : MENU;
-  let page = html`<${Head} title="Page not found" /><${Empty} title="There is no page at this address"><a href="#/overview">Go to the overview</a><//>`;
+  let page = html`<${PageHeader} title="Page not found" /><${EmptyState} title="There is no page at this address"><a href="#/overview">Go to the overview</a><//>`;
   if (open === null) page = html`<${Loading} what="the dashboard" />`;
   else if (!open) page = html`<${SignIn} onDone=${checkAccess} />`;
   else if (shown) page = html`<${shown.page} key=${shown.key} id=${shown.id} query=${shown.query} tab=${shown.tab} />`;
-  return html`<${Skip} /><header><strong>SwiftKV</strong><nav aria-label="Pages">${menu.map(link)}</nav>
+  return html`<${SkipLink} /><header><strong>SwiftKV</strong><nav aria-label="Pages">${menu.map(link)}</nav>
       <span class="end"><${ThemeSwitch} />${session && html`<button class="plain" onClick=${signOut}>Sign out ${session.name}</button>`}</span></header>
-    <main id="main" tabindex="-1">${open && html`<${Unavailable} />`}${page}</main><${Toasts} />`;
+    <main id="main" tabindex="-1">${open && html`<${UnavailableServices} />`}${page}</main><${Toasts} />`;
 }
 
 render(html`<${App} />`, document.getElementById("root"));

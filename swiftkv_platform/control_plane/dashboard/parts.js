@@ -3,15 +3,15 @@
 import { html, useCallback, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { onThemeChange } from "./theme.js";
 
-const number = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
-const short = new Intl.NumberFormat("en", { maximumSignificantDigits: 3, roundingPriority: "morePrecision", maximumFractionDigits: 0 });
+const NUMBER_FORMAT = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
+const SHORT_FORMAT = new Intl.NumberFormat("en", { maximumSignificantDigits: 3, roundingPriority: "morePrecision", maximumFractionDigits: 0 });
 
-export const count = (value) => (value == null ? "" : new Intl.NumberFormat("en").format(value));
-export const figure = (value) => (value == null ? "" : number.format(value));
-export const percent = (value) => (value == null ? "" : `${number.format(100 * value)}%`);
-export const when = (seconds) => (seconds == null ? "" : new Date(1000 * seconds).toLocaleString());
-export const clockTime = (seconds) => new Date(1000 * seconds).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
-export const ago = (seconds) => `${duration(Math.max(Date.now() / 1000 - seconds, 0), 1)} ago`;
+export const formatCount = (value) => (value == null ? "" : new Intl.NumberFormat("en").format(value));
+export const formatNumber = (value) => (value == null ? "" : NUMBER_FORMAT.format(value));
+export const formatPercent = (value) => (value == null ? "" : `${NUMBER_FORMAT.format(100 * value)}%`);
+export const formatTime = (seconds) => (seconds == null ? "" : new Date(1000 * seconds).toLocaleString());
+export const formatClockTime = (seconds) => new Date(1000 * seconds).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+export const formatAge = (seconds) => `${formatDuration(Math.max(Date.now() / 1000 - seconds, 0), 1)} ago`;
 
 /** Final statuses of jobs. */
 export const ENDED = new Set(["succeeded", "failed", "cancelled"]);
@@ -20,34 +20,34 @@ export const ENDED = new Set(["succeeded", "failed", "cancelled"]);
 export const isServing = (deployment) => ["running", "swapping", "refused"].includes(deployment.status);
 
 /** The model that a deployment serves, by name if it is among `models`. */
-export function modelName({ model, engine }, models) {
+export function getModelName({ model, engine }, models) {
   const name = models?.find(({ id }) => id === model)?.name ?? model;
   return engine.swiftkv === false ? `teacher of ${name}` : name;
 }
 
 /** Name of a deployment: its model and its route. */
-export const deploymentName = (deployment, models) => `${modelName(deployment, models)} at ${deployment.route_prefix}`;
+export const getDeploymentName = (deployment, models) => `${getModelName(deployment, models)} at ${deployment.route_prefix}`;
 
 /** `1 running (min 1, max 2)`; the last known number while the cluster reports none. */
-export const replicasOf = (item) => `${item.unknown_since == null ? "" : "last known: "}${item.replicas} running (min ${item.min_replicas}, max ${item.max_replicas})`;
+export const describeReplicas = (item) => `${item.unknown_since == null ? "" : "last known: "}${item.replicas} running (min ${item.min_replicas}, max ${item.max_replicas})`;
 
 /** Which tokens of a prompt run all layers of a spec's student. */
-export function deepTail(spec) {
+export function describeDeepTail(spec) {
   if (!spec?.swiftkv) return null;
   const tokens = spec.swiftkv.deep_tail ?? 1;
-  return tokens === 1 ? "The last prompt token runs all layers." : `The last ${count(tokens)} prompt tokens run all layers.`;
+  return tokens === 1 ? "The last prompt token runs all layers." : `The last ${formatCount(tokens)} prompt tokens run all layers.`;
 }
 
-export function bytes(value) {
+export function formatBytes(value) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   const power = value > 0 ? Math.min(Math.floor(Math.log2(value) / 10), units.length - 1) : 0;
-  return `${short.format(value / 1024 ** power)} ${units[power]}`;
+  return `${SHORT_FORMAT.format(value / 1024 ** power)} ${units[power]}`;
 }
 
 const UNITS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
 
 /** `4 min 10 s`: the `maxUnits` largest units, as the command line prints them. */
-export function duration(seconds, maxUnits = 2) {
+export function formatDuration(seconds, maxUnits = 2) {
   if (seconds == null) return "";
   const whole = Math.round(seconds);
   const first = UNITS.findIndex(([size]) => whole >= size);
@@ -57,7 +57,7 @@ export function duration(seconds, maxUnits = 2) {
 }
 
 /** Call `load()` now and every `everyMs` while the page is visible, until a 404: [value, problem, reload]. */
-export function useFresh(load, inputs, everyMs) {
+export function usePolling(load, inputs, everyMs) {
   const [state, setState] = useState({ value: null, problem: null });
   const latest = useRef(0);
   const reload = useCallback(async () => {
@@ -83,7 +83,7 @@ export function useFresh(load, inputs, everyMs) {
   return [state.value, state.problem, reload];
 }
 
-/** Run actions that may fail: [act, busy, problem]; `problem` is the error of the last `act(work)`. */
+/** Hook that runs actions that may fail: [act, busy, problem]; `problem` is the error of the last `act(work)`. */
 export function useAction() {
   const [state, setState] = useState({ busy: false, problem: null });
   const act = async (work) => {
@@ -112,13 +112,13 @@ export const Status = ({ status }) => html`<span class="status ${status}">${stat
 
 /** A deployment's status, or since when the cluster has not reported it. */
 export const ServingStatus = ({ deployment: { status, unknown_since: since } }) =>
-  since == null ? html`<${Status} status=${status} />` : html`<span class="status undecided" title="Last known status: ${status}">unknown since ${clockTime(since)}</span>`;
+  since == null ? html`<${Status} status=${status} />` : html`<span class="status undecided" title="Last known status: ${status}">unknown since ${formatClockTime(since)}</span>`;
 
 const TOAST = "swiftkv-toast";
 const TOAST_MS = 6000;
 
 /** Confirm an action at the edge of the page, for seconds. */
-export const toast = (message) => dispatchEvent(new CustomEvent(TOAST, { detail: message }));
+export const showToast = (message) => dispatchEvent(new CustomEvent(TOAST, { detail: message }));
 
 export function Toasts() {
   const [shown, setShown] = useState([]);
@@ -144,20 +144,20 @@ async function copyText(text) {
   if (!isCopied) throw new Error("the browser refused");
 }
 
-export function Copy({ text, name = text }) {
-  const copy = () => copyText(text).then(() => toast(`Copied ${name}.`), (error) => toast(`Not copied: ${error.message}. Select the text instead.`));
+export function CopyButton({ text, name = text }) {
+  const copy = () => copyText(text).then(() => showToast(`Copied ${name}.`), (error) => showToast(`Not copied: ${error.message}. Select the text instead.`));
   return html`<button type="button" class="copy" aria-label="Copy ${name}" title="Copy" onClick=${copy}>
     <svg viewBox="0 0 16 16" aria-hidden="true"><rect x="5.5" y="5.5" width="8" height="8" rx="1.5" /><path d="M10.5 5.5v-3h-8v8h3" /></svg></button>`;
 }
 
 /** An id, path or address with a button that copies it. */
-export const Id = ({ text, quiet }) => html`<span class="id"><code class=${quiet ? "quiet" : ""}>${text}</code><${Copy} text=${text} /></span>`;
+export const CopyableId = ({ text, quiet }) => html`<span class="id"><code class=${quiet ? "quiet" : ""}>${text}</code><${CopyButton} text=${text} /></span>`;
 
 /** Code with a button that copies it. */
-export const Snippet = ({ name, code }) => html`<h3>${name}<${Copy} text=${code} name=${name} /></h3><pre tabindex="0" role="region" aria-label=${name}>${code}</pre>`;
+export const Snippet = ({ name, code }) => html`<h3>${name}<${CopyButton} text=${code} name=${name} /></h3><pre tabindex="0" role="region" aria-label=${name}>${code}</pre>`;
 
 /** Title of a page. `parent`: [address, title] of the page above; `children` are at the end of the line. */
-export function Head({ title, parent, status, children }) {
+export function PageHeader({ title, parent, status, children }) {
   useEffect(() => {
     document.title = `${title} · SwiftKV`;
   }, [title]);
@@ -175,25 +175,25 @@ export const Tabs = ({ address, tabs, chosen }) => html`<nav class="tabs" aria-l
  * of the list of these objects.
  */
 export function ObjectPage({ what, id, parent, load, everyMs, page, ...rest }) {
-  const [value, problem, reload] = useFresh(load, [id], everyMs);
+  const [value, problem, reload] = usePolling(load, [id], everyMs);
   if (problem?.status === 404) {
-    return html`<${Head} title="No such ${what}" parent=${parent} />
-      <div class="panel"><${Empty} title="There is no ${what} ${id}">It may have been deleted. <a href="#/${parent[0]}">Show all ${parent[1].toLowerCase()}</a>.<//></div>`;
+    return html`<${PageHeader} title="No such ${what}" parent=${parent} />
+      <div class="panel"><${EmptyState} title="There is no ${what} ${id}">It may have been deleted. <a href="#/${parent[0]}">Show all ${parent[1].toLowerCase()}</a>.<//></div>`;
   }
   if (value) return html`<${page} value=${value} problem=${problem} onChange=${reload} ...${rest} />`;
-  return html`<${Head} title=${id} parent=${parent} /><${Pending} what="the ${what}" problem=${problem} />`;
+  return html`<${PageHeader} title=${id} parent=${parent} /><${LoadingOrProblem} what="the ${what}" problem=${problem} />`;
 }
 
 /** Empty state; `children` say what to do next. */
-export const Empty = ({ title, children }) => html`<div class="empty"><strong>${title}</strong><p>${children}</p></div>`;
+export const EmptyState = ({ title, children }) => html`<div class="empty"><strong>${title}</strong><p>${children}</p></div>`;
 
 export const Loading = ({ what }) => html`<div class="skeleton"><span class="sr">Loading ${what}…</span></div>`;
 
 /** In place of something that is not loaded: why, or that it is loading. */
-export const Pending = ({ what, problem }) => (problem ? html`<${Problem} problem=${problem} />` : html`<${Loading} what=${what} />`);
+export const LoadingOrProblem = ({ what, problem }) => (problem ? html`<${Problem} problem=${problem} />` : html`<${Loading} what=${what} />`);
 
 /** A value as a bar from 0 to `max`; without `max` the number alone. */
-export function Meter({ name, value, max, format = figure, note }) {
+export function Meter({ name, value, max, format = formatNumber, note }) {
   return html`<div class="meter">
     <div><span>${name}</span><span><b>${format(value)}</b>${max == null ? "" : ` of ${format(max)}`}</span></div>
     ${max > 0 && html`<progress class="wide ${value > max ? "over" : ""}" max=${max} value=${Math.min(value, max)} aria-label=${name}></progress>`}
@@ -201,7 +201,7 @@ export function Meter({ name, value, max, format = figure, note }) {
   </div>`;
 }
 
-const compare = (a, b) => (a == null) - (b == null) || (typeof a === "string" ? a.localeCompare(b) : a - b);
+const compareValues = (a, b) => (a == null) - (b == null) || (typeof a === "string" ? a.localeCompare(b) : a - b);
 
 /**
  * A table. Columns with `sort` (row => number or text) are sortable; `search` filters rows by `find` (row => text). On a
@@ -212,9 +212,9 @@ export function Table({ caption, columns, rows, empty, search = "", find, first 
   const words = search.toLowerCase().split(/\s+/).filter(Boolean);
   let shown = find ? rows.filter((row) => words.every((word) => find(row).toLowerCase().includes(word))) : rows;
   const by = columns.find((column) => column.name === order?.name);
-  if (by) shown = shown.toSorted((a, b) => (order.up ? 1 : -1) * compare(by.sort(a), by.sort(b)));
+  if (by) shown = shown.toSorted((a, b) => (order.up ? 1 : -1) * compareValues(by.sort(a), by.sort(b)));
   if (!rows.length) return typeof empty === "string" ? html`<p class="quiet">${empty}</p>` : empty;
-  if (!shown.length) return html`<${Empty} title="No matches">None of ${rows.length} rows contains “${search}”.<//>`;
+  if (!shown.length) return html`<${EmptyState} title="No matches">None of ${rows.length} rows contains “${search}”.<//>`;
   const toggleOrder = ({ name }) => setOrder((old) => ({ name, up: old?.name === name ? !old.up : true }));
   const sorted = ({ name }) => (order?.name === name ? (order.up ? "ascending" : "descending") : null);
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${caption}>
@@ -236,16 +236,16 @@ export function Table({ caption, columns, rows, empty, search = "", find, first 
 }
 
 /** A table with its search. `what`: its rows, such as jobs; `children` are next to the search. */
-export function List({ what, rows, problem, children, ...table }) {
+export function SearchableTable({ what, rows, problem, children, ...table }) {
   const [search, setSearch] = useState("");
-  return html`<div class="toolbar"><${Search} value=${search} onInput=${setSearch} label="Search ${what}" />${children}</div>
-    ${rows ? html`<${Problem} problem=${problem} /><${Table} caption=${what[0].toUpperCase() + what.slice(1)} rows=${rows} search=${search} ...${table} />` : html`<${Pending} what=${what} problem=${problem} />`}`;
+  return html`<div class="toolbar"><${SearchField} value=${search} onInput=${setSearch} label="Search ${what}" />${children}</div>
+    ${rows ? html`<${Problem} problem=${problem} /><${Table} caption=${what[0].toUpperCase() + what.slice(1)} rows=${rows} search=${search} ...${table} />` : html`<${LoadingOrProblem} what=${what} problem=${problem} />`}`;
 }
 
-export const Search = ({ value, onInput, label = "Search" }) => html`<label class="grow">${label}
+export const SearchField = ({ value, onInput, label = "Search" }) => html`<label class="grow">${label}
   <input type="search" value=${value} onInput=${(event) => onInput(event.target.value)} data-search placeholder="Ctrl K" /></label>`;
 
-export function Facts({ of }) {
+export function FactList({ of }) {
   const shown = Object.entries(of).filter(([, value]) => value != null && value !== "" && value !== false);
   return html`<dl>${shown.map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl>`;
 }
@@ -307,7 +307,7 @@ export function Chart({ title, x, series, unit = "step", marks = [], smoothing =
       height: 200,
       scales: { x: { time: false } },
       cursor: { sync: { key: unit, scales: ["x", null] } },
-      axes: [{ ...axis, incrs: WHOLE_STEPS }, { ...axis, size: 70, values: (_, values) => values.map((value) => figure(value)) }],
+      axes: [{ ...axis, incrs: WHOLE_STEPS }, { ...axis, size: 70, values: (_, values) => values.map((value) => formatNumber(value)) }],
       hooks: { setLegend: [showLastValues], draw: [(drawn) => drawMarks(drawn, marked.current, ink())] },
       series: [{ label: unit }, ...names.map((label, i) => ({ label, stroke: INKS[i % INKS.length], width: 2, spanGaps: true }))],
     };
@@ -326,10 +326,10 @@ export function Chart({ title, x, series, unit = "step", marks = [], smoothing =
   useEffect(() => {
     plot.current.setData(data);
   }, [x.length, x[x.length - 1], JSON.stringify(marks), smoothing]);
-  const last = names.map((name) => `${name} ${figure(series[name].findLast((value) => value != null))}`);
+  const last = names.map((name) => `${name} ${formatNumber(series[name].findLast((value) => value != null))}`);
   return html`<section class="panel">
     <h3>${title}</h3>
-    <div ref=${place} role="img" aria-label="${title} by ${unit}; last: ${[...last, ...marks.map(({ x: at, label }) => `${label} at ${unit} ${figure(at)}`)].join(", ")}"></div>
+    <div ref=${place} role="img" aria-label="${title} by ${unit}; last: ${[...last, ...marks.map(({ x: at, label }) => `${label} at ${unit} ${formatNumber(at)}`)].join(", ")}"></div>
   </section>`;
 }
 

@@ -9,14 +9,14 @@ const THEMES = {
   light: ["Light", html`<circle cx="8" cy="8" r="3" /><path d="M8 1v2M8 13v2M1 8h2M13 8h2M3 3l1.4 1.4M11.6 11.6 13 13M13 3l-1.4 1.4M4.4 11.6 3 13" />`],
   dark: ["Dark", html`<path d="M13.5 9.5A6 6 0 0 1 6.5 2.5a6 6 0 1 0 7 7z" />`],
 };
-const known = (name) => (name in THEMES ? name : "system");
+const normalizeTheme = (name) => (name in THEMES ? name : "system");
 
-function show(name) {
+function applyTheme(name) {
   document.documentElement.dataset.theme = name;
   dispatchEvent(new Event(CHANGED));
 }
 
-function keep(name) {
+function storeTheme(name) {
   try {
     localStorage.setItem(KEPT, name);
   } catch {
@@ -36,19 +36,19 @@ export function onThemeChange(react) {
 }
 
 export function ThemeSwitch() {
-  const [theme, setTheme] = useState(known(document.documentElement.dataset.theme));
-  const take = (name) => {
-    show(name);
+  const [theme, setTheme] = useState(normalizeTheme(document.documentElement.dataset.theme));
+  const applyChoice = (name) => {
+    applyTheme(name);
     setTheme(name);
   };
   useEffect(() => {
-    const follow = ({ key, newValue }) => key === KEPT && take(known(newValue)); // chosen in another tab
+    const follow = ({ key, newValue }) => key === KEPT && applyChoice(normalizeTheme(newValue)); // chosen in another tab
     addEventListener("storage", follow);
     return () => removeEventListener("storage", follow);
   }, []);
   const choose = (name) => () => {
-    keep(name);
-    take(name);
+    storeTheme(name);
+    applyChoice(name);
   };
   return html`<fieldset class="themes">
     <legend class="sr">Theme</legend>

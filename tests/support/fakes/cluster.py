@@ -73,7 +73,7 @@ class FakeCluster:
     async def follow_logs(self, submission_id: str) -> AsyncGenerator[bytes, None]:
         sent = 0
         while True:
-            state = self.status(submission_id)
+            state = self.get_submission(submission_id)
             text = b"".join(self.logs(submission_id))
             yield text[sent:]
             sent = len(text)

@@ -1,9 +1,9 @@
 // A job's checkpoints, with actions: evaluate, deploy, continue, publish.
 
 import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js";
-import { get, newKey, post } from "../api.js";
+import { get, makeIdempotencyKey, post } from "../api.js";
 import { DeployForm } from "./deploy.js";
-import { ENDED, Problem, Status, Table, bytes, figure, useAction, useFresh } from "../parts.js";
+import { ENDED, Problem, Status, Table, formatBytes, formatNumber, useAction, usePolling } from "../parts.js";
 
 const MAX_JOBS = 500;
 const EVERY_MS = 3000;
@@ -21,7 +21,7 @@ function useEvaluations(job) {
     setBusy([...found.values()].some(({ status }) => !ENDED.has(status)));
     return found;
   }
-  return useFresh(load, [job.id], busy ? EVERY_MS : null);
+  return usePolling(load, [job.id], busy ? EVERY_MS : null);
 }
 
 const JobLink = ({ job, children }) => html`<a href="#/jobs/${job.id}">${children}</a>`;
@@ -51,7 +51,7 @@ const ACTIONS = {
   publish: {
     words: "published",
     ask: (model, body) => post(`/models/${model}/publish`, body),
-    done: (job) => html`<${JobLink} job=${job}>${job.name}<//> publishes it.`,
+    done: (job) => html`<${JobLink} job=${job}>${job.name}<//> publishes the model.`,
   },
 };
 
@@ -72,14 +72,14 @@ function Actions({ job, item, evaluation, onChange }) {
   const [open, setOpen] = useState(null);
   const [waiting, setWaiting] = useState(null);
   const [done, setDone] = useState(null);
-  const key = useRef(newKey());
+  const key = useRef(makeIdempotencyKey());
   const model = evaluation?.distilled_model;
   const live = evaluation && !ENDED.has(evaluation.status);
 
   async function evaluate() {
     // Reuse the key until there is a response, so that a retry creates no second job.
     const job = await post("/models", { from_checkpoint: name }, { "Idempotency-Key": key.current });
-    key.current = newKey();
+    key.current = makeIdempotencyKey();
     await onChange();
     return job;
   }
@@ -130,12 +130,12 @@ export function Checkpoints({ job, checkpoints, points }) {
   const kl = (item) => of(item)?.result?.distilled?.kl;
   const columns = [
     { name: "Checkpoint", whole: true, sort: (item) => item.id, cell: (item) => html`<span><code>${item.id}</code>${item.distilled_model && html` <a class="status passed" href="#/models/${item.distilled_model}">selected</a>`}<br /><code class="quiet" title="SHA-256 ${item.sha256}">${item.sha256.slice(0, 12)}…</code></span>` },
-    { name: "Step", number: true, sort: (item) => item.step, cell: (item) => figure(item.step) },
+    { name: "Step", number: true, sort: (item) => item.step, cell: (item) => formatNumber(item.step) },
     { name: "Attempt", number: true, sort: (item) => item.attempt, cell: (item) => item.attempt },
-    { name: "Training loss", number: true, sort: (item) => measured.get(item.step), cell: (item) => figure(measured.get(item.step)) },
-    { name: "Held-out KL", number: true, sort: (item) => item.held_out_kl, cell: (item) => html`<span>${figure(item.held_out_kl)}${item.held_out_kl === best ? html` <span class="status passed">lowest</span>` : ""}</span>` },
-    { name: "Evaluated KL", number: true, sort: kl, cell: (item) => figure(kl(item)) },
-    { name: "Size", number: true, sort: (item) => item.size, cell: (item) => bytes(item.size) },
+    { name: "Training loss", number: true, sort: (item) => measured.get(item.step), cell: (item) => formatNumber(measured.get(item.step)) },
+    { name: "Held-out KL", number: true, sort: (item) => item.held_out_kl, cell: (item) => html`<span>${formatNumber(item.held_out_kl)}${item.held_out_kl === best ? html` <span class="status passed">lowest</span>` : ""}</span>` },
+    { name: "Evaluated KL", number: true, sort: kl, cell: (item) => formatNumber(kl(item)) },
+    { name: "Size", number: true, sort: (item) => item.size, cell: (item) => formatBytes(item.size) },
     { name: "", cell: (item) => html`<${Actions} job=${job} item=${item} evaluation=${of(item)} onChange=${reload} />` },
   ];
   return html`<${Problem} problem=${problem} /><${Table} caption="Checkpoints" columns=${columns} rows=${checkpoints} empty="No checkpoints." />`;

@@ -2,7 +2,7 @@
 
 import { html, useState } from "../vendor/htm-preact.js";
 import { send } from "../api.js";
-import { Problem, Search, count, useFresh } from "../parts.js";
+import { Problem, SearchField, formatCount, usePolling } from "../parts.js";
 
 const LINES = 2000;
 
@@ -23,16 +23,16 @@ export function Log({ job, live }) {
   const [search, setSearch] = useState("");
   const [errors, setErrors] = useState(false);
   const load = async () => (await send("GET", `/jobs/${job.id}/logs?tail_lines=${LINES}`)).text();
-  const [text, problem] = useFresh(load, [job.id], live ? 3000 : null);
+  const [text, problem] = usePolling(load, [job.id], live ? 3000 : null);
   const lines = (text ?? "").split("\n").filter(Boolean);
   const word = search.toLowerCase();
   const found = lines.filter((line) => (!word || line.toLowerCase().includes(word)) && (!errors || /error|warn|traceback|exception|fail/i.test(line)));
   return html`<${Problem} problem=${problem} />
     <div class="toolbar">
-      <${Search} value=${search} onInput=${setSearch} label="Search the log" />
+      <${SearchField} value=${search} onInput=${setSearch} label="Search the log" />
       <label class="check"><input type="checkbox" checked=${errors} onChange=${(event) => setErrors(event.target.checked)} /> errors and warnings only</label>
-      <span class="end" role="status">${count(found.length)} of ${count(lines.length)} lines</span>
+      <span class="end" role="status">${formatCount(found.length)} of ${formatCount(lines.length)} lines</span>
     </div>
     <pre tabindex="0" role="region" aria-label="Log">${found.length ? found.map((line) => html`${highlight(line, word)}${"\n"}`) : lines.length ? "No matching lines." : "No output yet."}</pre>
-    <p class="quiet small">Last ${count(LINES)} lines. <a href="/jobs/${job.id}/logs">Open the full log</a>.</p>`;
+    <p class="quiet small">Last ${formatCount(LINES)} lines. <a href="/jobs/${job.id}/logs">Open the full log</a>.</p>`;
 }

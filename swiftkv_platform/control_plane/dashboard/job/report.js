@@ -1,35 +1,35 @@
 // The quality report, worst gate first. Knows the report's keys, no route.
 
 import { html } from "../vendor/htm-preact.js";
-import { Facts, Status, Table, deepTail, figure, percent } from "../parts.js";
+import { FactList, Status, Table, describeDeepTail, formatNumber, formatPercent } from "../parts.js";
 
-const outcome = (gate) => gate.outcome ?? (gate.passed ? "passed" : "failed");
+const getOutcome = (gate) => gate.outcome ?? (gate.passed ? "passed" : "failed");
 
 /** The first gate of the report: the one that exceeds its limit most, or is closest to it. */
-function Worst({ gates }) {
+function WorstGate({ gates }) {
   const [worst] = gates;
   if (!worst) return html`<p class="quiet">No quality gates are set; the figures below are for information.</p>`;
   const { interval } = worst;
-  return html`<div class="worst ${outcome(worst)}">
+  return html`<div class="worst ${getOutcome(worst)}">
     <span class="quiet">Worst of ${gates.length} quality gates</span>
-    <strong>${worst.subject}: ${figure(worst.value)} <span class="quiet small">limit ${figure(worst.limit)}</span></strong>
-    <span><${Status} status=${outcome(worst)} /> ${interval && html`<span class="quiet small">95% interval ${figure(interval[0])} to ${figure(interval[1])}${worst.samples_needed ? `; about ${worst.samples_needed} samples needed to decide` : ""}</span>`}</span>
+    <strong>${worst.subject}: ${formatNumber(worst.value)} <span class="quiet small">limit ${formatNumber(worst.limit)}</span></strong>
+    <span><${Status} status=${getOutcome(worst)} /> ${interval && html`<span class="quiet small">95% interval ${formatNumber(interval[0])} to ${formatNumber(interval[1])}${worst.samples_needed ? `; about ${worst.samples_needed} samples needed to decide` : ""}</span>`}</span>
   </div>`;
 }
 
 const GATES = [
   { name: "Metric", cell: (gate) => gate.subject },
-  { name: "Value", number: true, cell: (gate) => figure(gate.value) },
-  { name: "Limit", number: true, cell: (gate) => figure(gate.limit) },
-  { name: "Outcome", cell: (gate) => html`<${Status} status=${outcome(gate)} />` },
+  { name: "Value", number: true, cell: (gate) => formatNumber(gate.value) },
+  { name: "Limit", number: true, cell: (gate) => formatNumber(gate.limit) },
+  { name: "Outcome", cell: (gate) => html`<${Status} status=${getOutcome(gate)} />` },
   { name: "Spec field", cell: (gate) => html`<code>${gate.field}</code>` },
 ];
-const between = (interval, shown) => html`<span class="quiet small">${shown(interval[0])} to ${shown(interval[1])}</span>`;
+const formatInterval = (interval, shown) => html`<span class="quiet small">${shown(interval[0])} to ${shown(interval[1])}</span>`;
 const QUALITY = [
   { name: "Model", cell: ([name]) => name },
-  { name: "Perplexity", number: true, cell: ([, quality]) => quality.perplexity !== undefined ? figure(quality.perplexity) : between(quality.perplexity_ratio, (ratio) => `${figure(ratio)}×`) },
-  { name: "KL to the teacher, nats", number: true, cell: ([, quality]) => Array.isArray(quality.kl) ? between(quality.kl, figure) : figure(quality.kl) },
-  { name: "Top-1 agreement", number: true, cell: ([, quality]) => Array.isArray(quality.top1_agreement) ? between(quality.top1_agreement, percent) : percent(quality.top1_agreement) },
+  { name: "Perplexity", number: true, cell: ([, quality]) => quality.perplexity !== undefined ? formatNumber(quality.perplexity) : formatInterval(quality.perplexity_ratio, (ratio) => `${formatNumber(ratio)}×`) },
+  { name: "KL to the teacher, nats", number: true, cell: ([, quality]) => Array.isArray(quality.kl) ? formatInterval(quality.kl, formatNumber) : formatNumber(quality.kl) },
+  { name: "Top-1 agreement", number: true, cell: ([, quality]) => Array.isArray(quality.top1_agreement) ? formatInterval(quality.top1_agreement, formatPercent) : formatPercent(quality.top1_agreement) },
 ];
 
 /** `verdict`: one-sentence summary of the report; `spec`: of the job, if known. */
@@ -39,16 +39,16 @@ export function Report({ report, verdict, spec }) {
   if (intervals) rows.push([`95% interval, ${intervals.num_units} ${intervals.unit}s`, intervals]);
   const gates = report.gates ?? [];
   const { dense, swiftkv } = report.ttft_ms ?? {};
-  return html`${verdict && html`<p><strong>${verdict}</strong></p>`}<${Worst} gates=${gates} />
+  return html`${verdict && html`<p><strong>${verdict}</strong></p>`}<${WorstGate} gates=${gates} />
     <${Table} caption="Quality on held-out text" columns=${QUALITY} rows=${rows} empty="" />
     ${gates.length > 1 && html`<br /><${Table} caption="Quality gates, worst first" columns=${GATES} rows=${gates} empty="" />`}
-    <br /><${Facts} of=${{
-      "KL recovered": percent(report.kl_recovered),
-      "prefill compute": percent(report.prefill_flops_ratio),
-      "KV bytes": percent(report.kv_bytes_ratio),
-      "time to first token": report.ttft_ms && `${figure(dense)} ms dense, ${figure(swiftkv)} ms SwiftKV`,
-      "deep tail": deepTail(spec),
-      "trained tokens": figure(report.tokens_trained),
+    <br /><${FactList} of=${{
+      "KL recovered": formatPercent(report.kl_recovered),
+      "prefill compute": formatPercent(report.prefill_flops_ratio),
+      "KV bytes": formatPercent(report.kv_bytes_ratio),
+      "time to first token": report.ttft_ms && `${formatNumber(dense)} ms dense, ${formatNumber(swiftkv)} ms SwiftKV`,
+      "deep tail": describeDeepTail(spec),
+      "trained tokens": formatNumber(report.tokens_trained),
       "model from": report.training && `step ${report.training.step}${report.training.reason === "lowest_held_out_kl" ? ", lowest held-out KL" : ""}`,
       "tasks skipped": report.tasks_left_out?.join(", "),
     }} />`;

@@ -1,13 +1,13 @@
 // A timeline of a job's phases and checkpoints. Knows status events, no route.
 
 import { html } from "../vendor/htm-preact.js";
-import { ENDED, Loading, duration, when } from "../parts.js";
+import { ENDED, Loading, formatDuration, formatTime } from "../parts.js";
 
 /**
  * The phases of a job from its events: [{status, attempt, from, to, live, saved}], oldest first. A checkpoint belongs to
  * the phase of its event, since its time is from a worker's clock.
  */
-export function phasesOf(events, now) {
+export function listPhases(events, now) {
   const phases = [];
   for (const event of events) {
     if (event.type === "checkpoint") phases.at(-1)?.saved.push(event);
@@ -21,7 +21,7 @@ export function phasesOf(events, now) {
 
 /** `ended`: end time of the job, if it has ended. */
 export function Timeline({ events, ended }) {
-  const phases = phasesOf(events, ended ?? Date.now() / 1000);
+  const phases = listPhases(events, ended ?? Date.now() / 1000);
   if (!events.length) return html`<${Loading} what="phases" />`; // every job has events, which arrive after it
   if (!phases.length) return html`<p class="quiet">No phase has started yet.</p>`;
   const begin = phases[0].from;
@@ -33,15 +33,15 @@ export function Timeline({ events, ended }) {
     ${phases.map((phase) => {
       const { saved, from, to } = phase;
       const width = Math.max((100 * (phase.to - phase.from)) / whole, 0).toFixed(2);
-      return html`<li title="${when(phase.from)} to ${phase.live ? "now" : when(phase.to)}">
+      return html`<li title="${formatTime(phase.from)} to ${phase.live ? "now" : formatTime(phase.to)}">
         <span>${phase.status}${several ? html` <span class="quiet">attempt ${phase.attempt}</span>` : ""}</span>
         <span class="track" aria-hidden="true">
           <span class="bar ${phase.status} ${phase.live ? "live" : ""}" style="left: ${place(phase.from)}; width: ${width}%"></span>
           ${saved.map((event) => html`<span class="tick" style="left: ${place(Math.min(Math.max(event.created_at, from), to))}"></span>`)}
         </span>
-        <span class="time">${duration(phase.to - phase.from)}${saved.length > 0 ? html`<span class="sr">, ${saved.length} checkpoints</span>` : ""}</span>
+        <span class="time">${formatDuration(phase.to - phase.from)}${saved.length > 0 ? html`<span class="sr">, ${saved.length} checkpoints</span>` : ""}</span>
       </li>`;
     })}
   </ol>
-  <p class="quiet small">${when(begin)} to ${ended ? when(ended) : "now"}, ${duration(whole)} in total${checkpoints.length > 0 ? `; ◇ marks ${checkpoints.length} checkpoints` : ""}.</p>`;
+  <p class="quiet small">${formatTime(begin)} to ${ended ? formatTime(ended) : "now"}, ${formatDuration(whole)} in total${checkpoints.length > 0 ? `; ◇ marks ${checkpoints.length} checkpoints` : ""}.</p>`;
 }

@@ -1,9 +1,9 @@
 // One deployment: live metrics of its replicas, and changes without downtime.
 
 import { html } from "../vendor/htm-preact.js";
-import { all, get, patch } from "../api.js";
-import { Chart, Empty, Facts, Head, Id, Loading, ObjectPage, Problem, ServingStatus, Snippet, Table, deploymentName, isServing, figure, percent, modelName, replicasOf, toast, useAction, useFresh, when } from "../parts.js";
-import { EVERY_MS, WINDOW_S, figures, idleReason, useSamples } from "../rates.js";
+import { fetchAll, get, patch } from "../api.js";
+import { Chart, EmptyState, FactList, PageHeader, CopyableId, Loading, ObjectPage, Problem, ServingStatus, Snippet, Table, getDeploymentName, isServing, formatNumber, formatPercent, getModelName, describeReplicas, showToast, useAction, usePolling, formatTime } from "../parts.js";
+import { EVERY_MS, WINDOW_S, computeRates, explainMissingRates, useSamples } from "../rates.js";
 
 const CHARTS = [
   ["Tokens per second", ["generated tokens/s", "prompt tokens/s"]],
@@ -19,16 +19,16 @@ function useChange(deployment, onDone) {
   const apply = async (body) => {
     await act(async () => {
       await patch(`/deployments/${deployment.id}`, body, { "If-Match": `"${deployment.version}"` });
-      toast("Change accepted. The replicas apply it without downtime.");
+      showToast("Change accepted. The replicas apply it without downtime.");
     });
     onDone();
   };
   return [apply, busy, problem];
 }
 
-const options = (models, except) => models.filter(({ id }) => id !== except).map(({ id, name }) => html`<option value=${id}>${name} (${id.slice(-6)})</option>`);
+const renderOptions = (models, except) => models.filter(({ id }) => id !== except).map(({ id, name }) => html`<option value=${id}>${name} (${id.slice(-6)})</option>`);
 
-function Swap({ deployment, models, apply, busy }) {
+function SwapForm({ deployment, models, apply, busy }) {
   const submit = (event) => {
     event.preventDefault();
     apply({ model: new FormData(event.target).get("model") });
@@ -36,12 +36,12 @@ function Swap({ deployment, models, apply, busy }) {
   return html`<section class="panel"><h2>Swap model</h2>
     <p class="quiet small">The current model keeps serving while the new one loads. No request fails.</p>
     <form class="row" onSubmit=${submit} aria-label="Swap the model">
-      <label>Model <select name="model" required><option value="">Select a model</option>${options(models, deployment.model)}</select></label>
+      <label>Model <select name="model" required><option value="">Select a model</option>${renderOptions(models, deployment.model)}</select></label>
       <button disabled=${busy}>Swap in</button>
     </form></section>`;
 }
 
-function Candidate({ deployment, models, apply, busy }) {
+function CandidateForm({ deployment, models, apply, busy }) {
   const { candidate } = deployment;
   const submit = (event) => {
     event.preventDefault();
@@ -49,9 +49,9 @@ function Candidate({ deployment, models, apply, busy }) {
     apply({ candidate: { model: candidate?.model ?? fields.get("model"), share: Number(fields.get("share")) / 100 } });
   };
   return html`<section class="panel"><h2>Candidate</h2>
-    <p class="quiet small">${candidate ? html`<a href="#/models/${candidate.model}">${candidate.model}</a> serves ${percent(candidate.share)} of the requests.` : "Serve a share of the requests with a second model."}</p>
+    <p class="quiet small">${candidate ? html`<a href="#/models/${candidate.model}">${candidate.model}</a> serves ${formatPercent(candidate.share)} of the requests.` : "Serve a share of the requests with a second model."}</p>
     <form class="row" onSubmit=${submit} aria-label="Candidate">
-      ${!candidate && html`<label>Model <select name="model" required><option value="">Select a model</option>${options(models, deployment.model)}</select></label>`}
+      ${!candidate && html`<label>Model <select name="model" required><option value="">Select a model</option>${renderOptions(models, deployment.model)}</select></label>`}
       <label>Share, % <input name="share" type="number" min="0" max="100" step="any" defaultValue=${candidate ? 100 * candidate.share : 5} required /></label>
       <button disabled=${busy}>${candidate ? "Change share" : "Add"}</button>
       ${candidate && html`<button type="button" class="plain" disabled=${busy} onClick=${() => apply({ model: candidate.model, candidate: null })}>Promote</button>
@@ -59,7 +59,7 @@ function Candidate({ deployment, models, apply, busy }) {
     </form></section>`;
 }
 
-function Replicas({ deployment, apply, busy }) {
+function ReplicasForm({ deployment, apply, busy }) {
   const submit = (event) => {
     event.preventDefault();
     const fields = new FormData(event.target);
@@ -78,7 +78,7 @@ function Controls({ deployment, models, onDone }) {
   const [apply, busy, problem] = useChange(deployment, onDone);
   const shared = { deployment, models, apply, busy };
   return html`<h2>Changes</h2><${Problem} problem=${problem} />
-    <div class="grid"><${Swap} ...${shared} /><${Candidate} ...${shared} /><${Replicas} ...${shared} /></div>`;
+    <div class="grid"><${SwapForm} ...${shared} /><${CandidateForm} ...${shared} /><${ReplicasForm} ...${shared} /></div>`;
 }
 
 const SNIPPETS = {
@@ -106,7 +106,7 @@ function Snippets({ deployment }) {
 }
 
 const CHANGES = [
-  { name: "Time", whole: true, cell: (entry) => when(entry.created_at) },
+  { name: "Time", whole: true, cell: (entry) => formatTime(entry.created_at) },
   { name: "Change", cell: ({ method, status }) => `${method === "DELETE" ? "deleted" : "updated"}${status < 400 ? "" : ` (refused: ${status})`}` },
   { name: "By", cell: (entry) => entry.actor ?? html`<span class="unknown">unknown</span>` },
 ];
@@ -115,7 +115,7 @@ const MAX_CHANGES = 20;
 /** The deployment's changes and their authors, for callers who may read the audit trail. */
 function History({ deployment: { id, version } }) {
   const load = async () => ((await get("/session")).reads_audit ? (await get(`/audit?about=${id}&limit=${MAX_CHANGES}`)).data : null);
-  const [entries] = useFresh(load, [id, version], null);
+  const [entries] = usePolling(load, [id, version], null);
   const changes = entries?.filter(({ method }) => ["PATCH", "DELETE"].includes(method));
   return changes && html`<h2>History</h2><${Table} caption="Changes, newest first" columns=${CHANGES} rows=${changes} empty="No changes since it was created." />`;
 }
@@ -125,30 +125,30 @@ const PARENT = ["deployments", "Deployments"];
 export const Deployment = ({ id }) => html`<${ObjectPage} what="deployment" id=${id} parent=${PARENT} load=${() => get(`/deployments/${id}`)} everyMs=${EVERY_MS} page=${DeploymentPage} />`;
 
 function DeploymentPage({ value: deployment, problem, onChange }) {
-  const [models] = useFresh(() => all("/models"), [], 10000);
+  const [models] = usePolling(() => fetchAll("/models"), [], 10000);
   const [samples, metricsProblem] = useSamples(deployment.id);
-  const idle = idleReason(deployment, samples, null);
-  const points = samples.map((_, i) => figures(samples.slice(0, i + 1)));
+  const idle = explainMissingRates(deployment, samples, null);
+  const points = samples.map((_, i) => computeRates(samples.slice(0, i + 1)));
   const now = points.at(-1);
   const x = points.map(({ time }) => Math.round(time - points[0].time));
-  return html`<${Head} title=${deploymentName(deployment, models)} parent=${PARENT} status=${html`<${ServingStatus} deployment=${deployment} />`}>
+  return html`<${PageHeader} title=${getDeploymentName(deployment, models)} parent=${PARENT} status=${html`<${ServingStatus} deployment=${deployment} />`}>
       ${isServing(deployment) && html`<a class="button" href="#/playground?a=${deployment.id}">Open in playground</a>`}<//>
     <div aria-live="polite">${deployment.message && html`<p class="quiet">${deployment.message}</p>`}</div>
     <${Problem} problem=${problem ?? (isServing(deployment) ? metricsProblem : null)} />
-    <section class="panel"><${Facts} of=${{
-      deployment: html`<${Id} text=${deployment.id} />`,
-      model: html`<a href="#/models/${deployment.model}">${modelName(deployment, models)}</a> <${Id} text=${deployment.model} quiet />`,
+    <section class="panel"><${FactList} of=${{
+      deployment: html`<${CopyableId} text=${deployment.id} />`,
+      model: html`<a href="#/models/${deployment.model}">${getModelName(deployment, models)}</a> <${CopyableId} text=${deployment.model} quiet />`,
       alias: deployment.alias,
-      address: html`<${Id} text=${deployment.url} />`,
-      replicas: replicasOf(deployment),
-      created: when(deployment.created_at),
+      address: html`<${CopyableId} text=${deployment.url} />`,
+      replicas: describeReplicas(deployment),
+      created: formatTime(deployment.created_at),
     }} /></section>
     ${deployment.url && html`<${Snippets} deployment=${deployment} />`}
     <h2>Current load</h2>
     ${now
       ? html`<p class="quiet small">Average of the last ${WINDOW_S} seconds. Tokens and times are of finished responses.${idle && ` Now: ${idle}`}</p>
           <div class="tiles">
-            ${CHARTS.flatMap(([, names]) => names).map((name) => html`<div class="tile"><strong>${now[name] == null ? "–" : figure(now[name])}</strong><span>${name}</span></div>`)}
+            ${CHARTS.flatMap(([, names]) => names).map((name) => html`<div class="tile"><strong>${now[name] == null ? "–" : formatNumber(now[name])}</strong><span>${name}</span></div>`)}
           </div>
           <div class="grid">
             ${CHARTS.map(([title, names]) => {
@@ -156,7 +156,7 @@ function DeploymentPage({ value: deployment, problem, onChange }) {
               const measured = x.length > 1 && Object.values(series).flat().some((value) => value != null);
               return measured
                 ? html`<${Chart} key=${title} title=${title} unit="second" x=${x} series=${series} />`
-                : html`<section class="panel"><h3>${title}</h3><${Empty} title="No data yet">${x.length > 1 ? "Data appears with the next finished responses." : "Waiting for a second measurement."}<//></section>`;
+                : html`<section class="panel"><h3>${title}</h3><${EmptyState} title="No data yet">${x.length > 1 ? "Data appears with the next finished responses." : "Waiting for a second measurement."}<//></section>`;
             })}
           </div>`
       : isServing(deployment) && !metricsProblem

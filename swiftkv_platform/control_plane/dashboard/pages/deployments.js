@@ -1,32 +1,32 @@
 // All deployments.
 
 import { html } from "../vendor/htm-preact.js";
-import { all, remove } from "../api.js";
-import { Empty, Head, Id, List, ServingStatus, deploymentName, isServing, modelName, replicasOf, toast, useAction, useFresh, when } from "../parts.js";
-import { Load } from "../rates.js";
+import { fetchAll, remove } from "../api.js";
+import { EmptyState, PageHeader, CopyableId, SearchableTable, ServingStatus, getDeploymentName, isServing, getModelName, describeReplicas, showToast, useAction, usePolling, formatTime } from "../parts.js";
+import { CurrentLoad } from "../rates.js";
 
-const text = (models) => (item) => [modelName(item, models), item.id, item.status, item.model, item.alias, item.route_prefix].join(" ");
+const makeSearchText = (models) => (item) => [getModelName(item, models), item.id, item.status, item.model, item.alias, item.route_prefix].join(" ");
 
 export function Deployments() {
   const [act, busy, refusal] = useAction();
-  const [deployments, problem, reload] = useFresh(() => all("/deployments"), [], 2000);
-  const [models] = useFresh(() => all("/models"), [deployments?.map(({ model }) => model).join()], null);
+  const [deployments, problem, reload] = usePolling(() => fetchAll("/deployments"), [], 2000);
+  const [models] = usePolling(() => fetchAll("/models"), [deployments?.map(({ model }) => model).join()], null);
   const stop = (deployment) => () => {
-    const name = deploymentName(deployment, models);
+    const name = getDeploymentName(deployment, models);
     if (!confirm(`Stop serving ${name}?`)) return;
     act(async () => {
       await remove(`/deployments/${deployment.id}`);
-      toast(`Stopping ${name}.`);
+      showToast(`Stopping ${name}.`);
       await reload();
     });
   };
   const columns = [
-    { name: "Deployment", sort: (item) => deploymentName(item, models), cell: (item) => html`<span><a href="#/deployments/${item.id}">${deploymentName(item, models)}</a><br /><${Id} text=${item.id} quiet /></span>` },
+    { name: "Deployment", sort: (item) => getDeploymentName(item, models), cell: (item) => html`<span><a href="#/deployments/${item.id}">${getDeploymentName(item, models)}</a><br /><${CopyableId} text=${item.id} quiet /></span>` },
     { name: "Status", sort: (item) => item.status, cell: (item) => html`<span><${ServingStatus} deployment=${item} />${item.message && html`<br /><span class="quiet small">${item.message}</span>`}</span>` },
-    { name: "Model", sort: (item) => modelName(item, models), cell: (item) => html`<span><a href="#/models/${item.model}">${modelName(item, models)}</a><br /><${Id} text=${item.model} quiet />${item.candidate && html`<br /><span class="quiet small">candidate ${item.candidate.model}</span>`}</span>` },
-    { name: "Current load", cell: (item) => html`<${Load} key=${item.id} deployment=${item} />` },
-    { name: "Replicas", sort: (item) => item.replicas, cell: replicasOf },
-    { name: "Created", whole: true, sort: (item) => item.created_at, cell: (item) => when(item.created_at) },
+    { name: "Model", sort: (item) => getModelName(item, models), cell: (item) => html`<span><a href="#/models/${item.model}">${getModelName(item, models)}</a><br /><${CopyableId} text=${item.model} quiet />${item.candidate && html`<br /><span class="quiet small">candidate ${item.candidate.model}</span>`}</span>` },
+    { name: "Current load", cell: (item) => html`<${CurrentLoad} key=${item.id} deployment=${item} />` },
+    { name: "Replicas", sort: (item) => item.replicas, cell: describeReplicas },
+    { name: "Created", whole: true, sort: (item) => item.created_at, cell: (item) => formatTime(item.created_at) },
     {
       name: "",
       cell: (item) => html`<span class="row">
@@ -35,7 +35,7 @@ export function Deployments() {
       </span>`,
     },
   ];
-  const empty = html`<div class="panel"><${Empty} title="No deployments"><a href="#/models">Choose a model to deploy</a>.<//></div>`;
-  return html`<${Head} title="Deployments" />
-    <${List} what="deployments" columns=${columns} rows=${deployments} problem=${problem ?? refusal} empty=${empty} find=${text(models)} />`;
+  const empty = html`<div class="panel"><${EmptyState} title="No deployments"><a href="#/models">Choose a model to deploy</a>.<//></div>`;
+  return html`<${PageHeader} title="Deployments" />
+    <${SearchableTable} what="deployments" columns=${columns} rows=${deployments} problem=${problem ?? refusal} empty=${empty} find=${makeSearchText(models)} />`;
 }

@@ -1,14 +1,14 @@
 // One job, in tabs: summary, metrics, checkpoints, log with events, spec.
 
 import { html, useEffect, useState } from "../vendor/htm-preact.js";
-import { all, followEvents, get, post } from "../api.js";
+import { fetchAll, followEvents, get, post } from "../api.js";
 import { Checkpoints } from "../job/checkpoints.js";
 import { Log } from "../job/log.js";
 import { Report } from "../job/report.js";
 import { Timeline } from "../job/timeline.js";
-import { Charts, Empty, Facts, Head, Id, List, Loading, ObjectPage, Problem, Snippet, Status, Table, Tabs, bytes, figure, toast, useAction, useFresh, when } from "../parts.js";
-import { Progress } from "./jobs.js";
-import { eta } from "./overview.js";
+import { Charts, EmptyState, FactList, PageHeader, CopyableId, SearchableTable, Loading, ObjectPage, Problem, Snippet, Status, Table, Tabs, formatBytes, formatNumber, showToast, useAction, usePolling, formatTime } from "../parts.js";
+import { ProgressBar } from "./jobs.js";
+import { describeProgress } from "./overview.js";
 import { METRICS } from "./runs.js";
 import { Sweep } from "./sweep.js";
 
@@ -23,7 +23,7 @@ const CHARTS = [
 ];
 
 /** A measure's name in a legend. */
-const label = (name) => (METRICS[name] ? METRICS[name][0].toLowerCase() + METRICS[name].slice(1) : name);
+const getMetricLabel = (name) => (METRICS[name] ? METRICS[name][0].toLowerCase() + METRICS[name].slice(1) : name);
 
 /** The job's events so far; calls `onEvent` with each. */
 function useEvents(jobId, onEvent) {
@@ -44,7 +44,7 @@ function Actions({ job, onDone }) {
   const [act, busy, problem] = useAction();
   const button = (verb, style) => html`<button class=${style} disabled=${busy} onClick=${() => act(async () => {
     await post(`/jobs/${job.id}/${verb.toLowerCase()}`);
-    toast(`${verb} requested.`);
+    showToast(`${verb} requested.`);
     await onDone();
   })}>${verb}</button>`;
   const pausable = ["queued", "starting", "running"].includes(job.status);
@@ -57,31 +57,31 @@ function Actions({ job, onDone }) {
 }
 
 /** Charts of a job's metrics. `chosen`: the checkpoint that became the model. */
-function Curves({ points, id, live, chosen }) {
+function MetricCharts({ points, id, live, chosen }) {
   if (!points) return html`<${Loading} what="metrics" />`;
   if (!points.length) {
-    return html`<div class="panel">${live ? html`<${Empty} title="No metrics yet">They appear after the first step.<//>` : html`<${Empty} title="No metrics">The job ended before its first step.<//>`}</div>`;
+    return html`<div class="panel">${live ? html`<${EmptyState} title="No metrics yet">They appear after the first step.<//>` : html`<${EmptyState} title="No metrics">The job ended before its first step.<//>`}</div>`;
   }
   const names = [...new Set(points.flatMap((point) => Object.keys(point)))];
   const charts = CHARTS.map(({ title, fits }) => ({ title, shown: names.filter(fits) })).filter(({ shown }) => shown.length);
   return html`<${Charts} charts=${charts.map(({ title, shown }) => {
       const measured = points.filter((point) => shown.some((name) => point[name] != null));
-      const series = Object.fromEntries(shown.map((name) => [label(name), measured.map((point) => point[name] ?? null)]));
+      const series = Object.fromEntries(shown.map((name) => [getMetricLabel(name), measured.map((point) => point[name] ?? null)]));
       return { title, x: measured.map(({ step }) => step), series, marks: title === KL && chosen ? [{ x: chosen.step, label: "selected checkpoint" }] : [] };
     })} />
-  <p class="small"><a href="#/runs?jobs=${id}">Show as a run</a>. To compare runs, select them in the list of jobs.</p>`;
+  <p class="small"><a href="#/runs?jobs=${id}">Open in the run comparison</a>. To compare runs, select jobs in the list of jobs.</p>`;
 }
 
 export const FILES = [
   { name: "File", sort: (file) => file.path, cell: (file) => html`<a href=${file.url} download=${file.path.split("/").pop()}>${file.path}</a>` },
-  { name: "Size", number: true, sort: (file) => file.size, cell: (file) => bytes(file.size) },
+  { name: "Size", number: true, sort: (file) => file.size, cell: (file) => formatBytes(file.size) },
 ];
 const EVENTS = [
-  { name: "Time", whole: true, cell: (event) => when(event.created_at) },
+  { name: "Time", whole: true, cell: (event) => formatTime(event.created_at) },
   { name: "Event", cell: (event) => html`<span class="level-${event.level}">${event.message}</span>` },
 ];
 
-const Events = ({ events }) => html`<${List} what="events" caption="Events, newest first" columns=${EVENTS} empty="No events yet."
+const Events = ({ events }) => html`<${SearchableTable} what="events" caption="Events, newest first" columns=${EVENTS} empty="No events yet."
   rows=${events.filter((event) => event.type !== "metrics").toReversed()} find=${(event) => `${event.type} ${event.level} ${event.message}`} />`;
 
 const TABS = { summary: "Summary", metrics: "Metrics", checkpoints: "Checkpoints", log: "Log and events", spec: "Spec" };
@@ -91,9 +91,9 @@ export const Job = ({ id, tab }) => html`<${ObjectPage} what="job" id=${id} pare
 
 function JobPage({ value: job, problem, onChange, tab }) {
   const { id } = job;
-  const [points, , reloadPoints] = useFresh(() => all(`/jobs/${id}/metrics`), [id], null);
-  const [files] = useFresh(() => all(`/jobs/${id}/artifacts`), [id, job.status], null);
-  const [checkpoints, , reloadCheckpoints] = useFresh(() => all(`/jobs/${id}/checkpoints`), [id, job.status], null);
+  const [points, , reloadPoints] = usePolling(() => fetchAll(`/jobs/${id}/metrics`), [id], null);
+  const [files] = usePolling(() => fetchAll(`/jobs/${id}/artifacts`), [id, job.status], null);
+  const [checkpoints, , reloadCheckpoints] = usePolling(() => fetchAll(`/jobs/${id}/checkpoints`), [id, job.status], null);
   const refresh = { metrics: reloadPoints, checkpoint: reloadCheckpoints };
   const events = useEvents(id, (event) => (refresh[event.type] ?? onChange)());
   const reason = job.error ?? (job.status === "queued" ? null : job.status_reason); // the wait reason is shown below
@@ -107,29 +107,29 @@ function JobPage({ value: job, problem, onChange, tab }) {
       ${job.result && html`<h2>Quality</h2><section class="panel"><${Report} report=${job.result} verdict=${job.verdict} spec=${job.spec} /></section>`}
       ${trials && html`<h2>Sweep</h2><${Sweep} rows=${trials.data.sweep} taken=${trials.data.recommended} limit=${job.spec.evaluation.max_kl} />`}
       <h2>Details</h2>
-      <section class="panel"><${Facts} of=${{
-        job: html`<${Id} text=${id} />`,
+      <section class="panel"><${FactList} of=${{
+        job: html`<${CopyableId} text=${id} />`,
         attempt: job.attempt,
-        teacher: html`<${Id} text=${job.spec.model.name_or_path} />`,
-        created: `${when(job.created_at)} by ${job.created_by}`,
-        started: when(job.started_at),
-        finished: when(job.finished_at),
-        "trained tokens": job.progress.tokens ? figure(job.progress.tokens) : null,
-        cost: figure(job.cost),
+        teacher: html`<${CopyableId} text=${job.spec.model.name_or_path} />`,
+        created: `${formatTime(job.created_at)} by ${job.created_by}`,
+        started: formatTime(job.started_at),
+        finished: formatTime(job.finished_at),
+        "trained tokens": job.progress.tokens ? formatNumber(job.progress.tokens) : null,
+        cost: formatNumber(job.cost),
         tracking: job.tracking?.url ?? job.tracking?.run_id,
-        artifact: job.artifact_uri && html`<${Id} text=${job.artifact_uri} />`,
+        artifact: job.artifact_uri && html`<${CopyableId} text=${job.artifact_uri} />`,
       }} /></section>`,
-    metrics: () => html`<${Curves} points=${points} id=${id} live=${live} chosen=${checkpoints?.find((item) => item.distilled_model)} />
+    metrics: () => html`<${MetricCharts} points=${points} id=${id} live=${live} chosen=${checkpoints?.find((item) => item.distilled_model)} />
       ${decisions.length > 0 && html`<h2>Steering decisions</h2><${Table} caption="Steering decisions" columns=${EVENTS} rows=${decisions} empty="" />`}`,
     checkpoints: () => html`${checkpoints ? html`<${Checkpoints} job=${job} checkpoints=${checkpoints} points=${points} />` : html`<${Loading} what="checkpoints" />`}
       ${files?.length > 0 && html`<h2>Files of the model</h2><${Table} caption="Files" columns=${FILES} rows=${files} empty="" />`}`,
     log: () => html`<${Log} job=${job} live=${live} /><h2>Events</h2><${Events} events=${events} />`,
     spec: () => html`<${Snippet} name="Spec" code=${JSON.stringify(job.spec, null, 2)} />`,
   };
-  return html`<${Head} title=${job.name} parent=${PARENT} status=${html`<${Status} status=${job.status} />`}><${Actions} job=${job} onDone=${onChange} /><//>
+  return html`<${PageHeader} title=${job.name} parent=${PARENT} status=${html`<${Status} status=${job.status} />`}><${Actions} job=${job} onDone=${onChange} /><//>
     <div aria-live="polite">${reason && html`<p class=${job.error ? "problem" : "quiet"}><strong>${reason.code}</strong>: ${reason.message}${job.error && html`<span class="cure"><strong>What to do:</strong> ${job.error.cure}</span>`}</p>`}</div>
     <${Problem} problem=${problem} />
-    ${live && html`<p><${Progress} job=${job} /> <span class="quiet">${eta(job)}</span></p>`}
+    ${live && html`<p><${ProgressBar} job=${job} /> <span class="quiet">${describeProgress(job)}</span></p>`}
     <${Tabs} address="jobs/${id}" tabs=${TABS} chosen=${shown} />
     ${panels[shown]()}`;
 }

@@ -1,11 +1,11 @@
 // One model: lineage, quality, speed, files, and how to serve it.
 
 import { html, useState } from "../vendor/htm-preact.js";
-import { all, get, post } from "../api.js";
+import { fetchAll, get, post } from "../api.js";
 import { DeployForm } from "../job/deploy.js";
 import { Lineage } from "../job/lineage.js";
 import { Report } from "../job/report.js";
-import { Facts, Head, Id, ObjectPage, Problem, Snippet, Table, bytes, toast, useAction, useFresh, when } from "../parts.js";
+import { FactList, PageHeader, CopyableId, ObjectPage, Problem, Snippet, Table, formatBytes, showToast, useAction, usePolling, formatTime } from "../parts.js";
 import { FILES } from "./job.js";
 
 const PARENT = ["models", "Models"];
@@ -17,7 +17,7 @@ function Promote({ model, onDone }) {
     const fields = new FormData(event.target);
     act(async () => {
       const { alias } = await post(`/models/${model.id}/promote`, { alias: fields.get("alias"), reason: fields.get("reason") });
-      toast(`${alias} is now ${model.name}.`);
+      showToast(`${alias} is now ${model.name}.`);
       onDone();
     });
   };
@@ -41,13 +41,13 @@ export const Model = ({ id }) => html`<${ObjectPage} what="model" id=${id} paren
 function ModelPage({ value: model, problem }) {
   const { id, lineage, metrics, job_id: job } = model;
   const [version, setVersion] = useState(0);
-  const [files, filesProblem] = useFresh(() => (job ? all(`/jobs/${job}/artifacts`) : []), [job], null);
+  const [files, filesProblem] = usePolling(() => (job ? fetchAll(`/jobs/${job}/artifacts`) : []), [job], null);
   async function deploy(body) {
     const deployment = await post("/deployments", { model: id, ...body });
-    toast(`${model.name} is starting at ${deployment.route_prefix}.`);
+    showToast(`${model.name} is starting at ${deployment.route_prefix}.`);
     location.hash = `#/deployments/${deployment.id}`;
   }
-  return html`<${Head} title=${model.name} parent=${PARENT}>${job && html`<a class="button plain" href="#/jobs/${job}">View job</a>`}<//>
+  return html`<${PageHeader} title=${model.name} parent=${PARENT}>${job && html`<a class="button plain" href="#/jobs/${job}">View job</a>`}<//>
     <${Problem} problem=${problem ?? filesProblem} />
     <section class="panel"><h2>Lineage</h2><${Lineage} key=${version} model=${model} /></section>
     ${metrics.distilled && html`<h2>Quality and speed</h2><section class="panel"><${Report} report=${metrics} verdict=${model.verdict} spec=${lineage.spec} /></section>`}
@@ -58,13 +58,13 @@ function ModelPage({ value: model, problem }) {
       <${Promote} model=${model} onDone=${() => setVersion(version + 1)} />
     </section>
     <h2>Files</h2>
-    <section class="panel"><${Facts} of=${{
-      model: html`<${Id} text=${id} />`,
-      revision: lineage.revision && html`<${Id} text=${lineage.revision} />`,
-      address: html`<${Id} text=${model.artifact_uri} />`,
-      "SHA-256 of the manifest": html`<${Id} text=${model.manifest_digest} />`,
-      size: bytes(model.size),
-      created: when(model.created_at),
+    <section class="panel"><${FactList} of=${{
+      model: html`<${CopyableId} text=${id} />`,
+      revision: lineage.revision && html`<${CopyableId} text=${lineage.revision} />`,
+      address: html`<${CopyableId} text=${model.artifact_uri} />`,
+      "SHA-256 of the manifest": html`<${CopyableId} text=${model.manifest_digest} />`,
+      size: formatBytes(model.size),
+      created: formatTime(model.created_at),
     }} /></section>
     ${files?.length > 0 && html`<br /><${Table} caption="Files" columns=${FILES} rows=${files} empty="" />`}`;
 }

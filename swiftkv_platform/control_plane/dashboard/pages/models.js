@@ -1,47 +1,47 @@
 // Models, and comparison of two.
 
 import { html, useState } from "../vendor/htm-preact.js";
-import { all, get } from "../api.js";
-import { Empty, Head, Id, List, Pending, Table, figure, percent, useFresh, when } from "../parts.js";
+import { fetchAll, get } from "../api.js";
+import { EmptyState, PageHeader, CopyableId, SearchableTable, LoadingOrProblem, Table, formatNumber, formatPercent, usePolling, formatTime } from "../parts.js";
 
-const DIFFERENCES = (a, b) => [
+const makeComparisonColumns = (a, b) => [
   { name: "Metric", cell: (row) => html`<code>${row.name}</code>` },
-  { name: a, number: true, cell: (row) => html`<span>${shown(row.a)}${row.better === "a" ? " ✓" : ""}</span>` },
-  { name: b, number: true, cell: (row) => html`<span>${shown(row.b)}${row.better === "b" ? " ✓" : ""}</span>` },
+  { name: a, number: true, cell: (row) => html`<span>${formatValue(row.a)}${row.better === "a" ? " ✓" : ""}</span>` },
+  { name: b, number: true, cell: (row) => html`<span>${formatValue(row.b)}${row.better === "b" ? " ✓" : ""}</span>` },
 ];
 
-const shown = (value) => (typeof value === "number" ? figure(value) : value == null ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value));
+const formatValue = (value) => (typeof value === "number" ? formatNumber(value) : value == null ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value));
 
 /** Comparison of two models; ✓ marks the better figure. */
 function Comparison({ a, b }) {
-  const [found, problem] = useFresh(() => get(`/models/${a.id}/compare/${b.id}`), [a.id, b.id], null);
-  if (!found) return html`<${Pending} what="the comparison" problem=${problem} />`;
-  const columns = DIFFERENCES(a.name, b.name === a.name ? `${b.name} (${b.id.slice(-4)})` : b.name);
+  const [found, problem] = usePolling(() => get(`/models/${a.id}/compare/${b.id}`), [a.id, b.id], null);
+  if (!found) return html`<${LoadingOrProblem} what="the comparison" problem=${problem} />`;
+  const columns = makeComparisonColumns(a.name, b.name === a.name ? `${b.name} (${b.id.slice(-4)})` : b.name);
   return html`<h2>Comparison</h2>
     ${found.differences.length > 0 && html`<p class="notice">Quality figures are not comparable: the models differ in ${found.differences.map(({ name }) => name).join(", ")}.</p>`}
     <${Table} caption="Figures of both models" columns=${columns} rows=${found.figures} empty="No common figures." />
     ${found.spec_differences.length > 0 && html`<h3>Spec differences</h3><${Table} caption="Spec differences" columns=${columns} rows=${found.spec_differences} empty="" />`}`;
 }
 
-const text = (model) => [model.name, model.id, model.lineage.teacher, model.job_id ?? "imported"].join(" ");
+const getSearchText = (model) => [model.name, model.id, model.lineage.teacher, model.job_id ?? "imported"].join(" ");
 
 export function Models() {
   const [chosen, setChosen] = useState([]);
-  const [models, problem] = useFresh(() => all("/models"), [], 10000);
+  const [models, problem] = usePolling(() => fetchAll("/models"), [], 10000);
   const toggle = (id) => setChosen((old) => (old.includes(id) ? old.filter((other) => other !== id) : [...old, id].slice(-2)));
   const columns = [
     { name: "Compare", cell: (model) => html`<input type="checkbox" aria-label="Compare ${model.name}" checked=${chosen.includes(model.id)} onChange=${() => toggle(model.id)} />` },
-    { name: "Model", sort: (model) => model.name, cell: (model) => html`<span><a href="#/models/${model.id}">${model.name}</a>${model.job_id ? "" : html` <span class="quiet">imported</span>`}<br /><${Id} text=${model.id} quiet /></span>` },
+    { name: "Model", sort: (model) => model.name, cell: (model) => html`<span><a href="#/models/${model.id}">${model.name}</a>${model.job_id ? "" : html` <span class="quiet">imported</span>`}<br /><${CopyableId} text=${model.id} quiet /></span>` },
     { name: "Teacher", sort: (model) => model.lineage.teacher, cell: (model) => model.lineage.teacher },
-    { name: "Perplexity", number: true, sort: (model) => model.metrics.distilled?.perplexity, cell: (model) => figure(model.metrics.distilled?.perplexity) },
-    { name: "KL", number: true, sort: (model) => model.metrics.distilled?.kl, cell: (model) => figure(model.metrics.distilled?.kl) },
-    { name: "Prefill", number: true, sort: (model) => model.metrics.prefill_flops_ratio, cell: (model) => percent(model.metrics.prefill_flops_ratio) },
-    { name: "KV bytes", number: true, sort: (model) => model.metrics.kv_bytes_ratio, cell: (model) => percent(model.metrics.kv_bytes_ratio) },
-    { name: "Created", sort: (model) => model.created_at, cell: (model) => when(model.created_at) },
+    { name: "Perplexity", number: true, sort: (model) => model.metrics.distilled?.perplexity, cell: (model) => formatNumber(model.metrics.distilled?.perplexity) },
+    { name: "KL", number: true, sort: (model) => model.metrics.distilled?.kl, cell: (model) => formatNumber(model.metrics.distilled?.kl) },
+    { name: "Prefill", number: true, sort: (model) => model.metrics.prefill_flops_ratio, cell: (model) => formatPercent(model.metrics.prefill_flops_ratio) },
+    { name: "KV bytes", number: true, sort: (model) => model.metrics.kv_bytes_ratio, cell: (model) => formatPercent(model.metrics.kv_bytes_ratio) },
+    { name: "Created", sort: (model) => model.created_at, cell: (model) => formatTime(model.created_at) },
   ];
-  const empty = html`<div class="panel"><${Empty} title="No models yet"><a href="#/submit">Start a job</a> to distill one, or import one with <code>swiftkv models import</code>.<//></div>`;
+  const empty = html`<div class="panel"><${EmptyState} title="No models yet"><a href="#/submit">Start a job</a> to distill one, or import one with <code>swiftkv models import</code>.<//></div>`;
   const shownModels = models?.filter((model) => chosen.includes(model.id)) ?? [];
-  return html`<${Head} title="Models" />
-    <${List} what="models" columns=${columns} rows=${models} problem=${problem} empty=${empty} find=${text}><span class="end">Select two models to compare.</span><//>
+  return html`<${PageHeader} title="Models" />
+    <${SearchableTable} what="models" columns=${columns} rows=${models} problem=${problem} empty=${empty} find=${getSearchText}><span class="end">Select two models to compare.</span><//>
     ${shownModels.length === 2 && html`<${Comparison} a=${shownModels[0]} b=${shownModels[1]} />`}`;
 }

@@ -1,23 +1,23 @@
 // The overview: jobs, recent failures, deployments and the use of the cluster.
 
 import { html } from "../vendor/htm-preact.js";
-import { all, get } from "../api.js";
-import { Empty, Head, Loading, Meter, Problem, ServingStatus, Status, ago, isServing, clockTime, deploymentName, duration, figure, replicasOf, useFresh } from "../parts.js";
-import { Load } from "../rates.js";
-import { Progress, phaseProgress } from "./jobs.js";
+import { fetchAll, get } from "../api.js";
+import { EmptyState, PageHeader, Loading, Meter, Problem, ServingStatus, Status, formatAge, isServing, formatClockTime, getDeploymentName, formatDuration, formatNumber, describeReplicas, usePolling } from "../parts.js";
+import { CurrentLoad } from "../rates.js";
+import { ProgressBar, describePhaseProgress } from "./jobs.js";
 
 const EVERY_MS = 5000;
 const BUSY = ["running", "evaluating", "starting", "pausing", "cancelling"];
 const WAITING = ["queued", "paused"];
 const MAX_FAILED = 5;
 
-const getByStatus = async (statuses) => (await Promise.all(statuses.map((status) => all(`/jobs?status=${status}`)))).flat();
+const getByStatus = async (statuses) => (await Promise.all(statuses.map((status) => fetchAll(`/jobs?status=${status}`)))).flat();
 
 /** Why a queued job waits, since when, and its position in the queue. */
-function waitReason({ status_reason: reason, queue_place: position, waiting_since: since }) {
+function describeWait({ status_reason: reason, queue_place: position, waiting_since: since }) {
   const message = reason?.message || "queued behind other jobs";
   const text = /^wait/i.test(message) ? message : `Waiting: ${message}`;
-  return [text, since && `since ${clockTime(since)}`, position && `position ${position} in the queue`].filter(Boolean).join(" · ");
+  return [text, since && `since ${formatClockTime(since)}`, position && `position ${position} in the queue`].filter(Boolean).join(" · ");
 }
 
 /** Descriptions of phases without a time estimate. */
@@ -31,15 +31,15 @@ const PHASES = {
 };
 
 /** Remaining time of a job, or its current activity if there is no estimate. */
-export function eta(job) {
+export function describeProgress(job) {
   if (job.status === "paused") return "Paused. Resume it to continue";
-  if (job.status === "queued") return waitReason(job);
-  const doing = [PHASES[job.status === "evaluating" ? (job.phase === "publish" ? "publish" : "evaluate") : job.phase], phaseProgress(job)].filter(Boolean).join(": ");
+  if (job.status === "queued") return describeWait(job);
+  const doing = [PHASES[job.status === "evaluating" ? (job.phase === "publish" ? "publish" : "evaluate") : job.phase], describePhaseProgress(job)].filter(Boolean).join(": ");
   if (job.status === "evaluating") return doing;
   if (job.spec.sweep) return "Running trials. No time estimate";
   const left = job.progress.seconds_remaining;
   if (left == null) return doing || "Starting. No time estimate until two steps are measured";
-  return `${duration(left)} left, training ends about ${clockTime(job.estimated_finish ?? Date.now() / 1000 + left)}`;
+  return `${formatDuration(left)} left, training ends about ${formatClockTime(job.estimated_finish ?? Date.now() / 1000 + left)}`;
 }
 
 /** A job's workers and their resources: `2 × 1 GPU`. */
@@ -48,18 +48,18 @@ function workerResources({ num_workers: workers, gpus_per_worker: gpus, cpus_per
   return `${number} × ${gpus ? `${gpus} GPU` : `${cpus} CPU`}`;
 }
 
-const Work = ({ jobs }) => html`<ul class="items">
+const JobList = ({ jobs }) => html`<ul class="items">
   ${jobs.map((job) => html`<li key=${job.id}>
     <a href="#/jobs/${job.id}">${job.name}</a><${Status} status=${job.status} />
-    <span class="sub">${eta(job)} · ${workerResources(job.spec.resources)}</span>
-    ${job.progress.total_steps && html`<span class="sub"><${Progress} job=${job} /></span>`}
+    <span class="sub">${describeProgress(job)} · ${workerResources(job.spec.resources)}</span>
+    ${job.progress.total_steps && html`<span class="sub"><${ProgressBar} job=${job} /></span>`}
   </li>`)}
 </ul>`;
 
 /** Use of the cluster by all tenants, and use and quota of this tenant. */
-function Cluster({ quota }) {
+function ClusterUsage({ quota }) {
   const { cluster } = quota;
-  const split = (kind) => `${figure(quota.held_by_jobs[kind])} by jobs, ${figure(quota.held_by_deployments[kind])} by deployments`;
+  const split = (kind) => `${formatNumber(quota.held_by_jobs[kind])} by jobs, ${formatNumber(quota.held_by_deployments[kind])} by deployments`;
   return html`<section class="panel">
     <header><h2>Cluster usage</h2><span class="end quiet">all tenants</span></header>
     ${cluster
@@ -75,18 +75,18 @@ function Cluster({ quota }) {
   </section>`;
 }
 
-const Served = ({ deployment, models }) => html`<li>
-  <a href="#/deployments/${deployment.id}">${deploymentName(deployment, models)}</a><${ServingStatus} deployment=${deployment} />
-  <span class="sub">Replicas: ${replicasOf(deployment)}</span>
+const DeploymentItem = ({ deployment, models }) => html`<li>
+  <a href="#/deployments/${deployment.id}">${getDeploymentName(deployment, models)}</a><${ServingStatus} deployment=${deployment} />
+  <span class="sub">Replicas: ${describeReplicas(deployment)}</span>
   <span class="sub figures">
-    <${Load} deployment=${deployment} />
+    <${CurrentLoad} deployment=${deployment} />
     ${isServing(deployment) && html`<a href="#/playground?a=${deployment.id}">Open in playground</a>`}
   </span>
 </li>`;
 
-const Failures = ({ jobs }) => html`<ul class="items">
+const FailedJobs = ({ jobs }) => html`<ul class="items">
   ${jobs.map((job) => html`<li key=${job.id}>
-    <a href="#/jobs/${job.id}">${job.name}</a><span class="quiet small">${ago(job.finished_at ?? job.created_at)}</span>
+    <a href="#/jobs/${job.id}">${job.name}</a><span class="quiet small">${formatAge(job.finished_at ?? job.created_at)}</span>
     <span class="sub"><code>${job.error?.code ?? "unknown"}</code> ${job.error?.message ?? "No reason reported."}</span>
   </li>`)}
 </ul>`;
@@ -96,13 +96,13 @@ const Tile = ({ name, value, href, bad }) => html`<a class="tile ${bad ? "bad" :
 const Panel = ({ title, link, to, children }) => html`<section class="panel"><header><h2>${title}</h2><a class="end" href=${to}>${link}</a></header>${children}</section>`;
 
 export function Overview() {
-  const [jobs, problem] = useFresh(async () => ({ busy: await getByStatus(BUSY), waiting: await getByStatus(WAITING) }), [], EVERY_MS);
-  const [failed] = useFresh(() => get(`/jobs?status=failed&limit=${MAX_FAILED}`), [], EVERY_MS);
-  const [deployments] = useFresh(() => all("/deployments"), [], EVERY_MS);
-  const [models] = useFresh(() => all("/models"), [deployments?.map(({ model }) => model).join()], null);
-  const [quota] = useFresh(() => get("/quota"), [], EVERY_MS);
+  const [jobs, problem] = usePolling(async () => ({ busy: await getByStatus(BUSY), waiting: await getByStatus(WAITING) }), [], EVERY_MS);
+  const [failed] = usePolling(() => get(`/jobs?status=failed&limit=${MAX_FAILED}`), [], EVERY_MS);
+  const [deployments] = usePolling(() => fetchAll("/deployments"), [], EVERY_MS);
+  const [models] = usePolling(() => fetchAll("/models"), [deployments?.map(({ model }) => model).join()], null);
+  const [quota] = usePolling(() => get("/quota"), [], EVERY_MS);
   const work = jobs && [...jobs.busy, ...jobs.waiting];
-  return html`<${Head} title="Overview"><a class="button" href="#/submit">New job</a><//>
+  return html`<${PageHeader} title="Overview"><a class="button" href="#/submit">New job</a><//>
     <${Problem} problem=${problem} />
     <div class="tiles">
       <${Tile} name="Running jobs" value=${jobs?.busy.length} href="#/jobs?status=running" />
@@ -113,17 +113,17 @@ export function Overview() {
     <div class="halves">
       <div class="stack">
         <${Panel} title="Running and queued jobs" link="All jobs" to="#/jobs">
-          ${!work ? html`<${Loading} what="jobs" />` : work.length ? html`<${Work} jobs=${work} />` : html`<${Empty} title="No running or queued jobs"><a href="#/submit">Start one from a recipe</a><//>`}
+          ${!work ? html`<${Loading} what="jobs" />` : work.length ? html`<${JobList} jobs=${work} />` : html`<${EmptyState} title="No running or queued jobs"><a href="#/submit">Start one from a recipe</a><//>`}
         <//>
         <${Panel} title="Recent failures" link="All failed jobs" to="#/jobs?status=failed">
-          ${!failed ? html`<${Loading} what="failures" />` : failed.data.length ? html`<${Failures} jobs=${failed.data} />` : html`<${Empty} title="No failed jobs">Failed jobs appear here with the reason.<//>`}
+          ${!failed ? html`<${Loading} what="failures" />` : failed.data.length ? html`<${FailedJobs} jobs=${failed.data} />` : html`<${EmptyState} title="No failed jobs">Failed jobs appear here with the reason.<//>`}
         <//>
       </div>
       <div class="stack">
         <${Panel} title="Deployments" link="All deployments" to="#/deployments">
-          ${!deployments ? html`<${Loading} what="deployments" />` : deployments.length ? html`<ul class="items">${deployments.map((item) => html`<${Served} key=${item.id} deployment=${item} models=${models} />`)}</ul>` : html`<${Empty} title="No deployments"><a href="#/models">Deploy a model</a><//>`}
+          ${!deployments ? html`<${Loading} what="deployments" />` : deployments.length ? html`<ul class="items">${deployments.map((item) => html`<${DeploymentItem} key=${item.id} deployment=${item} models=${models} />`)}</ul>` : html`<${EmptyState} title="No deployments"><a href="#/models">Deploy a model</a><//>`}
         <//>
-        ${quota ? html`<${Cluster} quota=${quota} />` : html`<${Loading} what="cluster usage" />`}
+        ${quota ? html`<${ClusterUsage} quota=${quota} />` : html`<${Loading} what="cluster usage" />`}
       </div>
     </div>`;
 }

@@ -1,8 +1,8 @@
 // Chat or completion with one or two deployments side by side, streamed.
 
 import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js";
-import { all, stream } from "../api.js";
-import { Empty, Facts, Head, Pending, Problem, isServing, count, deepTail, deploymentName, figure, useFresh } from "../parts.js";
+import { fetchAll, streamEvents } from "../api.js";
+import { EmptyState, FactList, PageHeader, LoadingOrProblem, Problem, isServing, formatCount, describeDeepTail, getDeploymentName, formatNumber, usePolling } from "../parts.js";
 
 const FRESH = { turns: [], live: null, problem: null, busy: false };
 const TOOLS = `[{"type": "function", "function": {
@@ -12,7 +12,7 @@ const TOOLS = `[{"type": "function", "function": {
 }}]`;
 
 /** Client-side figures of a stream: time to first token, and tokens per second after it. */
-function measure(began, first, tokens) {
+function computeTimings(began, first, tokens) {
   const now = performance.now();
   const seconds = first === null ? 0 : (now - first) / 1000;
   return { ttft: first === null ? null : first - began, rate: tokens > 1 && seconds > 0 ? (tokens - 1) / seconds : null, tokens };
@@ -40,28 +40,28 @@ function mergeCalls(calls, parts) {
 }
 
 /** A turn as a chat message of the API. */
-function message({ role, content, calls, call }) {
+function toApiMessage({ role, content, calls, call }) {
   if (role === "tool") return { role, content, tool_call_id: call };
   if (!calls?.length) return { role, content };
   return { role, content: content || null, tool_calls: calls.map(({ id, name, arguments: written }) => ({ id, type: "function", function: { name, arguments: written } })) };
 }
 
-const kindOf = ({ exited, drafted }) => (exited ? "exited" : drafted ? "drafted" : null);
-const titleOf = ({ exited, drafted, tokens }) => (exited ? "exited early" : `${drafted} of ${tokens} tokens drafted, all verified`);
+const classifyPiece = ({ exited, drafted }) => (exited ? "exited" : drafted ? "drafted" : null);
+const describePiece = ({ exited, drafted, tokens }) => (exited ? "exited early" : `${drafted} of ${tokens} tokens drafted, all verified`);
 
-const Pieces = ({ pieces }) => pieces.map((piece) => (kindOf(piece) ? html`<span class=${kindOf(piece)} title=${titleOf(piece)}>${piece.text}</span>` : piece.text));
+const ResponseText = ({ pieces }) => pieces.map((piece) => (classifyPiece(piece) ? html`<span class=${classifyPiece(piece)} title=${describePiece(piece)}>${piece.text}</span>` : piece.text));
 
-function Turn({ turn, busy }) {
+function Message({ turn, busy }) {
   const who = { user: "You", assistant: "Model", tool: "Tool" }[turn.role] ?? turn.role;
   return html`<div class="turn ${turn.role}">
-    <span class="who">${who}</span>${turn.pieces ? html`<${Pieces} pieces=${turn.pieces} />` : turn.content}
+    <span class="who">${who}</span>${turn.pieces ? html`<${ResponseText} pieces=${turn.pieces} />` : turn.content}
     ${turn.calls?.map((call) => html`<div><b>calls ${call.name}</b>(${call.arguments})</div>`)}
     ${turn.role === "assistant" && !turn.content && !turn.calls?.length && (busy ? html`<span class="quiet">…</span>` : html`<span class="quiet">(empty response)</span>`)}
   </div>`;
 }
 
 /** Form for the results of the model's tool calls. */
-function Results({ calls, onDone }) {
+function ToolResultsForm({ calls, onDone }) {
   const submit = (event) => {
     event.preventDefault();
     const fields = new FormData(event.target);
@@ -77,54 +77,54 @@ function Results({ calls, onDone }) {
 function PromptTokens({ usage, tail }) {
   const { prompt_tokens: all, prefill_layers_skipped_tokens: skipped } = usage;
   const cached = usage.cached_tokens ?? usage.prompt_tokens_details?.cached_tokens;
-  return html`<${Facts} of=${{
-    "prompt tokens": count(all),
-    "from the prefix cache": count(cached),
-    "skipped layers": count(skipped),
-    "ran all layers": skipped == null ? null : count(all - (cached ?? 0) - skipped),
+  return html`<${FactList} of=${{
+    "prompt tokens": formatCount(all),
+    "from the prefix cache": formatCount(cached),
+    "skipped layers": formatCount(skipped),
+    "ran all layers": skipped == null ? null : formatCount(all - (cached ?? 0) - skipped),
     "deep tail": tail,
   }} />`;
 }
 
-function Live({ live, tail }) {
+function ResponseMetrics({ live, tail }) {
   const { usage, timings } = live;
   const ttft = timings?.ttft_ms ?? live.ttft;
   const tokens = usage?.completion_tokens ?? live.tokens;
   const rate = timings?.tpot_ms ? 1000 / timings.tpot_ms : live.rate;
   const exited = usage?.early_exit_tokens ?? usage?.completion_tokens_details?.early_exit_tokens ?? live.exited;
   const figures = [
-    ["time to first token", ttft == null ? "–" : `${figure(ttft)} ms`],
-    ["tokens/s", rate == null ? "–" : figure(rate)],
-    ["tokens", count(tokens)],
-    ["exited tokens", count(exited)],
-    ["drafted tokens", count(live.drafted)],
+    ["time to first token", ttft == null ? "–" : `${formatNumber(ttft)} ms`],
+    ["tokens/s", rate == null ? "–" : formatNumber(rate)],
+    ["tokens", formatCount(tokens)],
+    ["exited tokens", formatCount(exited)],
+    ["drafted tokens", formatCount(live.drafted)],
   ];
   return html`<div class="live">${figures.map(([name, value]) => html`<div><strong>${value}</strong><span>${name}</span></div>`)}</div>
     ${usage && html`<${PromptTokens} usage=${usage} tail=${tail} />`}`;
 }
 
-function Talk({ title, talk, tail, onResults }) {
+function Conversation({ title, talk, tail, onResults }) {
   const { turns, live, problem, busy } = talk;
   const last = turns.at(-1);
   const place = useRef(null);
   useEffect(() => place.current && (place.current.scrollTop = place.current.scrollHeight), [turns]);
   return html`<section class="panel talk" aria-label=${title}>
     <header><h2>${title}</h2></header>
-    ${live ? html`<${Live} live=${live} tail=${tail} />` : ""}
+    ${live ? html`<${ResponseMetrics} live=${live} tail=${tail} />` : ""}
     <div class="turns" ref=${place} tabindex="0" role="log" aria-label="Response of ${title}" aria-busy=${busy}>
-      ${turns.map((turn, i) => html`<${Turn} key=${i} turn=${turn} busy=${busy && i === turns.length - 1} />`)}
+      ${turns.map((turn, i) => html`<${Message} key=${i} turn=${turn} busy=${busy && i === turns.length - 1} />`)}
     </div>
     <${Problem} problem=${problem} />
-    ${!busy && last?.calls?.length > 0 && html`<${Results} calls=${last.calls} onDone=${onResults} />`}
+    ${!busy && last?.calls?.length > 0 && html`<${ToolResultsForm} calls=${last.calls} onDone=${onResults} />`}
   </section>`;
 }
 
 /** Path and body of a request. Exits and drafts are marked by /generate; tools need chat completions. */
-function request(id, turns, fields, exits) {
+function buildRequest(id, turns, fields, exits) {
   const exit = exits ? { early_exit: fields.exit === "threshold" ? { mode: fields.exit, threshold: fields.threshold } : { mode: fields.exit } } : {};
   const common = { max_tokens: fields.maxTokens, temperature: fields.temperature, stream: true, ...exit };
   const system = fields.system ? [{ role: "system", content: fields.system }] : [];
-  const messages = [...system, ...turns.map(message)];
+  const messages = [...system, ...turns.map(toApiMessage)];
   if (fields.tools) {
     const body = { ...common, model: fields.models[id], messages, tools: fields.tools, stream_options: { include_usage: true } };
     return [`/deployments/${id}/chat/completions`, body];
@@ -134,10 +134,10 @@ function request(id, turns, fields, exits) {
 }
 
 /** Spec of the student that a deployment serves, if known. */
-const specOf = (models, item) => (item?.engine.swiftkv === false ? null : models?.find(({ id }) => id === item?.model)?.lineage.spec);
+const findSpec = (models, item) => (item?.engine.swiftkv === false ? null : models?.find(({ id }) => id === item?.model)?.lineage.spec);
 
 /** Whether a deployment's model has an early-exit head, as far as known. */
-const hasExit = (models, item) => item.engine.swiftkv !== false && specOf(models, item)?.swiftkv?.early_exit !== false;
+const hasExitHead = (models, item) => item.engine.swiftkv !== false && findSpec(models, item)?.swiftkv?.early_exit !== false;
 
 function Fields({ offersExit, kind, setKind, exit, setExit, tools, setTools, options, both }) {
   return html`<div class="row bottom">
@@ -159,7 +159,7 @@ function Fields({ offersExit, kind, setKind, exit, setExit, tools, setTools, opt
 }
 
 /** The form's values; throws if the tools are not valid JSON. */
-function fieldsOf(form, kind, tools) {
+function readForm(form, kind, tools) {
   const fields = new FormData(form);
   const asked = { kind, exit: fields.get("exit") ?? "off", threshold: Number(fields.get("threshold")), system: fields.get("system"), maxTokens: Number(fields.get("max_tokens")), temperature: Number(fields.get("temperature")), tools: null };
   if (kind === "chat" && tools) {
@@ -173,8 +173,8 @@ function fieldsOf(form, kind, tools) {
 }
 
 export function Playground({ query }) {
-  const [deployments, problem] = useFresh(() => all("/deployments"), [], 5000);
-  const [known] = useFresh(() => all("/models"), [], 10000);
+  const [deployments, problem] = usePolling(() => fetchAll("/deployments"), [], 5000);
+  const [known] = usePolling(() => fetchAll("/models"), [], 10000);
   const [talks, setTalks] = useState({});
   const [refusal, setRefusal] = useState(null);
   const [kind, setKind] = useState("chat");
@@ -185,8 +185,8 @@ export function Playground({ query }) {
   const ready = (deployments ?? []).filter(isServing);
   const busy = Object.values(talks).some((talk) => talk.busy);
 
-  const put = (id, change) => setTalks((old) => ({ ...old, [id]: { ...FRESH, ...old[id], ...change(old[id] ?? FRESH) } }));
-  const exits = (id, fields) => fields.exit !== "off" && ready.some((item) => item.id === id && hasExit(known, item));
+  const updateConversation = (id, change) => setTalks((old) => ({ ...old, [id]: { ...FRESH, ...old[id], ...change(old[id] ?? FRESH) } }));
+  const exits = (id, fields) => fields.exit !== "off" && ready.some((item) => item.id === id && hasExitHead(known, item));
 
   /** Stream one deployment's response to `turns`. */
   async function ask(id, turns, fields, signal) {
@@ -194,9 +194,9 @@ export function Playground({ query }) {
     const answer = { role: "assistant", content: "", pieces: [], calls: [] };
     const sums = { exited: 0, drafted: 0, tokens: 0, usage: null, timings: null };
     let first = null;
-    put(id, () => ({ turns: [...turns, answer], live: measure(began, null, 0), problem: null, busy: true }));
+    updateConversation(id, () => ({ turns: [...turns, answer], live: computeTimings(began, null, 0), problem: null, busy: true }));
     try {
-      for await (const event of stream(...request(id, turns, fields, exits(id, fields)), signal)) {
+      for await (const event of streamEvents(...buildRequest(id, turns, fields, exits(id, fields)), signal)) {
         const { piece, calls, tokens, usage, timings } = parseEvent(event);
         if (tokens && first === null) first = performance.now();
         if (piece) answer.pieces = [...answer.pieces, piece];
@@ -207,12 +207,12 @@ export function Playground({ query }) {
         sums.drafted += piece?.drafted ?? 0;
         sums.usage = usage ?? sums.usage;
         sums.timings = timings ?? sums.timings;
-        put(id, () => ({ turns: [...turns, { ...answer }], live: { ...sums, ...measure(began, first, sums.tokens) } }));
+        updateConversation(id, () => ({ turns: [...turns, { ...answer }], live: { ...sums, ...computeTimings(began, first, sums.tokens) } }));
       }
     } catch (error) {
-      if (error.name !== "AbortError") put(id, (old) => ({ problem: error, turns: answer.content || answer.calls.length ? old.turns : turns }));
+      if (error.name !== "AbortError") updateConversation(id, (old) => ({ problem: error, turns: answer.content || answer.calls.length ? old.turns : turns }));
     }
-    put(id, () => ({ busy: false }));
+    updateConversation(id, () => ({ busy: false }));
   }
 
   function begin(fields, ids, turnsOf) {
@@ -225,7 +225,7 @@ export function Playground({ query }) {
     event?.preventDefault();
     if (busy || !form.current.reportValidity()) return;
     try {
-      const fields = fieldsOf(form.current, kind, tools);
+      const fields = readForm(form.current, kind, tools);
       const asked = { role: "user", content: fields.prompt };
       const before = (id) => (kind === "chat" ? (talks[id]?.turns ?? []) : []);
       setRefusal(null);
@@ -236,18 +236,18 @@ export function Playground({ query }) {
       setRefusal(error);
     }
   }
-  const answered = (id) => (results) => begin(fieldsOf(form.current, kind, tools), [id], () => [...talks[id].turns, ...results]);
+  const answered = (id) => (results) => begin(readForm(form.current, kind, tools), [id], () => [...talks[id].turns, ...results]);
   const keys = (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && submit(event);
-  const option = (item, chosen) => html`<option value=${item.id} selected=${chosen}>${deploymentName(item, known)}</option>`;
+  const option = (item, chosen) => html`<option value=${item.id} selected=${chosen}>${getDeploymentName(item, known)}</option>`;
   const find = (id) => ready.find((item) => item.id === id);
-  const name = (id) => (find(id) ? deploymentName(find(id), known) : id);
-  if (!deployments) return html`<${Head} title="Playground" /><${Pending} what="deployments" problem=${problem} />`;
+  const name = (id) => (find(id) ? getDeploymentName(find(id), known) : id);
+  if (!deployments) return html`<${PageHeader} title="Playground" /><${LoadingOrProblem} what="deployments" problem=${problem} />`;
   const idle = !ready.length && !Object.keys(talks).length;
-  return html`<${Head} title="Playground"><span class="legend"><span><span class="exited">exited early</span></span><span><span class="drafted">drafted and verified</span></span></span><//>
+  return html`<${PageHeader} title="Playground"><span class="legend"><span><span class="exited">exited early</span></span><span><span class="drafted">drafted and verified</span></span></span><//>
     <${Problem} problem=${problem ?? refusal} />
-    ${!ready.length && html`<div class="panel"><${Empty} title="No running deployment"><a href="#/models">Choose a model to deploy</a>.<//></div><br />`}
+    ${!ready.length && html`<div class="panel"><${EmptyState} title="No running deployment"><a href="#/models">Choose a model to deploy</a>.<//></div><br />`}
     <form class="panel asked" ref=${form} hidden=${idle} onSubmit=${submit}>
-      <${Fields} offersExit=${ready.some((item) => hasExit(known, item))} kind=${kind} setKind=${setKind} exit=${exit} setExit=${setExit} tools=${tools} setTools=${setTools}
+      <${Fields} offersExit=${ready.some((item) => hasExitHead(known, item))} kind=${kind} setKind=${setKind} exit=${exit} setExit=${setExit} tools=${tools} setTools=${setTools}
         options=${ready.map((item) => option(item, item.id === query.get("a")))} both=${ready.map((item) => option(item, item.id === query.get("b")))} />
       <label class="wide">Prompt <textarea name="prompt" rows=${kind === "chat" ? 3 : 6} required onKeyDown=${keys} placeholder="Ctrl+Enter to send"></textarea></label>
       <div class="row">
@@ -258,5 +258,5 @@ export function Playground({ query }) {
       </div>
     </form>
     <br />
-    <div class="talks">${Object.entries(talks).map(([id, talk]) => html`<${Talk} key=${id} title=${name(id)} talk=${talk} tail=${deepTail(specOf(known, find(id)))} onResults=${answered(id)} />`)}</div>`;
+    <div class="talks">${Object.entries(talks).map(([id, talk]) => html`<${Conversation} key=${id} title=${name(id)} talk=${talk} tail=${describeDeepTail(findSpec(known, find(id)))} onResults=${answered(id)} />`)}</div>`;
 }

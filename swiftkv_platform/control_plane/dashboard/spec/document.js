@@ -3,7 +3,7 @@
 import { parseDocument, stringify } from "../vendor/yaml.js";
 
 /** Parse a spec: {doc, value, problem}; `problem` is {message, from} if it is invalid. */
-export function read(text) {
+export function parseSpec(text) {
   const doc = parseDocument(text, { prettyErrors: false });
   if (doc.errors.length) {
     const [{ message, pos }] = doc.errors;
@@ -16,16 +16,16 @@ export function read(text) {
   return { doc, value, problem: null };
 }
 
-export const write = (value) => stringify(value, { lineWidth: 0 });
+export const formatSpec = (value) => stringify(value, { lineWidth: 0 });
 
 /** Split a dotted path of an API error into keys. */
-export const parts = (field) => field.replace(/\[(\d+)\]/g, ".$1").split(".").map((part) => (/^\d+$/.test(part) ? Number(part) : part));
+export const splitPath = (field) => field.replace(/\[(\d+)\]/g, ".$1").split(".").map((part) => (/^\d+$/.test(part) ? Number(part) : part));
 
-export const at = (value, path) => path.reduce((found, key) => (found === null || typeof found !== "object" ? undefined : found[key]), value);
+export const getAt = (value, path) => path.reduce((found, key) => (found === null || typeof found !== "object" ? undefined : found[key]), value);
 
 /** Set values in `text`: [[path, value]]; undefined removes a field. */
-export function change(text, changes) {
-  const { doc, problem } = read(text);
+export function setFields(text, changes) {
+  const { doc, problem } = parseSpec(text);
   if (problem) return text;
   for (const [path, value] of changes) {
     if (value === undefined) {
@@ -43,15 +43,15 @@ export function change(text, changes) {
 }
 
 /** Text range of the key at `path`, or of its nearest existing parent. */
-export function rangeOf(doc, path) {
+export function findRange(doc, path) {
   for (let depth = path.length; depth > 0; depth--) {
-    const key = keyOf(doc, path.slice(0, depth));
+    const key = findKey(doc, path.slice(0, depth));
     if (key?.range) return { from: key.range[0], to: key.range[1] };
   }
   return { from: 0, to: 0 };
 }
 
-function keyOf(doc, path) {
+function findKey(doc, path) {
   const above = path.length > 1 ? doc.getIn(path.slice(0, -1), true) : doc.contents;
   const name = path.at(-1);
   if (typeof name === "number") return above?.items?.[name];

@@ -2,7 +2,7 @@
 
 import { html, useEffect, useRef } from "../vendor/htm-preact.js";
 import * as cm from "../vendor/codemirror.js";
-import { complete } from "./completion.js";
+import { makeCompletionSource } from "./completion.js";
 
 /** `marks`: errors [{from, to, message}]; `shown`: {from} to scroll to; `schema`: for completion. */
 export function Editor({ label, text, onInput, onSubmit, schema, marks, shown }) {
@@ -12,7 +12,7 @@ export function Editor({ label, text, onInput, onSubmit, schema, marks, shown })
   const reported = useRef([]); // texts reported by `onInput` that have not come back as `text` yet
   latest.current = { onInput, onSubmit, schema };
   useEffect(() => {
-    const source = (context) => latest.current.schema && complete(latest.current.schema)(context);
+    const source = (context) => latest.current.schema && makeCompletionSource(latest.current.schema)(context);
     const submit = { key: "Mod-Enter", run: () => (latest.current.onSubmit(), true) };
     view.current = new cm.EditorView({
       parent: place.current,

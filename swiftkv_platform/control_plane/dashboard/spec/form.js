@@ -1,9 +1,9 @@
 // Form of the most used fields, in sync with the spec's text.
 
 import { html, useState } from "../vendor/htm-preact.js";
-import { contents } from "../upload.js";
-import { at } from "./document.js";
-import { fieldAt } from "./schema.js";
+import { describeFile } from "../upload.js";
+import { getAt } from "./document.js";
+import { findFieldSchema } from "./schema.js";
 
 const L = ["swiftkv", "num_key_value_layers"];
 const SOURCE = ["data", "sources", 0, "name_or_path"];
@@ -17,9 +17,9 @@ const GROUPS = [
     { path: SOURCE, label: "Data", list: "sources" },
   ]],
   ["SwiftKV", [
-    { path: L, label: "l, layers with own KV", kind: "int", clears: REDUCTION },
+    { path: L, label: "l, layers that prompts run", kind: "int", clears: REDUCTION },
     { path: REDUCTION, label: "or share of layers skipped", kind: "number", clears: L },
-    { path: ["swiftkv", "key_value_group_size"], label: "g, layers per KV cache layer", kind: "int" },
+    { path: ["swiftkv", "key_value_group_size"], label: "g, skipped layers per KV cache layer", kind: "int" },
     { path: ["swiftkv", "early_exit"], label: "Early-exit head", kind: "check" },
   ]],
   ["Training", [
@@ -36,7 +36,7 @@ const GROUPS = [
   ]],
 ];
 
-export const fieldId = (path) => `spec-${path.join("-")}`;
+export const makeFieldId = (path) => `spec-${path.join("-")}`;
 
 /** Input as a value of the spec: empty removes the field; validation reports text that is not a number. */
 function parseInput(kind, text) {
@@ -47,13 +47,13 @@ function parseInput(kind, text) {
 
 function Field({ field, spec, schema, faults, onChange, disabled }) {
   const { path, label, kind, list, clears } = field;
-  const value = at(spec, path);
+  const value = getAt(spec, path);
   const [draft, setDraft] = useState(null); // keeps "0." while the user types 0.5
-  const known = schema && fieldAt(schema, path);
+  const known = schema && findFieldSchema(schema, path);
   const name = path.join(".");
   const mine = faults.filter((fault) => fault.field === name || fault.field?.startsWith(`${name}.`));
-  const id = fieldId(path);
-  const put = (event) => {
+  const id = makeFieldId(path);
+  const updateField = (event) => {
     if (kind !== "check") setDraft(event.target.value);
     const next = parseInput(kind, kind === "check" ? event.target.checked : event.target.value);
     onChange([...(clears && next !== undefined ? [[clears, undefined]] : []), [path, next]]);
@@ -61,12 +61,12 @@ function Field({ field, spec, schema, faults, onChange, disabled }) {
   const error = mine.length > 0 && html`<span class="field-error" id="${id}-error">${mine.map(({ message }) => message).join("; ")}</span>`;
   const common = { id, disabled, title: known?.description, "aria-invalid": mine.length ? "true" : null, "aria-describedby": mine.length ? `${id}-error` : null };
   if (kind === "check") {
-    return html`<label class="check"><input ...${common} type="checkbox" checked=${value === true} onChange=${put} />${label}${error}</label>`;
+    return html`<label class="check"><input ...${common} type="checkbox" checked=${value === true} onChange=${updateField} />${label}${error}</label>`;
   }
   const elaborate = value !== null && typeof value === "object";
   const standard = known?.default == null || typeof known.default === "object" ? "" : String(known.default);
   return html`<label>${label}
-    <input ...${common} disabled=${disabled || elaborate} list=${list} inputmode=${kind ? "decimal" : null} placeholder=${elaborate ? "see the editor" : standard} value=${elaborate ? "" : draft !== null && parseInput(kind, draft) === value ? draft : (value ?? "")} onInput=${put} onBlur=${() => setDraft(null)} autocomplete="off" />
+    <input ...${common} disabled=${disabled || elaborate} list=${list} inputmode=${kind ? "decimal" : null} placeholder=${elaborate ? "see the editor" : standard} value=${elaborate ? "" : draft !== null && parseInput(kind, draft) === value ? draft : (value ?? "")} onInput=${updateField} onBlur=${() => setDraft(null)} autocomplete="off" />
     ${error}
   </label>`;
 }
@@ -74,13 +74,13 @@ function Field({ field, spec, schema, faults, onChange, disabled }) {
 /** `files`: uploaded files; `upload`: the upload field. */
 export function Form({ spec, schema, faults, onChange, models, sources, files, upload }) {
   const paired = (fields) => (fields.length > 2 ? "pair" : "");
-  const more = (at(spec, ["data", "sources"])?.length ?? 1) - 1;
-  const named = files.find(({ id }) => id === at(spec, SOURCE));
+  const more = (getAt(spec, ["data", "sources"])?.length ?? 1) - 1;
+  const named = files.find(({ id }) => id === getAt(spec, SOURCE));
   return html`<form class="form panel" onSubmit=${(event) => event.preventDefault()} aria-label="Most used fields">
     ${GROUPS.map(([legend, fields]) => html`<fieldset><legend>${legend}</legend><div class=${paired(fields)} style=${paired(fields) ? "" : "display: grid; gap: 0.6rem"}>
       ${fields.map((field) => html`<${Field} key=${field.label} field=${field} spec=${spec} schema=${schema} faults=${faults} onChange=${onChange} disabled=${spec === null} />`)}
-    </div>${legend.includes("data") ? html`${named && html`<span class="quiet small">${contents(named)}</span>`}${more > 0 && html`<span class="quiet small">${more} more sources in the editor</span>`}${upload}` : ""}</fieldset>`)}
+    </div>${legend.includes("data") ? html`${named && html`<span class="quiet small">${describeFile(named)}</span>`}${more > 0 && html`<span class="quiet small">${more} more sources in the editor</span>`}${upload}` : ""}</fieldset>`)}
     <datalist id="models">${models.map((name) => html`<option value=${name}></option>`)}</datalist>
-    <datalist id="sources">${sources.map((name) => html`<option value=${name}></option>`)}${files.map((file) => html`<option value=${file.id}>${contents(file)}</option>`)}</datalist>
+    <datalist id="sources">${sources.map((name) => html`<option value=${name}></option>`)}${files.map((file) => html`<option value=${file.id}>${describeFile(file)}</option>`)}</datalist>
   </form>`;
 }

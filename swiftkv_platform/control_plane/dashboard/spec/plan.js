@@ -1,9 +1,8 @@
 // The plan of a spec: the response of POST /jobs/validate. Knows its fields, no route.
 
 import { html } from "../vendor/htm-preact.js";
-import { Facts, Loading, Meter, bytes, count, duration, figure, percent } from "../parts.js";
+import { FactList, Loading, Meter, formatBytes, formatCount, formatDuration, formatNumber, formatPercent } from "../parts.js";
 
-const share = (value) => percent(value);
 const notAvailable = (why) => html`<span class="unknown">not available ${why}</span>`;
 
 /** Source of the speed: a link to the measured job, or words. */
@@ -14,7 +13,7 @@ function formatSpeedSource(source) {
 
 const Source = ({ source }) => html`<li>
   <code>${source.name_or_path}</code><span></span>
-  <span class="sub">${[source.num_files != null && `${count(source.num_files)} files`, source.num_bytes != null && bytes(source.num_bytes), source.formats.join(", "), source.unread_columns?.length > 0 && `columns not read: ${source.unread_columns.join(", ")}`].filter(Boolean).join(" · ") || "read when the job runs"}</span>
+  <span class="sub">${[source.num_files != null && `${formatCount(source.num_files)} files`, source.num_bytes != null && formatBytes(source.num_bytes), source.formats.join(", "), source.unread_columns?.length > 0 && `columns not read: ${source.unread_columns.join(", ")}`].filter(Boolean).join(" · ") || "read when the job runs"}</span>
 </li>`;
 
 export function Plan({ plan, spec }) {
@@ -22,18 +21,18 @@ export function Plan({ plan, spec }) {
   const speed = formatSpeedSource(plan.speed_source);
   const byEpochs = spec?.training?.max_steps == null;
   return html`
-    <${Facts} of=${{
+    <${FactList} of=${{
       "layers skipped": layers == null ? notAvailable("for teachers on the hub") : `${layers - kept} of ${layers}`,
-      "memory per worker": plan.memory_per_worker == null ? notAvailable("without the teacher's configuration") : bytes(plan.memory_per_worker),
-      "process overhead": plan.process_memory && bytes(plan.process_memory),
-      time: plan.seconds == null ? notAvailable(byEpochs ? "without training.max_steps" : "until a similar job has run") : duration(plan.seconds),
-      cost: plan.cost == null ? notAvailable(plan.seconds == null ? "without a time estimate" : "without prices from the operator") : figure(plan.cost),
-      tokens: plan.max_tokens == null ? null : `max ${count(plan.max_tokens)}`,
-      "speed measured on": plan.seconds != null && speed,
-      "trained parameters": plan.trained_parameters != null && `${figure(plan.trained_parameters)} of ${figure(plan.parameters)}`,
+      "memory per worker": plan.memory_per_worker == null ? notAvailable("without the teacher's configuration") : formatBytes(plan.memory_per_worker),
+      "process overhead": plan.process_memory && formatBytes(plan.process_memory),
+      time: plan.seconds == null ? notAvailable(byEpochs ? "without training.max_steps" : "until a similar job has run") : formatDuration(plan.seconds),
+      cost: plan.cost == null ? notAvailable(plan.seconds == null ? "without a time estimate" : "without prices from the operator") : formatNumber(plan.cost),
+      tokens: plan.max_tokens == null ? null : `max ${formatCount(plan.max_tokens)}`,
+      "speed source": plan.seconds != null && speed,
+      "trained parameters": plan.trained_parameters != null && `${formatNumber(plan.trained_parameters)} of ${formatNumber(plan.parameters)}`,
     }} />
-    ${plan.prefill_flops_ratio != null && html`<${Meter} name="Prefill compute, relative to the teacher" value=${plan.prefill_flops_ratio} max=${1} format=${share} note=${`${percent(1 - plan.prefill_flops_ratio)} saved for prompts of data.max_length tokens`} />`}
-    ${plan.kv_bytes_ratio != null && html`<${Meter} name="KV cache, relative to the teacher" value=${plan.kv_bytes_ratio} max=${1} format=${share} note=${`${percent(1 - plan.kv_bytes_ratio)} saved; ${bytes(plan.kv_bytes_per_token)} per token`} />`}
+    ${plan.prefill_flops_ratio != null && html`<${Meter} name="Prefill compute, relative to the teacher" value=${plan.prefill_flops_ratio} max=${1} format=${formatPercent} note=${`${formatPercent(1 - plan.prefill_flops_ratio)} saved for prompts of data.max_length tokens`} />`}
+    ${plan.kv_bytes_ratio != null && html`<${Meter} name="KV cache, relative to the teacher" value=${plan.kv_bytes_ratio} max=${1} format=${formatPercent} note=${`${formatPercent(1 - plan.kv_bytes_ratio)} saved; ${formatBytes(plan.kv_bytes_per_token)} per token`} />`}
     ${plan.sources?.length > 0 && html`<h3>Data</h3><ul class="items">${plan.sources.map((source) => html`<${Source} source=${source} />`)}</ul>`}`;
 }
 

@@ -17,15 +17,15 @@ export async function loadSchema() {
 }
 
 /** The alternatives of a schema, with references resolved. */
-function alternatives(root, schema) {
+function listAlternatives(root, schema) {
   if (schema === true || schema == null) return [];
-  if (schema.$ref) return alternatives(root, root.$defs[schema.$ref.split("/").at(-1)]);
+  if (schema.$ref) return listAlternatives(root, root.$defs[schema.$ref.split("/").at(-1)]);
   const several = schema.anyOf ?? schema.oneOf ?? schema.allOf;
-  return several ? several.flatMap((each) => alternatives(root, each)) : [schema];
+  return several ? several.flatMap((each) => listAlternatives(root, each)) : [schema];
 }
 
-function step(root, schema, key) {
-  return alternatives(root, schema).flatMap((each) => {
+function getChildSchemas(root, schema, key) {
+  return listAlternatives(root, schema).flatMap((each) => {
     if (typeof key === "number" || key === "-") return each.items ? [each.items] : [];
     const found = each.properties?.[key] ?? each.additionalProperties;
     return found && found !== true ? [found] : [];
@@ -33,33 +33,33 @@ function step(root, schema, key) {
 }
 
 /** The schemas of the value at `path`; empty for an unknown path. */
-export const schemasAt = (root, path) => path.reduce((found, key) => found.flatMap((each) => step(root, each, key)), [root]);
+export const findSchemas = (root, path) => path.reduce((found, key) => found.flatMap((each) => getChildSchemas(root, each, key)), [root]);
 
 /** The field's own schema at `path`, with its description and default. */
-export const fieldAt = (root, path) => schemasAt(root, path)[0];
+export const findFieldSchema = (root, path) => findSchemas(root, path)[0];
 
 /** Fields of the object at `path`: [{name, description, type, default}]. */
-export function namesAt(root, path) {
-  const maps = schemasAt(root, path).flatMap((each) => alternatives(root, each));
-  return maps.flatMap((map) => Object.entries(map.properties ?? {}).map(([name, schema]) => ({ name, ...described(root, schema) })));
+export function listFields(root, path) {
+  const maps = findSchemas(root, path).flatMap((each) => listAlternatives(root, each));
+  return maps.flatMap((map) => Object.entries(map.properties ?? {}).map(([name, schema]) => ({ name, ...describeField(root, schema) })));
 }
 
 /** Enumerated values of the field at `path`. */
-export function valuesAt(root, path) {
-  const kinds = schemasAt(root, path).flatMap((each) => alternatives(root, each));
+export function listValues(root, path) {
+  const kinds = findSchemas(root, path).flatMap((each) => listAlternatives(root, each));
   const values = kinds.flatMap((each) => (each.type === "boolean" ? [true, false] : each.type === "null" ? [null] : (each.enum ?? (each.const === undefined ? [] : [each.const]))));
   return [...new Set(values)].map(String);
 }
 
-function described(root, schema) {
-  const kinds = alternatives(root, schema);
+function describeField(root, schema) {
+  const kinds = listAlternatives(root, schema);
   const type = [...new Set(kinds.map((each) => each.type ?? (each.enum ? "choice" : "")))].filter(Boolean).join(" or ");
   const isMap = kinds.some((each) => each.properties);
   return { description: schema.description ?? kinds[0]?.description ?? "", type, default: schema.default, isMap };
 }
 
 /** Validate `value`: [{path, message}], the innermost path of each error. */
-export function check(root, value) {
+export function validateSpec(root, value) {
   const { errors } = new Validator(root, DRAFT, false).validate(value);
   const leaves = errors.filter(({ keyword }) => !SECONDARY.has(keyword));
   const found = new Map();
@@ -72,12 +72,12 @@ export function check(root, value) {
     .map((place) => {
       const path = place.split("/").slice(1).map((part) => decodeURIComponent(part).replaceAll("~1", "/").replaceAll("~0", "~"));
       const { keyword, error } = found.get(place);
-      return { path, message: keyword === "false" ? unknown(root, path) : error };
+      return { path, message: keyword === "false" ? describeUnknownField(root, path) : error };
     });
 }
 
-function unknown(root, path) {
-  const names = namesAt(root, path.slice(0, -1)).map(({ name }) => name);
+function describeUnknownField(root, path) {
+  const names = listFields(root, path.slice(0, -1)).map(({ name }) => name);
   return names.length ? `unknown field; known fields: ${names.join(", ")}` : "unknown field";
 }
 
@@ -93,7 +93,7 @@ export function withoutDefaults(root, value, path = []) {
   if (Array.isArray(value)) return value.map((each, i) => withoutDefaults(root, each, [...path, i]));
   if (value === null || typeof value !== "object") return value;
   const kept = Object.entries(value).flatMap(([name, each]) => {
-    const field = fieldAt(root, [...path, name]);
+    const field = findFieldSchema(root, [...path, name]);
     if (field && "default" in field && isSame(field.default, each)) return [];
     const inner = withoutDefaults(root, each, [...path, name]);
     const isEmpty = inner !== null && typeof inner === "object" && !Array.isArray(inner) && !Object.keys(inner).length;

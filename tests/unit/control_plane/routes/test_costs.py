@@ -188,7 +188,7 @@ def test_a_job_that_could_never_start_is_a_403_that_names_the_quota(limited: Ser
         refused = limited.client.post(path, json={**SPEC, "resources": resources})
         error = refusal(refused, 403)
         assert (refused.json()["code"], error["field"], error["value"]) == ("over_quota", "resources", 8.0)
-        assert "max_gpus of tenant 'default' is 4" in error["message"]
+        assert "max_gpus of tenant 'default', 4" in error["message"]
 
 
 def test_the_quota_and_its_use_can_be_asked_for(limited: Server) -> None:

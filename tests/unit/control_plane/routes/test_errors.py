@@ -119,7 +119,7 @@ def test_readiness_names_what_is_away(server: Server, monkeypatch: pytest.Monkey
     def away() -> None:
         raise DatabaseUnavailableError("disk full")
 
-    monkeypatch.setattr(server.parts.database, "reading", away)
+    monkeypatch.setattr(server.parts.database, "begin_read", away)
     server.wait(10)
     [error] = problem(server.client.get("/readyz"), 503)["errors"]
     assert (error["field"], error["message"]) == ("database", "disk full")

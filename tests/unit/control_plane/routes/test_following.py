@@ -201,7 +201,7 @@ class Noted:
     until: list[tuple[str, float]] = field(default_factory=list)
     away: bool = False
 
-    def watch(self, job_id: str, until: float) -> None:
+    def mark_watched(self, job_id: str, until: float) -> None:
         if self.away:
             raise DatabaseUnavailableError("away")
         self.until.append((job_id, until))

@@ -154,10 +154,10 @@ def test_metrics_tell_what_is_away_and_are_there_without_it(
         monkeypatch.setattr(owner, name, call)
 
     asked = {
-        "database": ["reading", "check_available"],
-        "ray": ["check"],
+        "database": ["begin_read", "check_available"],
+        "ray": ["check_alive"],
         "object_store": ["ping"],
-        "serving": ["status"],
+        "serving": ["list_states"],
     }
     for name in asked[away]:
         replace_method(getattr(parts, PARTS[away]), name)
@@ -194,7 +194,7 @@ def test_a_loop_that_gets_nowhere_is_told(
         failed.set()
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(parts.jobs, "on_cluster", broken)
+    monkeypatch.setattr(parts.jobs, "list_cluster_jobs", broken)
     assert failed.wait(30)
     assert client.get("/readyz").status_code == 200, "one failed turn is not a stalled loop"
     clock.now += 300
@@ -214,7 +214,7 @@ def test_a_loop_that_hangs_is_no_living_process(
         leave.wait(30)
         return ()
 
-    monkeypatch.setattr(parts.jobs, "on_cluster", hanging)
+    monkeypatch.setattr(parts.jobs, "list_cluster_jobs", hanging)
     assert entered.wait(30)
     clock.now += 200
     assert client.get("/healthz").json() == {"status": "ok"}

@@ -22,7 +22,7 @@ from tests.unit.control_plane.rules.conftest import TENANT, Plane
 ANN = Caller(TENANT, "ann")
 
 
-EFFECTS = frozenset({"claim", "update", "write_request", "request_pause", "submit", "stop", "save_logs"})
+EFFECTS = frozenset({"claim_slots", "update", "write_request", "request_pause", "submit", "stop", "save_logs"})
 """Calls with effects; a kill at any other call equals a kill before the next one of these."""
 
 

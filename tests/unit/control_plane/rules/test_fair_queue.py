@@ -45,7 +45,7 @@ def job(tenant: str, *, status: JobStatus = JobStatus.QUEUED, **spec: Any) -> Jo
     return Job(new_id("job"), tenant, "ann", JobSpec.model_validate(document), 100, status=status)
 
 
-EVERYTHING_FITS: Any = SimpleNamespace(fits_empty_nodes=lambda _: True, fits=lambda _: True, reserve=lambda _: None)
+EVERYTHING_FITS: Any = SimpleNamespace(fits_empty_nodes=lambda _: True, fits_now=lambda _: True, reserve=lambda _: None)
 """An admission to a cluster that does not report its nodes."""
 
 

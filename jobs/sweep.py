@@ -215,7 +215,7 @@ def _open_trial_store(store: ObjectStore, request: AttemptRequest, trial: Trial)
 def _find_earlier_outcome(store: ObjectStore, request: AttemptRequest, trial: Trial) -> TrialOutcome | None:
     """Return the outcome of a trial that an earlier attempt has finished; None if there is none."""
     trial_store = _open_trial_store(store, request, trial)
-    for attempt in reversed(request.attempt_id.list_until_this()):
+    for attempt in reversed(request.attempt_id.list_attempts_so_far()):
         manifest = AttemptStore(trial_store).read_artifact_manifest(attempt)
         if manifest is not None:
             return TrialOutcome(manifest)

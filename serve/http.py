@@ -63,13 +63,13 @@ from swiftkv_platform.web.limiters import ConcurrencyLimits, Sender
 from swiftkv_platform.web.middleware import BodyLimit, InputGuard, RefusalBackoff, SecurityHeaders
 from swiftkv_platform.web.problems import (
     FieldProblem,
+    drop_long_value,
     join_messages,
     make_error_problem,
     make_json_problem,
     make_problem,
     respond_with_error,
     respond_with_problem,
-    value_if_short,
 )
 from swiftkv_platform.web.swagger import LICENSE, OPEN, add_docs
 
@@ -380,7 +380,7 @@ def add_problem_handlers(app: FastAPI, routes: Sequence[str]) -> None:
 
 
 def _describe_missing_route(request: Request, routes: Sequence[str]) -> str:
-    path = value_if_short(request.url.path) or "of this name"
+    path = drop_long_value(request.url.path) or "of this name"
     return (
         f"there is no route {path}; the routes below /v1 are {', '.join(routes)}: embeddings, images, sounds, "
         "files and stored responses are not served"
@@ -395,4 +395,4 @@ def _make_field_problem(error: Any, body: Any) -> FieldProblem:
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
         message = describe_unknown_key(error, body)
-    return FieldProblem(field=path or "body", value=value_if_short(error.get("input")), message=message)
+    return FieldProblem(field=path or "body", value=drop_long_value(error.get("input")), message=message)

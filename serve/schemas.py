@@ -28,7 +28,7 @@ from swiftkv_platform.specs.base import (
     MAX_PROMPTS,
     MAX_STREAM_INTERVAL_S,
 )
-from swiftkv_platform.web.problems import value_if_short
+from swiftkv_platform.web.problems import drop_long_value
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
@@ -78,7 +78,7 @@ class TypedPart(BodyPart):
             return handler(part)
         kind = part.get("type") or cls.default_type
         if not isinstance(kind, str) or not kind:
-            raise ValueError(f"type is {value_if_short(kind)!r}; accepted here: {', '.join(cls.required_keys)}")
+            raise ValueError(f"type is {drop_long_value(kind)!r}; accepted here: {', '.join(cls.required_keys)}")
         if kind not in cls.required_keys:
             replacement = cls.replace_unsupported(part, handler)
             replacement._original = part
@@ -236,7 +236,7 @@ def restrict_to_object(schema: Mapping[str, Any]) -> dict[str, Any]:
     given = schema.get("type", "object")
     if given != "object" and not (isinstance(given, list) and "object" in given):
         why = ", and type json_object needs an object; use type json_schema"
-        raise InvalidInputError.for_field("response_format.schema.type", value_if_short(given), why)
+        raise InvalidInputError.for_field("response_format.schema.type", drop_long_value(given), why)
     return {**schema, "type": "object"}
 
 

@@ -94,14 +94,14 @@ class StreamRedactor:
             return text
         text, found, position = self._buffer + text, [], 0
         # Credentials that start before `cut` are complete in the text.
-        cut = self._find_cut_secret(text, max(len(text) - len(self._credential_forms[0]) + 1, 0))
+        cut = self._find_partial_secret(text, max(len(text) - len(self._credential_forms[0]) + 1, 0))
         for match in self._pattern.finditer(text):
             if match.start() >= cut:
                 break
             found += [text[position : match.start()], REDACTED]
             position = match.end()
             if position > cut:
-                cut = self._find_cut_secret(text, position)
+                cut = self._find_partial_secret(text, position)
         self._buffer = text[cut:]
         return "".join([*found, text[position:cut]])
 
@@ -110,7 +110,7 @@ class StreamRedactor:
         rest, self._buffer = self._buffer, ""
         return rest if self._pattern is None else self._pattern.sub(REDACTED, rest)
 
-    def _find_cut_secret(self, text: str, start: int) -> int:
+    def _find_partial_secret(self, text: str, start: int) -> int:
         """Return the first index from `start` on where the text may cut off a credential; otherwise its length."""
         for index in range(start, len(text)):
             if text[index] in self._first_characters:

@@ -73,7 +73,7 @@ class StudentShape(FrozenModel):
         for name in ("num_key_value_layers", "key_value_group_size"):
             _check_integer(name, given[name])
         _check_deep_tail(
-            given.get("swiftkv_deep_tail", 1), has_deep_leaders=given.get("swiftkv_decode_key_value") == "own"
+            given.get("swiftkv_deep_tail", 1), has_own_decode_kv=given.get("swiftkv_decode_key_value") == "own"
         )
         return cls(**given)
 
@@ -91,7 +91,7 @@ class StudentShape(FrozenModel):
         """Whether skipped prompt tokens bypass layers below l."""
         return bool(find_bypassed_layers(self.swiftkv_prefill_layers or ()))
 
-    def without_deep_leaders(self) -> StudentShape:
+    def with_shared_decode_kv(self) -> StudentShape:
         """Return the shape whose deep tokens share the prompts' K and V."""
         return self.model_copy(update={"swiftkv_decode_key_value": "shared", "swiftkv_deep_tail": 1})
 
@@ -151,7 +151,7 @@ class LayerMap:
         if self.shape.swiftkv_prefill_layers is not None:
             _check_prefill_layers(self.shape.swiftkv_prefill_layers, self.num_hidden_layers)
             if self.shape.swiftkv_prefill_layers[-1] + 1 != self.num_key_value_layers:
-                raise _conflicting_depth_error(self.shape.swiftkv_prefill_layers)
+                raise _make_conflicting_depth_error(self.shape.swiftkv_prefill_layers)
         if not 1 <= self.num_key_value_layers <= self.num_hidden_layers:
             raise InvalidInputError.for_field(
                 "swiftkv.num_key_value_layers",
@@ -272,7 +272,7 @@ class ShapeRequest:
         return self.prefill_layers[-1] + 1 if self.prefill_layers else self.num_key_value_layers
 
     @property
-    def has_deep_leaders(self) -> bool:
+    def has_own_decode_kv(self) -> bool:
         """Whether deep tokens have their own K and V."""
         return self.decode_key_value == "own"
 
@@ -288,7 +288,7 @@ class ShapeRequest:
         if self.prefill_layers is not None:
             _check_prefill_layers(self.prefill_layers, num_hidden_layers)
             if share is not None or self.num_key_value_layers not in (None, self.requested_depth):
-                raise _conflicting_depth_error(self.prefill_layers)
+                raise _make_conflicting_depth_error(self.prefill_layers)
         given = self.requested_depth
         if given is not None and share is not None:
             raise InvalidInputError(
@@ -337,7 +337,7 @@ class ShapeRequest:
         heads = {"gqa": None, "mqa": 1, "mha": num_attention_heads}
         if self.sharing not in heads:
             raise InvalidInputError.for_field("swiftkv.sharing", self.sharing, f"; {', '.join(heads)} are accepted")
-        _check_deep_tail(self.deep_tail, has_deep_leaders=self.has_deep_leaders)
+        _check_deep_tail(self.deep_tail, has_own_decode_kv=self.has_own_decode_kv)
         shape = StudentShape(
             num_key_value_layers=depth,
             key_value_group_size=self.key_value_group_size,
@@ -399,7 +399,7 @@ def refuse_bypass_with_latents(layers: Sequence[int], model_type: str) -> None:
     )
 
 
-def _conflicting_depth_error(layers: Sequence[int]) -> InvalidInputError:
+def _make_conflicting_depth_error(layers: Sequence[int]) -> InvalidInputError:
     return InvalidInputError.for_field(
         "swiftkv.prefill_layers",
         list(layers),
@@ -412,12 +412,12 @@ def _check_integer(name: str, value: object) -> None:
         raise InvalidInputError.for_field(f"swiftkv.{name}", value, "; an integer is accepted")
 
 
-def _check_deep_tail(size: object, *, has_deep_leaders: bool) -> None:
+def _check_deep_tail(size: object, *, has_own_decode_kv: bool) -> None:
     """Raise `InvalidInputError` for a deep tail without tokens, or of tokens that share the prompts' K and V."""
     _check_integer("deep_tail", size)
     if not 1 <= cast("int", size) <= MAX_DEEP_TAIL:
         raise InvalidInputError.for_field("swiftkv.deep_tail", size, f"; 1..{MAX_DEEP_TAIL} tokens are accepted")
-    if size != 1 and not has_deep_leaders:
+    if size != 1 and not has_own_decode_kv:
         raise InvalidInputError.for_field(
             "swiftkv.deep_tail", size, ", which needs swiftkv.decode_key_value own; with shared, only 1 is accepted"
         )

@@ -114,18 +114,18 @@ def publish_rows(store: ObjectStore, request: AttemptRequest, directory: Path) -
 
 def find_calibrated_start(store: ObjectStore, request: AttemptRequest) -> str | None:
     """Return the key of the calibrated start from this attempt or an earlier one; None if there is none."""
-    return _find_newest_key(store, request, lambda attempt: attempt.start_prefix(request.spec.name))
+    return _find_newest_key(store, request, lambda attempt: attempt.get_start_prefix(request.spec.name))
 
 
 def make_calibrated_start_key(request: AttemptRequest) -> str | None:
     """Return the key at which this attempt publishes the calibrated start; None for a job that starts from copies or
     continues from a model or checkpoint."""
     calibrates = request.spec.swiftkv.is_calibrated and request.parent is None
-    return request.attempt_id.start_prefix(request.spec.name) if calibrates else None
+    return request.attempt_id.get_start_prefix(request.spec.name) if calibrates else None
 
 
 def _find_newest_key(store: ObjectStore, request: AttemptRequest, prefix: Callable[[AttemptId], str]) -> str | None:
-    keys = (prefix(attempt) for attempt in reversed(request.attempt_id.list_until_this()))
+    keys = (prefix(attempt) for attempt in reversed(request.attempt_id.list_attempts_so_far()))
     return next((key for key in keys if is_complete(store, key)), None)
 
 
@@ -258,7 +258,7 @@ def find_finished_checkpoint(store: ObjectStore, request: AttemptRequest, total_
 
 def iter_checkpoints_of_step(store: ObjectStore, attempt: AttemptId, step: int) -> Iterator[str]:
     """Yield the keys of the complete checkpoints of a step, newest attempt first."""
-    for one in reversed(attempt.list_until_this()):
+    for one in reversed(attempt.list_attempts_so_far()):
         yield from iter_own_checkpoints_of_step(store, one, step)
 
 
@@ -273,7 +273,7 @@ def iter_own_checkpoints_of_step(store: ObjectStore, attempt: AttemptId, step: i
 
 def read_newest_object(store: ObjectStore, attempt: AttemptId, key: Callable[[AttemptId], str]) -> bytes | None:
     """Return the object at `key` of the newest attempt that has stored it; None if there is none."""
-    for one in reversed(attempt.list_until_this()):
+    for one in reversed(attempt.list_attempts_so_far()):
         with suppress(ObjectNotFoundError):
             return store.get_bytes(key(one))
     return None

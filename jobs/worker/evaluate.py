@@ -305,7 +305,7 @@ def _render_report(
     store: ObjectStore, request: AttemptRequest, report: Report, lineage: Mapping[str, Any]
 ) -> dict[str, str]:
     """Return the report as JSON and HTML, by file name."""
-    curve = read_loss_curve(store, request.attempt_id.list_until_this())
+    curve = read_loss_curve(store, request.attempt_id.list_attempts_so_far())
     return {
         "evaluation.json": report.model_dump_json(indent=2) + "\n",
         "evaluation.html": render_evaluation_page(report.model_dump(mode="json"), lineage, curve),

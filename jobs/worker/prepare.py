@@ -128,7 +128,7 @@ def prepare_run(
                 remote=StoreFiles(workspace / "objects"),
                 access=access,
                 completions=None if answers is None else TeacherCompletions(describe_teacher(spec, path), answers),
-                mask_prompts=spec.swiftkv.request.has_deep_leaders,
+                mask_prompts=spec.swiftkv.request.has_own_decode_kv,
                 with_steering=uses_validation_rows(spec),
                 share_prefixes=supports_shared_prefixes(spec, student.config),
                 progress=progress,

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.serve.schemas import MAX_NAME_LENGTH
-from swiftkv_platform.web.problems import value_if_short
+from swiftkv_platform.web.problems import drop_long_value
 
 Route = Literal["completions", "chat/completions", "responses", "messages"]
 """Routes below `/v1`."""
@@ -258,14 +258,14 @@ def find_ignored_fields(
 def _check_field(name: str, value: Any, n: int, field: RequestField | None, route: Route, *, any_ignored: bool) -> None:
     if field is not None and field.treatment is Treatment.REFUSED:
         if not field.accepts(value, n):
-            shown = "too long to repeat" if (short := value_if_short(value)) is None else repr(short)
+            shown = "too long to repeat" if (short := drop_long_value(value)) is None else repr(short)
             message = f"{name} is {shown}; leave it out: {field.note.replace('`', '')}"
             raise InvalidInputError(message, field=name, value=short)
     elif (field is None or field.treatment is Treatment.SERVED) and not any_ignored:
         # A served field that the body's model lacks is of another route.
         shown = name[:MAX_NAME_LENGTH] or '""'
         message = f"{shown} is not a field of /v1/{route}{_suggest_name(name, route)}"
-        raise InvalidInputError(message, field=shown, value=value_if_short(value))
+        raise InvalidInputError(message, field=shown, value=drop_long_value(value))
 
 
 def _suggest_name(name: str, route: Route) -> str:

@@ -102,7 +102,7 @@ def create(
         max_priority=max_priority,
         operator=operator,
     )
-    key = KeyRing(path).find(token)
+    key = KeyRing(path).find_key(token)
     assert key is not None, "create_key added it"
     _print_new_key(key, token, path, "Added to", json=json)
 
@@ -132,7 +132,7 @@ def list_keys(file: KeysFile = None, json: Json = False) -> None:
     """List API keys with scopes, validity and last use at the control plane."""
     from swiftkv_platform.security.keys import KeyRing
 
-    keys, last_used = KeyRing(_resolve_keys_file(file)).read(), _load_last_uses()
+    keys, last_used = KeyRing(_resolve_keys_file(file)).list_keys(), _load_last_uses()
     if json:
         documents = [{"id": key.id, **key.model_dump(mode="json", exclude={"sha256"})} for key in keys]
         print_json({"keys": [{**each, "last_used_at": last_used.get(each["id"])} for each in documents]})

@@ -17,7 +17,7 @@ from swiftkv_platform.cli.examples import EXAMPLES
 from swiftkv_platform.cli.output import ErrorReportingGroup
 
 
-class _Entry(NamedTuple):
+class _CommandEntry(NamedTuple):
     target: str
     """Module in this package and attribute: a function, or a `typer.Typer` for a group."""
     summary: str
@@ -27,70 +27,76 @@ class _Entry(NamedTuple):
 _LOCAL_MODEL, _LOCAL_PLATFORM = "Local model commands", "Local platform commands"
 _CLIENT, _OPERATOR = "Platform client commands", "Operator commands"
 
-_COMMANDS: dict[str, dict[str, _Entry]] = {
+_COMMANDS: dict[str, dict[str, _CommandEntry]] = {
     _LOCAL_MODEL: {
-        "distill": _Entry("distill:distill", "Distill a model on this machine, using a temporary local Ray."),
-        "evaluate": _Entry("distill:evaluate", "Evaluate a student against its teacher."),
-        "serve": _Entry(
+        "distill": _CommandEntry("distill:distill", "Distill a model on this machine, using a temporary local Ray."),
+        "evaluate": _CommandEntry("distill:evaluate", "Evaluate a student against its teacher."),
+        "serve": _CommandEntry(
             "serve:serve", "Serve a model on this machine with an OpenAI-compatible API. Stop with Ctrl-C."
         ),
-        "convert": _Entry("convert:convert", "Convert a teacher's checkpoint to an untrained student."),
-        "export": _Entry(
+        "convert": _CommandEntry("convert:convert", "Convert a teacher's checkpoint to an untrained student."),
+        "export": _CommandEntry(
             "convert:export",
             "Export a student for serving, without the weights that only teacher mode uses, or as an adapter.",
         ),
-        "analyze": _Entry(
+        "analyze": _CommandEntry(
             "plan:analyze", "Measure the SimScore of each layer's input on text (paper, equation 1), and recommend l."
         ),
-        "plan": _Entry(
+        "plan": _CommandEntry(
             "plan:plan", "Estimate prefill FLOPs (paper, table 1) and KV cache bytes of students and their teacher."
         ),
-        "recipes": _Entry("recipes:recipes_app", "List and copy the packaged example job specs."),
+        "recipes": _CommandEntry("recipes:recipes_app", "List and copy the packaged example job specs."),
     },
     _LOCAL_PLATFORM: {
-        "up": _Entry(
+        "up": _CommandEntry(
             "local:up",
             "Start Ray and the control plane on this machine. Running parts are kept; stopped parts are restarted.",
         ),
-        "down": _Entry("local:down", "Stop all processes that `swiftkv up` started."),
-        "status": _Entry(
+        "down": _CommandEntry("local:down", "Stop all processes that `swiftkv up` started."),
+        "status": _CommandEntry(
             "local:status",
             "Show the status of Ray, the control plane and Ray Serve. The exit code is 1 unless the first two are "
             "ready.",
         ),
-        "demo": _Entry(
+        "demo": _CommandEntry(
             "local:demo",
             "Distill a small model, deploy it, generate text and write a report, on a temporary local platform.",
         ),
-        "doctor": _Entry(
+        "doctor": _CommandEntry(
             "doctor:doctor", "Diagnose this machine and its services. The exit code is 1 if a check fails."
         ),
     },
     _CLIENT: {
-        "jobs": _Entry("jobs:jobs_app", "Manage distillation jobs."),
-        "files": _Entry("files:files_app", "Manage uploaded training data (`file-...`)."),
-        "models": _Entry("models:models_app", "Manage distilled models and their aliases."),
-        "deployments": _Entry("deployments:deployments_app", "Manage deployments. Create one with `swiftkv deploy`."),
-        "deploy": _Entry("deploy:deploy", "Deploy a distilled model."),
-        "generate": _Entry("deploy:generate", "Generate a completion with a deployed model, streamed to stdout."),
+        "jobs": _CommandEntry("jobs:jobs_app", "Manage distillation jobs."),
+        "files": _CommandEntry("files:files_app", "Manage uploaded training data (`file-...`)."),
+        "models": _CommandEntry("models:models_app", "Manage distilled models and their aliases."),
+        "deployments": _CommandEntry(
+            "deployments:deployments_app", "Manage deployments. Create one with `swiftkv deploy`."
+        ),
+        "deploy": _CommandEntry("deploy:deploy", "Deploy a distilled model."),
+        "generate": _CommandEntry(
+            "deploy:generate", "Generate a completion with a deployed model, streamed to stdout."
+        ),
     },
     _OPERATOR: {
-        "keys": _Entry("access:keys_app", "Manage API keys in the file SWIFTKV_API_KEYS_FILE."),
-        "quota": _Entry("access:quota", "Show your tenant's quotas and current usage."),
-        "audit": _Entry("access:audit", "List the audit trail: changes and denied requests, with caller and address."),
-        "prune": _Entry(
+        "keys": _CommandEntry("access:keys_app", "Manage API keys in the file SWIFTKV_API_KEYS_FILE."),
+        "quota": _CommandEntry("access:quota", "Show your tenant's quotas and current usage."),
+        "audit": _CommandEntry(
+            "access:audit", "List the audit trail: changes and denied requests, with caller and address."
+        ),
+        "prune": _CommandEntry(
             "local:prune",
             "Delete data past its retention (SWIFTKV_RETENTION_*). The control plane does this every hour.",
         ),
-        "backup": _Entry(
+        "backup": _CommandEntry(
             "local:backup",
             "Back up the database and object store to a new directory. The platform can keep running.",
         ),
-        "restore": _Entry(
+        "restore": _CommandEntry(
             "local:restore",
             "Restore a backup into an empty database and the object store. Stop all control planes first.",
         ),
-        "sweep": _Entry("local:sweep", "Deprecated: use `swiftkv prune`."),
+        "sweep": _CommandEntry("local:sweep", "Deprecated: use `swiftkv prune`."),
     },
 }
 """Commands by panel of `swiftkv --help`."""
@@ -100,7 +106,7 @@ _HIDDEN = ("sweep",)
 class LazyCommand(TyperCommand):
     """A command or group that is imported on first use. Until then, only its name and summary are known."""
 
-    def __init__(self, name: str, entry: _Entry, panel: str) -> None:
+    def __init__(self, name: str, entry: _CommandEntry, panel: str) -> None:
         super().__init__(name, help=entry.summary, rich_help_panel=panel, hidden=name in _HIDDEN)
         self._entry = entry
 

@@ -300,7 +300,7 @@ def add_spec_options(
 def _make_option(field: FieldInfo) -> Any:
     from swiftkv_platform.specs.base import Range
 
-    scalar_type, list_type = _scalar_type(field.annotation), _list_type(field.annotation)
+    scalar_type, list_type = _get_scalar_type(field.annotation), _get_list_type(field.annotation)
     if list_type is not None:
         return Annotated[list_type | None, typer.Option(help=f"{_make_help(field)} Repeatable.")]
     if scalar_type is None:
@@ -312,22 +312,22 @@ def _make_option(field: FieldInfo) -> Any:
     return Annotated[scalar_type | None, typer.Option(min=low, max=high, help=_make_help(field))]
 
 
-def _list_type(annotation: Any) -> Any:
+def _get_list_type(annotation: Any) -> Any:
     """Return `list[item]` for a tuple annotation or its optional form, else None."""
     if typing.get_origin(annotation) is tuple:
-        return types.GenericAlias(list, _scalar_type(typing.get_args(annotation)[0]))
+        return types.GenericAlias(list, _get_scalar_type(typing.get_args(annotation)[0]))
     members = typing.get_args(annotation) if typing.get_origin(annotation) in (Union, types.UnionType) else ()
-    return next((found for member in members if (found := _list_type(member)) is not None), None)
+    return next((found for member in members if (found := _get_list_type(member)) is not None), None)
 
 
-def _scalar_type(annotation: Any) -> Any:
+def _get_scalar_type(annotation: Any) -> Any:
     """Return the type of a scalar annotation or its optional form; None for an object."""
     if annotation in _SCALAR_TYPES:
         return annotation
     if typing.get_origin(annotation) is Literal:
         return str
     members = [member for member in typing.get_args(annotation) if member is not NoneType]
-    return _scalar_type(members[0]) if members and typing.get_origin(annotation) is not dict else None
+    return _get_scalar_type(members[0]) if members and typing.get_origin(annotation) is not dict else None
 
 
 def _make_help(field: FieldInfo) -> str:

@@ -18,7 +18,7 @@ from swiftkv_platform.cli.output import (
     print_line,
     print_result,
     require_extra,
-    show_steps,
+    show_activity,
 )
 from swiftkv_platform.errors import InvalidInputError
 
@@ -82,7 +82,7 @@ def convert(
         message = "use either --num-key-value-layers or --prefill-reduction"
         raise InvalidInputError(message, field="prefill_reduction", value=prefill_reduction)
     configure_logs()
-    with show_steps("Loading libraries"), require_extra("swiftkv convert"):
+    with show_activity("Loading libraries"), require_extra("swiftkv convert"):
         from swiftkv_platform.distillation.calibration_text import read_calibration_text
         from swiftkv_platform.model import convert_checkpoint
     from swiftkv_platform.cli.sources import resolve_model_path
@@ -161,7 +161,7 @@ def export(
 ) -> None:
     """Export a student for serving, without the weights that only teacher mode uses, or as an adapter."""
     configure_logs()
-    with show_steps("Loading libraries"), require_extra("swiftkv export"):
+    with show_activity("Loading libraries"), require_extra("swiftkv export"):
         from swiftkv_platform.distillation.calibration_text import read_calibration_text
         from swiftkv_platform.model import export as run
     from swiftkv_platform.cli.sources import open_base_model, read_adapter_base, resolve_model_path
@@ -236,7 +236,7 @@ def _show_progress(title: str) -> Iterator[ProgressCallback]:
     """Show a progress bar if stderr is a terminal, else lines. Yields a callback for (done, total)."""
     console = get_error_console()
     if not console.is_terminal:
-        with show_steps(title) as show:
+        with show_activity(title) as show:
             yield lambda done, total: show(f"{title}: {done} of {total}")
         return
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

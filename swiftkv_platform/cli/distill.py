@@ -25,7 +25,7 @@ from swiftkv_platform.cli.output import (
     print_result,
     print_table,
     require_extra,
-    show_steps,
+    show_activity,
 )
 from swiftkv_platform.errors import ConflictError, InvalidInputError, SwiftKVError, TrainingError
 
@@ -127,7 +127,7 @@ def distill(
 def _run_job(spec: JobSpec, output: Path) -> Path:
     with require_extra("swiftkv distill", alternative=", or use `swiftkv jobs submit` to run the job on a cluster"):
         from swiftkv_platform.jobs.failures import explain_failure
-        from swiftkv_platform.local.training import run_local
+        from swiftkv_platform.local.training import run_job_locally
     from swiftkv_platform.cli.sources import check_paths_exist
     from swiftkv_platform.contract.cures import advise_on_failure
     from swiftkv_platform.local.terminal import JobDisplay
@@ -136,25 +136,25 @@ def _run_job(spec: JobSpec, output: Path) -> Path:
     configure_logs()
     try:
         with JobDisplay(get_error_console()) as display:
-            return run_local(spec, output, on_event=display.show_event)
+            return run_job_locally(spec, output, on_event=display.show_event)
     except ConflictError:  # another run has the directory
         raise
     except SwiftKVError:
-        _print_what_is_kept(output)
+        _print_kept_results(output)
         raise
     except Exception as error:
-        _print_what_is_kept(output)
+        _print_kept_results(output)
         failure = explain_failure(error)
         if failure.code == SwiftKVError.code:
             raise  # an unexpected error shows its traceback
         cure = advise_on_failure(failure.code, failure.field, spec, value=failure.value)
         raise TrainingError(f"{failure.code}: {failure.message}. {cure}".rstrip(), field=failure.field) from error
     except BaseException:  # Ctrl-C, or a signal
-        _print_what_is_kept(output)
+        _print_kept_results(output)
         raise
 
 
-def _print_what_is_kept(output: Path) -> None:
+def _print_kept_results(output: Path) -> None:
     """Print what a failed run has left in `output`, if anything."""
     from swiftkv_platform.local.training import LOCAL_FAILURE, LOCAL_MODEL
 
@@ -226,7 +226,7 @@ def evaluate(
     }
     changes = {name: value for name, value in options.items() if value is not None}
     configure_logs()
-    with show_steps("Loading libraries") as show:
+    with show_activity("Loading libraries") as show:
         with require_extra("swiftkv evaluate"):
             from swiftkv_platform.jobs.worker.measure import evaluate_directory
         report, lineage = evaluate_directory(

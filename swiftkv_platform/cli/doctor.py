@@ -114,7 +114,7 @@ def _run_check(check: Check, context: CheckContext, findings: dict[str, Finding]
         findings[check.name] = fail(message, check.failure_advice)
 
 
-def merge_worst(findings: Sequence[Finding]) -> Finding:
+def merge_worst_findings(findings: Sequence[Finding]) -> Finding:
     """Merge the findings of the worst status into one."""
     status = max((each.status for each in findings), key=list(_STYLES).index)
     worst = [each for each in findings if each.status == status]
@@ -190,7 +190,7 @@ def check_disk(context: CheckContext) -> Finding:
     directories["SWIFTKV_KERNEL_CACHE"] = Path(os.environ.get("SWIFTKV_KERNEL_CACHE") or cache / "swiftkv" / "kernels")
     directories["HF_HOME"] = Path(os.environ.get("HF_HOME") or cache / "huggingface")
     directories["TMPDIR"] = Path(tempfile.gettempdir())
-    return merge_worst(
+    return merge_worst_findings(
         [_check_free_space(variable, path, context.min_free_bytes) for variable, path in directories.items()]
     )
 
@@ -233,7 +233,9 @@ _SHARED_MEMORY_DIRECTORY = Path("/dev/shm")  # noqa: S108 (read only)
 
 def check_limits(_: CheckContext) -> Finding:
     """Compare open files, shared memory, memory and load with the local stack's needs."""
-    return merge_worst([_check_open_files(), _check_shared_memory(), _check_memory(), check_load(os.getloadavg()[0])])
+    return merge_worst_findings(
+        [_check_open_files(), _check_shared_memory(), _check_memory(), check_load(os.getloadavg()[0])]
+    )
 
 
 def _check_open_files() -> Finding:

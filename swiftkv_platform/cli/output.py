@@ -178,7 +178,7 @@ _STEP_INTERVAL_S = 3.0
 
 
 @contextmanager
-def show_steps(first: str) -> Iterator[Callable[[str], None]]:
+def show_activity(first: str) -> Iterator[Callable[[str], None]]:
     """Show on stderr what a command is doing: a spinner in a terminal, else the newest text every 3 s if it has
     changed. Yields a function that replaces the text."""
     console = get_error_console()

@@ -16,7 +16,7 @@ from swiftkv_platform.cli.output import (
     print_line,
     print_table,
     require_extra,
-    show_steps,
+    show_activity,
 )
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.formats import format_size
@@ -99,7 +99,7 @@ def plan(
         else:
             print_estimate(estimate, spec, machine_bytes=None)
         return
-    with show_steps(f"Reading the configuration of {model}"):
+    with show_activity(f"Reading the configuration of {model}"):
         values = read_model_config(model)
     shapes: list[dict[str, Any]] = [{"num_key_value_layers": layers} for layers in num_key_value_layers or ()]
     shapes += [{"prefill_layers": parse_layers(listed)} for listed in prefill_layers or ()]
@@ -247,9 +247,9 @@ def analyze(
     from swiftkv_platform.cli.sources import read_model_config, resolve_model_path
 
     configure_logs()
-    with show_steps(f"Reading the configuration of {model}"):
+    with show_activity(f"Reading the configuration of {model}"):
         config = read_model_config(model)
-    with show_steps("Loading libraries"), require_extra("swiftkv analyze"):
+    with show_activity("Loading libraries"), require_extra("swiftkv analyze"):
         from swiftkv_platform.evaluation.analysis import AnalysisOptions
         from swiftkv_platform.evaluation.analysis import analyze as run
     path = resolve_model_path(model)
@@ -264,14 +264,14 @@ def analyze(
         needle_length=needle_length,
         needle_samples=needle_samples,
     )
-    with show_steps("Loading") as show:
+    with show_activity("Loading") as show:
         analysis = run(model, config, path, text, options, dtype=dtype, progress=show)
     if plot is not None:
         _save_plot(analysis, plot)
     if json:
         print_json(analysis)
     elif analysis.lists:
-        _print_lists(analysis)
+        _print_layer_lists(analysis)
     else:
         _print_analysis(analysis)
 
@@ -287,7 +287,7 @@ def _format_quality(each: DepthReport | UntrainedReport) -> list[str]:
     return [f"{each.kl:.3f}", f"{each.perplexity:.2f}", f"{each.top1_agreement:.1%}", *found]
 
 
-def _print_lists(analysis: Analysis) -> None:
+def _print_layer_lists(analysis: Analysis) -> None:
     """Print the KL of skipping each layer, and the measured lists of layers."""
     from swiftkv_platform.student_shape import format_layers
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from swiftkv_platform.cli.context import Json, add_spec_options, load_settings, validate_options
-from swiftkv_platform.cli.output import configure_logs, get_error_console, print_result, require_extra, show_steps
+from swiftkv_platform.cli.output import configure_logs, get_error_console, print_result, require_extra, show_activity
 from swiftkv_platform.specs.engine import EngineConfig
 
 _DEPLOYMENT_NAME = "local"
@@ -50,7 +50,7 @@ def serve(
 ) -> None:
     """Serve a model on this machine with an OpenAI-compatible API. Stop with Ctrl-C."""
     configure_logs()
-    with show_steps("Loading libraries"), require_extra("swiftkv serve"):
+    with show_activity("Loading libraries"), require_extra("swiftkv serve"):
         from swiftkv_platform.serve.args import HUB_PREFIX, ReplicaArgs, ServedConfig
         from swiftkv_platform.serve.standalone import serve_model
     from swiftkv_platform.cli.sources import resolve_model_path

@@ -403,7 +403,7 @@ class Files(Collection):
         Raises:
             ArtifactCorruptError: `sha256` is given and the content has another digest.
         """
-        return self._transport.save(f"/v1/files/{file_id}/content", destination, name=file_id, sha256=sha256)
+        return self._transport.download(f"/v1/files/{file_id}/content", destination, name=file_id, sha256=sha256)
 
     def delete(self, identifier: str) -> None:
         """Delete a file. Fails while an unfinished job uses it."""
@@ -564,7 +564,7 @@ class Jobs(Collection):
         Raises:
             ArtifactCorruptError: `sha256` is given and the content has another digest.
         """
-        return self._transport.save(
+        return self._transport.download(
             f"/jobs/{job_id}/artifacts/{path}", destination, name=f"{path} of {job_id}", sha256=sha256
         )
 
@@ -574,7 +574,7 @@ class Jobs(Collection):
 
     def download_tracking_file(self, job_id: str, path: str, destination: Path) -> Path:
         """Download a file of an offline W&B run to `destination`, atomically, and return it."""
-        return self._transport.save(
+        return self._transport.download(
             f"/jobs/{job_id}/tracking/{path}", destination, name=f"{path} of {job_id}", sha256=None
         )
 

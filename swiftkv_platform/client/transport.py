@@ -113,9 +113,9 @@ class Transport:
 
     def send(self, kind: type[Item], method: str, path: str, **options: Any) -> Item:
         """Send a request and parse its response. Arguments and errors: as `request`."""
-        return self.read(kind, self.request(method, path, **options).json())
+        return self.parse(kind, self.request(method, path, **options).json())
 
-    def read(self, kind: type[Item], document: Any) -> Item:
+    def parse(self, kind: type[Item], document: Any) -> Item:
         """Parse a response. Raises `UnreachableError` if it is not a `kind`, i.e. comes from another server."""
         try:
             return kind.model_validate(document)
@@ -142,7 +142,7 @@ class Transport:
         self, kind: type[Item], path: str, params: dict[str, Any] | None = None, limit: int | None = None
     ) -> builtins.list[Item]:
         """Return the entries of a list as objects; see `iter_entries`."""
-        return [self.read(kind, row) for row in self.iter_entries(path, params, limit)]
+        return [self.parse(kind, row) for row in self.iter_entries(path, params, limit)]
 
     @contextmanager
     def stream(self, method: str, path: str, **options: Any) -> Iterator[httpx.Response]:
@@ -161,7 +161,7 @@ class Transport:
         except httpx.TransportError as error:
             raise self.make_unreachable_error(error) from error
 
-    def save(self, path: str, destination: Path, *, name: str, sha256: str | None) -> Path:
+    def download(self, path: str, destination: Path, *, name: str, sha256: str | None) -> Path:
         """Download a body to `destination`, atomically, and return it.
 
         Args:

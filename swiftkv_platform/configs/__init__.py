@@ -84,7 +84,7 @@ class SwiftKVConfigMixin:
     @property
     def layer_map(self) -> LayerMap:
         """Map from each layer to the KV-cache layer that it reads. No token of a prefill-only export is deep."""
-        shape = self.shape.without_deep_leaders() if self.swiftkv_prefill_only else self.shape
+        shape = self.shape.with_shared_decode_kv() if self.swiftkv_prefill_only else self.shape
         return LayerMap(cast("Any", self).num_hidden_layers, shape)
 
 

@@ -92,7 +92,7 @@ class AttemptId:
     def answers_key(self, key: str) -> str:
         return f"{self.answers_prefix}/{key}.jsonl"
 
-    def start_prefix(self, name: str) -> str:
+    def get_start_prefix(self, name: str) -> str:
         """Return the prefix of the calibrated start. `name`: of the job's spec, or of a sweep trial's spec."""
         return f"{self.starts_prefix}/{name}"
 
@@ -100,7 +100,7 @@ class AttemptId:
         """Return the key of one part of a checkpoint's evaluation. `digest`: of the checkpoint."""
         return f"{self.evaluation_prefix}/{digest}/{part}.json"
 
-    def list_until_this(self) -> tuple[AttemptId, ...]:
+    def list_attempts_so_far(self) -> tuple[AttemptId, ...]:
         """Return the job's attempts from 1 to this one."""
         return tuple(AttemptId(self.job_id, number) for number in range(1, self.number + 1))
 

@@ -137,14 +137,14 @@ def summarize_trials(points: Sequence[TrialResult]) -> SweepReport:
         chosen = min(undecided, key=lambda result: result.ranking_key[-1])
     return SweepReport(
         points=tuple(
-            result.model_copy(update={"on_frontier": result.report is not None and _on_frontier(result, measured)})
+            result.model_copy(update={"on_frontier": result.report is not None and _is_on_frontier(result, measured)})
             for result in points
         ),
         recommended=None if chosen is None else chosen.name,
     )
 
 
-def _on_frontier(result: TrialResult, others: Sequence[TrialResult]) -> bool:
+def _is_on_frontier(result: TrialResult, others: Sequence[TrialResult]) -> bool:
     compute, _, kl = result.ranking_key
     costs = [(other.ranking_key[0], other.ranking_key[2]) for other in others]
     return not any(cost[0] <= compute and cost[1] <= kl and cost != (compute, kl) for cost in costs)

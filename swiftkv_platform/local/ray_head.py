@@ -116,10 +116,10 @@ def prepare_head(parameters: Any, head: bool) -> None:  # noqa: ARG001 (Ray's si
     # `ray start` waits 30 s for `get_node`, whatever its settings, and a busy machine takes longer. The function is
     # private: a version of Ray without it keeps its own wait.
     if hasattr(services, "get_node"):
-        services.get_node = _retry_until(services.get_node, float(os.environ[_START_TIMEOUT_VARIABLE]))
+        services.get_node = _make_retrying_call(services.get_node, float(os.environ[_START_TIMEOUT_VARIABLE]))
 
 
-def _retry_until(call: Callable[..., Any], timeout_s: float) -> Callable[..., Any]:
+def _make_retrying_call(call: Callable[..., Any], timeout_s: float) -> Callable[..., Any]:
     """Return `call`, repeated while it raises `RuntimeError`, for at most `timeout_s` seconds."""
 
     def call_patiently(*arguments: Any, **options: Any) -> Any:

@@ -50,14 +50,14 @@ from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore, join_key
 
 LOCAL_STORE, LOCAL_MODEL, LOCAL_FAILURE = "job", "model", "failure.json"
-"""Names in the output directory of a run that is unfinished; see `run_local`."""
+"""Names in the output directory of a run that is unfinished; see `run_job_locally`."""
 _REPORT_FILES = ("evaluation.json", "evaluation.html", "sweep.json", "sweep.html")
 _CHANGEABLE_SECTIONS = ("evaluation", "publish")
 """Sections of the spec on which training does not depend."""
 _INTERRUPTED = Failure("interrupted", "the run was interrupted; the same command resumes it from its last checkpoint")
 
 
-def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent], None] | None = None) -> Path:
+def run_job_locally(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent], None] | None = None) -> Path:
     """Run the job on a temporary local Ray, without a control plane. Writes the artifact to `output` and returns that.
 
     Until the artifact is complete, `output` has the attempt's object store in `job/`, and in `failure.json` the reason
@@ -95,7 +95,7 @@ def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent],
                 with _start_local_ray(spec), follow_events(AttemptStore(store), request, on_event):
                     _distill_or_keep_results(store, request, output)
             except BaseException:
-                _discard_untrained(store, request.job_id, output)
+                _delete_untrained_run(store, request.job_id, output)
                 raise
         _move_artifact(store, request.attempt_id, output)
     return output
@@ -170,7 +170,7 @@ def _plan_local_attempt(spec: JobSpec, store: ObjectStore, output: Path) -> Atte
         return last
     # 2. the next one
     if "evaluation" in differing:
-        for attempt in last.attempt_id.list_until_this():
+        for attempt in last.attempt_id.list_attempts_so_far():
             store.delete_prefix(attempt.evaluation_prefix)
     newest = attempts.find_newest_checkpoint(job_id)
     get_logger().info("resuming", output=str(output), checkpoint=newest)
@@ -187,7 +187,7 @@ def _has_trained(store: ObjectStore, job_id: str) -> bool:
     )
 
 
-def _discard_untrained(store: ObjectStore, job_id: str, output: Path) -> None:
+def _delete_untrained_run(store: ObjectStore, job_id: str, output: Path) -> None:
     """Delete the run unless it has trained."""
     if not _has_trained(store, job_id):
         shutil.rmtree(output / LOCAL_STORE)

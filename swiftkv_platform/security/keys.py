@@ -78,7 +78,7 @@ class KeyRing:
         token = parse_bearer_token(authorization)
         if not token:
             raise UnauthenticatedError("send `Authorization: Bearer <key>`", field="Authorization")
-        key = self.find(token)
+        key = self.find_key(token)
         if key is None:
             raise UnauthenticatedError("the API key is unknown, or was revoked", field="Authorization")
         now = self._clock()
@@ -90,11 +90,11 @@ class KeyRing:
             raise UnauthenticatedError(message, field="Authorization")
         return key
 
-    def find(self, token: str) -> ApiKey | None:
+    def find_key(self, token: str) -> ApiKey | None:
         """Return the key of a token, also if not valid now; None if unknown."""
         return self._file.content.get(_hash_token(token))
 
-    def read(self) -> list[ApiKey]:
+    def list_keys(self) -> list[ApiKey]:
         return list(self._file.content.values())
 
     @property
@@ -119,10 +119,10 @@ def create_key(path: Path, *, name: str, tenant: str, scopes: frozenset[Scope], 
     Raises `ConflictError` if the name exists, and `InvalidInputError` for an invalid field.
     """
     with _lock_directory(path):
-        keys = KeyRing(path).read() if path.exists() else []
+        keys = KeyRing(path).list_keys() if path.exists() else []
         if any(key.name == name for key in keys):
             raise ConflictError(f"a key named {name!r} exists; rotate it, or revoke it first", field="name", value=name)
-        token = _new_token()
+        token = _make_token()
         try:
             key = ApiKey(name=name, tenant=tenant, scopes=scopes, sha256=_hash_token(token), **rights)
         except ValidationError as error:
@@ -144,11 +144,11 @@ def rotate_key(
     Raises `NotFoundError` for an unknown owner, and `InvalidInputError` if the new key would never be valid or the
     overlap ends after the year 9999."""
     with _lock_directory(path):
-        keys = KeyRing(path).read()
+        keys = KeyRing(path).list_keys()
         present = [key for key in keys if key.name == name]
         if not present:
             raise _make_not_found_error(path, name)
-        token = _new_token()
+        token = _make_token()
         times = {"expires_at": expires_at, "not_before": not_before}
         new = present[-1].model_copy(update={**times, "sha256": _hash_token(token)})
         _check_times(new)
@@ -156,14 +156,14 @@ def rotate_key(
         if end > MAX_TIME:
             raise InvalidInputError(f"overlap is {overlap_s} s; it must end before the year 10000", field="overlap")
         others = [key for key in keys if key.name != name or not key.has_expired(now)]
-        _replace_file(path, [*(_with_end(key, end) if key.name == name else key for key in others), new])
+        _replace_file(path, [*(_limit_validity(key, end) if key.name == name else key for key in others), new])
     return token, new
 
 
 def revoke_key(path: Path, name_or_id: str) -> list[ApiKey]:
     """Remove all keys of an owner, or the key with this id, and return them. Raises `NotFoundError`."""
     with _lock_directory(path):
-        keys = KeyRing(path).read()
+        keys = KeyRing(path).list_keys()
         gone = [key for key in keys if name_or_id in (key.name, key.id)]
         if not gone:
             raise _make_not_found_error(path, name_or_id)
@@ -171,11 +171,11 @@ def revoke_key(path: Path, name_or_id: str) -> list[ApiKey]:
     return gone
 
 
-def _new_token() -> str:
+def _make_token() -> str:
     return KEY_PREFIX + secrets.token_urlsafe(32)
 
 
-def _with_end(key: ApiKey, end: int) -> ApiKey:
+def _limit_validity(key: ApiKey, end: int) -> ApiKey:
     return key.model_copy(update={"expires_at": end if key.expires_at is None else min(end, key.expires_at)})
 
 
@@ -186,7 +186,9 @@ def _check_times(key: ApiKey) -> None:
 
 
 def _make_not_found_error(path: Path, name: str) -> NotFoundError:
-    return NotFoundError(f"no key named {name!r} in {str(path)!r}", field="name", value=name)
+    return NotFoundError(
+        f"no key named {name!r} in {str(path)!r}; `swiftkv keys list` shows the keys", field="name", value=name
+    )
 
 
 @contextmanager
@@ -239,7 +241,7 @@ class Credentials:
         """Return the caller. May wait for a token's issuer. Raises `UnauthenticatedError`."""
         if self.tokens is not None and has_token(authorization):
             token = parse_bearer_token(authorization)
-            if self.key_ring is None or self.key_ring.find(token) is None:
+            if self.key_ring is None or self.key_ring.find_key(token) is None:
                 return self.tokens.authenticate(token)
         if self.key_ring is None:
             raise UnauthenticatedError(

@@ -64,7 +64,9 @@ class Principal(FrozenModel):
         """Raise `ForbiddenError` unless the caller has `scope` or `admin`."""
         if scope not in self.scopes and Scope.ADMIN not in self.scopes:
             held = ", ".join(sorted(self.scopes)) or "none"
-            raise ForbiddenError(f"key {self.name!r} has the scopes {held}; this needs {scope}", field="Authorization")
+            raise ForbiddenError(
+                f"key {self.name!r} has the scopes {held}; this request needs the scope {scope}", field="Authorization"
+            )
 
 
 class Authenticator(Protocol):

@@ -162,7 +162,7 @@ class SigningKeys:
         self._fetching: threading.Event | None = None
         self._waiting = threading.BoundedSemaphore(_MAX_WAITING_CALLERS)
 
-    def find(self, key_id: str) -> jwt.PyJWK | None:
+    def find_key(self, key_id: str) -> jwt.PyJWK | None:
         """Return the key with this id; None if the issuer does not have it, or fetching failed."""
         known = self._get_valid_keys().get(key_id)
         if known is None:
@@ -354,7 +354,7 @@ def _verify_token(token: str, header: dict[str, Any], issuer: Issuer, keys: Sign
         raise _make_error(f"the token's algorithm is not accepted; use {', '.join(issuer.algorithms)}")
     if "crit" in header or not isinstance(key_id, str) or not key_id:
         raise _make_error("the token's header has no `kid`, or extensions (`crit`)")
-    key = keys.find(key_id)
+    key = keys.find_key(key_id)
     if key is None or key.algorithm_name != algorithm:
         raise _make_error("the token's signing key is unknown; retry in a minute if the issuer has just rotated it")
     try:

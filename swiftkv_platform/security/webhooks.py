@@ -74,7 +74,7 @@ def verify(headers: Mapping[str, str], body: bytes, secret: str, *, now: float, 
     stamp = headers[TIMESTAMP_HEADER]
     if not stamp.isdecimal() or len(stamp) > 15 or abs(now - int(stamp)) > tolerance_s:
         raise UnauthenticatedError(
-            f"its timestamp differs from this machine's clock by more than {tolerance_s:g} s",
+            f"header {TIMESTAMP_HEADER} differs from this machine's clock by more than {tolerance_s:g} s",
             field=TIMESTAMP_HEADER,
             value=stamp,
         )

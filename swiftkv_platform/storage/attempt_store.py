@@ -28,7 +28,7 @@ from swiftkv_platform.errors import ObjectNotFoundError, ProtocolError
 from swiftkv_platform.limits import EVENT_BYTES
 from swiftkv_platform.redaction import redact
 from swiftkv_platform.sources.untrusted_files import UnusableFileError
-from swiftkv_platform.storage.artifacts import delete_directory, is_complete, manifest_digest, read_manifest
+from swiftkv_platform.storage.artifacts import compute_manifest_digest, delete_directory, is_complete, read_manifest
 from swiftkv_platform.storage.logs import SavedLog, open_log, save_log
 from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_key, read_small_file
 
@@ -129,18 +129,18 @@ class AttemptStore:
             poll: number of the poll. A poll lists one page, which is enough for most attempts. For others, polls list
                 different parts, every second poll that of the busiest writer. None: list everything.
         """
-        parts, listed = _split_unread(attempt, cursor), None
+        parts, listed = _split_unread_keys(attempt, cursor), None
         if poll is not None:
-            parts, listed = [_choose_part(parts, poll)], _KEYS_PER_LIST
+            parts, listed = [_choose_key_range(parts, poll)], _KEYS_PER_LIST
         keys: dict[str, list[str]] = {}
         left = max_events
         for part in parts:
-            for writer, key in islice(_list_unread(self._store, attempt, part, cursor, listed), left):
+            for writer, key in islice(_list_unread_events(self._store, attempt, part, cursor, listed), left):
                 keys.setdefault(writer, []).append(key)
             left = None if max_events is None else max_events - sum(map(len, keys.values()))
-        return self._read_merged(keys, cursor)
+        return self._read_and_merge(keys, cursor)
 
-    def _read_merged(self, keys: Mapping[str, Sequence[str]], cursor: Mapping[str, int]) -> list[StoredEvent]:
+    def _read_and_merge(self, keys: Mapping[str, Sequence[str]], cursor: Mapping[str, int]) -> list[StoredEvent]:
         """Read the events at these keys (by writer) in parallel, and merge them by time."""
         flat = [key for own in keys.values() for key in own]
         events = map(self._read_event, flat) if len(flat) < 2 else self._readers.map(self._read_event, flat)
@@ -199,7 +199,7 @@ class AttemptStore:
             step=name.step,
             key=name.key,
             size=manifest.size,
-            sha256=manifest_digest(manifest),
+            sha256=compute_manifest_digest(manifest),
             created_at=manifest.created_at,
             held_out_kl=_read_held_out_kl(manifest, name.step),
         )
@@ -309,7 +309,7 @@ class _KeyRange:
     """Number of already read events of the writer with most events."""
 
 
-def _split_unread(attempt: AttemptId, cursor: Mapping[str, int]) -> list[_KeyRange]:
+def _split_unread_keys(attempt: AttemptId, cursor: Mapping[str, int]) -> list[_KeyRange]:
     """Split the keys into ranges of about one page that cover all unread events, also of new writers."""
     parts, known = [_KeyRange()], 0
     for writer in sorted(cursor, key=lambda name: f"{name}/"):
@@ -324,14 +324,14 @@ def _split_unread(attempt: AttemptId, cursor: Mapping[str, int]) -> list[_KeyRan
     return parts
 
 
-def _choose_part(parts: Sequence[_KeyRange], poll: int) -> _KeyRange:
+def _choose_key_range(parts: Sequence[_KeyRange], poll: int) -> _KeyRange:
     """Return the key range of this poll: for even numbers the range with most events, else the others in rotation."""
     busiest = max(parts, key=lambda part: part.num_read)
     others = [part for part in parts if part is not busiest]
     return busiest if poll % 2 == 0 or not others else others[poll // 2 % len(others)]
 
 
-def _list_unread(
+def _list_unread_events(
     store: ObjectStore, attempt: AttemptId, part: _KeyRange, cursor: Mapping[str, int], listed: int | None
 ) -> Iterator[tuple[str, str]]:
     """Yield (writer, key) of the range's events after the cursor, per writer in order up to the first gap. `listed`:

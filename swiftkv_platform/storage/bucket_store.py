@@ -266,7 +266,7 @@ class BucketStore:
         with self._translate_errors("upload", key):
             self._put(path, key, path.stat().st_size)
 
-    def upload_pieces(self, pieces: Iterator[bytes], key: str, size: int) -> None:
+    def upload_chunks(self, pieces: Iterator[bytes], key: str, size: int) -> None:
         failure: list[BaseException] = []
 
         def record_failure() -> Iterator[bytes]:

@@ -97,7 +97,7 @@ class IncomingFile:
         """Whether the file is copied to this machine and validated; weights are only copied from store to store."""
         return not self.name.endswith(_WEIGHTS_SUFFIX)
 
-    def checked_stream(self) -> Iterator[bytes]:
+    def stream_with_size_check(self) -> Iterator[bytes]:
         """Yield the file's bytes, at most `size`. Raises `ModelError` if the file's size has changed."""
         left = self.size
         for piece in self.stream():
@@ -168,17 +168,17 @@ def check_sizes(files: Sequence[IncomingFile], max_bytes: int, *, field: str) ->
         (total, max_bytes, "files"),
     ):
         if size > limit:
-            message = f"{field}: its {which} have {size} bytes together; {limit} is the limit"
+            message = f"{field}: the source's {which} have {size} bytes in total; the limit is {limit}"
             raise ModelError(message, field=field, value=size)
     return total
 
 
 def _check_entry(name: str, num_entries: int, field: str) -> None:
     if num_entries > IMPORT_FILES.default:
-        why = f"it has more than {IMPORT_FILES.default} files and directories; use the model's own files only"
+        why = f"the source has more than {IMPORT_FILES.default} files and directories; remove unneeded files"
         raise ModelError(f"{field}: {why}", field=field, value=num_entries)
     if name.count("/") > IMPORT_DEPTH.default:
-        message = f"{field}: it has more than {IMPORT_DEPTH.default} nested directories"
+        message = f"{field}: the source has more than {IMPORT_DEPTH.default} nested directories; use fewer levels"
         raise ModelError(message, field=field, value=ascii(name[:200]))
     fault = find_key_fault(os.fsencode(name).decode(errors="backslashreplace"))
     if fault is not None:

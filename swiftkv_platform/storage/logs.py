@@ -35,17 +35,17 @@ class LogLayout(FrozenModel):
 
 
 def save_log(store: ObjectStore, key: str, pieces: Iterable[bytes], *, max_bytes: int) -> None:
-    """Store a log at `key` and its layout next to it, leaving out the middle beyond `most` bytes.
+    """Store a log at `key` and its layout next to it, leaving out the middle beyond `max_bytes`.
 
-    Temporary files take up to 1.5 times `most`. Raises `StorageError`, also if the disk is full.
+    Temporary files take up to 1.5 times `max_bytes`. Raises `StorageError`, also if the disk is full.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="swiftkv-log-") as directory:
             path, capacity = Path(directory) / "log", max_bytes - _NOTICE_BYTES
             with path.open("wb") as file, (Path(directory) / "tail").open("w+b") as tail:
-                layout = _write_log(file, pieces, capacity // 2, _RingFile(tail, capacity - capacity // 2))
+                layout = _write_log(file, pieces, capacity // 2, _RingBufferFile(tail, capacity - capacity // 2))
             # layout first, so that every stored log has one
-            store.put_bytes(_layout_key(key), layout.model_dump_json().encode())
+            store.put_bytes(_get_layout_key(key), layout.model_dump_json().encode())
             store.upload_file(path, key)
     except OSError as error:
         raise StorageError(f"cannot save the log {key}: {error}", field="key", value=key) from error
@@ -101,18 +101,18 @@ def open_log(store: ObjectStore, key: str) -> SavedLog | None:
         return None
     whole = LogLayout(size=info.size, head=info.size)
     try:
-        layout = LogLayout.model_validate_json(store.get_bytes(_layout_key(key)))
+        layout = LogLayout.model_validate_json(store.get_bytes(_get_layout_key(key)))
     except (ObjectNotFoundError, ValidationError):
         layout = whole  # saved by a version without layouts
     return SavedLog(store, key, info.size, layout)
 
 
-def _layout_key(key: str) -> str:
+def _get_layout_key(key: str) -> str:
     return f"{key.removesuffix('.txt')}.json"
 
 
-class _RingFile:
-    """Keeps the last `room` bytes added, in a file that is written round and round."""
+class _RingBufferFile:
+    """Keeps the last `capacity` bytes added, in a file that is used as a ring buffer."""
 
     def __init__(self, file: IO[bytes], capacity: int) -> None:
         self._file = file
@@ -139,7 +139,7 @@ class _RingFile:
             yield block
 
 
-def _write_log(file: IO[bytes], pieces: Iterable[bytes], max_head: int, tail: _RingFile) -> LogLayout:
+def _write_log(file: IO[bytes], pieces: Iterable[bytes], max_head: int, tail: _RingBufferFile) -> LogLayout:
     """Write the head, then a line on the bytes left out, if any, then the tail, which `tail` buffers meanwhile."""
     head = 0
     for piece in pieces:

@@ -63,7 +63,7 @@ class ObjectStore(Protocol):
     def upload_file(self, path: Path, key: str) -> None:
         """Write the file's content as an object."""
 
-    def upload_pieces(self, pieces: Iterator[bytes], key: str, size: int) -> None:
+    def upload_chunks(self, pieces: Iterator[bytes], key: str, size: int) -> None:
         """Write the joined pieces, of about `size` bytes in total, as an object. If the iterator raises, nothing is
         written and its error is raised."""
 
@@ -120,7 +120,7 @@ def join_key(prefix: str, name: str) -> str:
 
 
 def read_small_file(store: ObjectStore, key: str, max_bytes: int) -> bytes:
-    """Return the content of an object of at most `most` bytes; no more are read. Raises `ObjectNotFoundError`, and
+    """Return the content of an object of at most `max_bytes` bytes; no more are read. Raises `ObjectNotFoundError`, and
     `UnusableFileError` if it is longer."""
     data = bytearray()
     for piece in store.stream(key):
@@ -198,7 +198,7 @@ class LocalObjectStore:
             _fsync(temporary)
             temporary.replace(target)
 
-    def upload_pieces(self, pieces: Iterator[bytes], key: str, size: int) -> None:  # noqa: ARG002 (it grows as needed)
+    def upload_chunks(self, pieces: Iterator[bytes], key: str, size: int) -> None:  # noqa: ARG002 (it grows as needed)
         target = self._get_path(key)
         with _translate_errors("write", key), open_temporary(target) as temporary:
             with temporary.open("wb") as file:

@@ -86,7 +86,7 @@ class WandbTracker:
                 except Exception as error:  # W&B raises its own errors, and errors of sockets and protobuf
                     fault = _describe_error(error)
                     get_logger().warning("tracking_offline", error=fault)
-                    _end_service()
+                    _stop_wandb_process()
             if self._run is None:
                 self._init_run("offline", run_id, config, fault)
 
@@ -180,7 +180,7 @@ class WandbTracker:
             get_logger().warning("tracking_disabled", action=action, error=_describe_error(error))
 
 
-def _end_service() -> None:
+def _stop_wandb_process() -> None:
     """End wandb's process, which blocks the id of a run that failed to start."""
     import wandb
 

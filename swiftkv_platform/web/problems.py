@@ -114,7 +114,7 @@ def make_error_problem(error: SwiftKVError, path: str) -> Problem:
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
     errors = []
     if error.field is not None:
-        errors.append(FieldProblem(field=error.field, value=value_if_short(error.value), message=error.message))
+        errors.append(FieldProblem(field=error.field, value=drop_long_value(error.value), message=error.message))
     return make_problem(path, status, error.code, error.message, errors)
 
 
@@ -133,7 +133,7 @@ class ASCIIJSONResponse(JSONResponse):
         return json.dumps(content, allow_nan=False).encode("ascii")
 
 
-def value_if_short(value: Any) -> Any:
+def drop_long_value(value: Any) -> Any:
     """Return a JSON value if an error response can repeat it, else None. The cost for a long value is bounded."""
     try:
         if not _may_be_short(value):

@@ -131,8 +131,8 @@ class Connection(HttpToolsProtocol):
         self._close_excess_connection()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        _cancel(self._idle_timer)
-        _cancel(self._unread_timer)
+        _cancel_timer(self._idle_timer)
+        _cancel_timer(self._unread_timer)
         self._stop_counting()
         super().connection_lost(exc)
 
@@ -167,10 +167,10 @@ class Connection(HttpToolsProtocol):
         before = self.cycle
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0" and self.cycle is not before:
-            self.cycle.send = _EndByClosing(self.cycle).send  # type: ignore[method-assign]
+            self.cycle.send = _CloseDelimitedResponse(self.cycle).send  # type: ignore[method-assign]
         self._overhead_bytes = 0
         self.idle_peers.pop(self, None)
-        _cancel(self._idle_timer)
+        _cancel_timer(self._idle_timer)
 
     def on_body(self, body: bytes) -> None:
         self._overhead_bytes = max(self._overhead_bytes - _MAX_WIRE_BYTES_PER_BODY_BYTE * len(body), 0)
@@ -234,11 +234,11 @@ class Connection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         if not self.transport.is_closing():
-            _cancel(self._unread_timer)
+            _cancel_timer(self._unread_timer)
 
     def _watch_reading(self) -> None:
         """Close the connection unless the client continues to read its response."""
-        _cancel(self._unread_timer)
+        _cancel_timer(self._unread_timer)
         unread = self.transport.get_write_buffer_size()
         if unread:
             self._unread_timer = self.loop.call_later(self.limits.unread_s, self._abort_if_still_unread, unread)
@@ -260,7 +260,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_timer(self, seconds: float) -> None:
         """Close the connection after `seconds`; parts of a head do not extend them."""
-        _cancel(self._idle_timer)
+        _cancel_timer(self._idle_timer)
         self._idle_timer = self.loop.call_later(seconds, self.transport.abort)
 
     def _close_excess_connection(self) -> None:
@@ -287,7 +287,7 @@ class Connection(HttpToolsProtocol):
                 del self.num_open[self.address]
 
 
-class _EndByClosing:
+class _CloseDelimitedResponse:
     """Sends a response to an HTTP/1.0 client. The end of the connection is the end of a body of unknown length, since
     such clients do not know the chunks that uvicorn would send."""
 
@@ -304,7 +304,7 @@ class _EndByClosing:
         await self._send(message)
 
 
-def _cancel(timer: asyncio.TimerHandle | None) -> None:
+def _cancel_timer(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
 

@@ -64,5 +64,5 @@ def test_an_object_that_is_replaced_after_it_was_listed_is_refused(s3_store: Obj
         s3_store.put_bytes("student/model.safetensors", b"x" * size)
         copied: list[bytes] = []
         with pytest.raises(ModelError, match="changed during the import"):
-            copied.extend(file.checked_stream())
+            copied.extend(file.stream_with_size_check())
     assert sum(map(len, copied)) <= 4_000_000

@@ -264,9 +264,9 @@ def test_missing_credentials_and_a_server_that_is_away_are_named(monkeypatch: py
 
 def test_pieces_become_one_object_or_none(store: ObjectStore) -> None:
     pieces = [bytes([number]) * (1 << 20) for number in range(10)]  # more than one part of a large upload
-    store.upload_pieces(iter(pieces), "a/whole", 10 << 20)
+    store.upload_chunks(iter(pieces), "a/whole", 10 << 20)
     assert store.get_bytes("a/whole") == b"".join(pieces)
-    store.upload_pieces(iter(()), "a/empty", 0)
+    store.upload_chunks(iter(()), "a/empty", 0)
     assert store.get_bytes("a/empty") == b""
 
     def interrupted() -> Iterator[bytes]:
@@ -274,5 +274,5 @@ def test_pieces_become_one_object_or_none(store: ObjectStore) -> None:
         raise KeyError("the client has left")
 
     with pytest.raises(KeyError, match="has left"):
-        store.upload_pieces(interrupted(), "a/interrupted", 20 << 20)
+        store.upload_chunks(interrupted(), "a/interrupted", 20 << 20)
     assert [info.key for info in store.list("a")] == ["a/empty", "a/whole"]

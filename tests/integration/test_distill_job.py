@@ -61,7 +61,7 @@ def test_what_only_the_cluster_can_know_is_an_error_event(
 
 
 def test_a_job_without_a_control_plane(tiny_teacher: Path, corpus: Path, tmp_path: Path) -> None:
-    """`run_local` in a separate process starts a Ray, exports its spans, and leaves only the artifact."""
+    """`run_job_locally` in a separate process starts a Ray, exports its spans, and leaves only the artifact."""
     spec_file, output = tmp_path / "spec.json", tmp_path / "output"
     spec = job_spec(tiny_teacher, corpus, max_steps=2, resources=ONE_WORKER).model_dump(mode="json")
     prompts = {"name_or_path": str(corpus), "sample_count": 3, "complete": {"max_tokens": 4, "prompt_tokens": 8}}
@@ -70,11 +70,11 @@ def test_a_job_without_a_control_plane(tiny_teacher: Path, corpus: Path, tmp_pat
     program = """
 import sys
 from pathlib import Path
-from swiftkv_platform.local.training import run_local
+from swiftkv_platform.local.training import run_job_locally
 from swiftkv_platform.specs import load_spec
 def say(event):
     print(event.type, event.message, sep="\\t", flush=True)
-run_local(load_spec(Path(sys.argv[1])), Path(sys.argv[2]), on_event=say)
+run_job_locally(load_spec(Path(sys.argv[1])), Path(sys.argv[2]), on_event=say)
 """
     environment = {**os.environ, "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp")}
     (tmp_path / "tmp").mkdir()

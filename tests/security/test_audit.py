@@ -69,7 +69,7 @@ def test_a_change_is_told_with_who_what_and_where(house: House) -> None:
     client.post("/jobs/validate", json=SPEC, headers=ann)
     told = house.told("method", "route", "object", "status")
     assert told == [("POST", "/jobs", job, 201), ("POST", "/jobs/{job_id}/cancel", job, cancelled.status_code)]
-    who = ("ann", KeyRing(house.keys).read()[0].id, "acme", house.clock.now)
+    who = ("ann", KeyRing(house.keys).list_keys()[0].id, "acme", house.clock.now)
     assert house.told("actor", "credential", "tenant", "created_at") == [who, who]
     requests = [(answer.headers["X-Request-ID"],) for answer in (made, cancelled)]
     assert house.told("request_id") == requests

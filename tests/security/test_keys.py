@@ -101,7 +101,7 @@ def test_a_file_whose_mode_was_mended_is_read_again(path: Path, token: str) -> N
     path.chmod(0)
     assert ring.authenticate(f"Bearer {token}").name == "ann"
     path.chmod(0o600)
-    assert [key.name for key in ring.read()] == ["ann", "bob"]
+    assert [key.name for key in ring.list_keys()] == ["ann", "bob"]
 
 
 @pytest.mark.parametrize("text", ["default: 2020-13-45\n", "{", "[" * 500, "default: {weight: -1}\n", "\x00"])
@@ -141,7 +141,7 @@ def test_the_operator_says_how_long_a_key_is_good(tmp_path: Path) -> None:
         made = create(text)
         assert made.exit_code == 0, made.output
         told = json.loads(made.stdout)["expires_at"]
-        [key] = KeyRing(file).read()
+        [key] = KeyRing(file).list_keys()
         assert key.expires_at == told
         assert abs(told - file.stat().st_mtime - seconds) < 60
     assert "expires" in runner.invoke(cli, ["keys", "list"]).stdout
@@ -152,7 +152,7 @@ def test_a_use_is_written_once_a_minute(start: Start, tmp_path: Path) -> None:
     path, clock = tmp_path / "keys.json", StillClock()
     first = create_key(path, name="ann", tenant="acme", scopes=frozenset({Scope.JOBS_READ}))
     second, _ = rotate_key(path, "ann", now=1000, overlap_s=10**6)
-    old, new = KeyRing(path).read()
+    old, new = KeyRing(path).list_keys()
     written = []
 
     def count(*args: object) -> None:
@@ -177,7 +177,7 @@ def test_a_use_is_written_once_a_minute(start: Start, tmp_path: Path) -> None:
 
 def test_no_request_fails_for_a_use_that_cannot_be_stored(tmp_path: Path) -> None:
     create_key(tmp_path / "keys.json", name="ann", tenant="acme", scopes=frozenset({Scope.JOBS_READ}))
-    [key] = KeyRing(tmp_path / "keys.json").read()
+    [key] = KeyRing(tmp_path / "keys.json").list_keys()
     database = Database(f"sqlite:///{tmp_path}")  # a directory
     with pytest.raises(DatabaseUnavailableError):
         list_last_uses(database)
@@ -197,7 +197,7 @@ def test_the_operator_sees_the_last_use_of_each_key(tmp_path: Path, empty_databa
     key = KeyRing(tmp_path / "keys.json").authenticate(f"Bearer {made['key']}")
     assert (key.name, key.tenant, sorted(key.scopes)) == ("ann", "acme", ["deploy", "jobs:read"])
     new = keys("rotate", "ann", "--overlap", "2d")
-    [key, _] = KeyRing(tmp_path / "keys.json").read()
+    [key, _] = KeyRing(tmp_path / "keys.json").list_keys()
     KeyUses(Database(f"sqlite:///{tmp_path / 'swiftkv.db'}"), lambda: 1000.0).record(key)
     listed = keys("list")["keys"]
     assert [(key["id"], key["last_used_at"]) for key in listed] == [(made["id"], 1000), (new["id"], None)]

@@ -24,12 +24,12 @@ from swiftkv_platform.web.invalid_fields import (
 from swiftkv_platform.web.middleware import RESPONSE_HEADERS
 from swiftkv_platform.web.problems import (
     FieldProblem,
+    drop_long_value,
     join_messages,
     make_json_problem,
     make_problem,
     respond_with_error,
     respond_with_problem,
-    value_if_short,
 )
 from swiftkv_platform.web.safe_json import JsonPath, format_path
 
@@ -122,4 +122,4 @@ def _make_field_problem(place: JsonPath, item: Mapping[str, Any], body: Any) -> 
     # A rule over several fields names the one to change itself.
     context = item.get("ctx", {})
     field, value = context.get("field", field), context.get("value", item.get("input"))
-    return FieldProblem(field=field, value=value_if_short(value), message=message)
+    return FieldProblem(field=field, value=drop_long_value(value), message=message)

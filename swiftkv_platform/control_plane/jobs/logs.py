@@ -203,7 +203,7 @@ def read_logs(parts: Components, job: Job, *, offset: int = 0, limit: int | None
 
 
 def _read_logs_from(parts: Components, job: Job, offset: int) -> Iterator[bytes]:
-    for attempt in job.attempt_id.list_until_this():
+    for attempt in job.attempt_id.list_attempts_so_far():
         heading = _format_heading(attempt.number)
         yield heading[offset:]
         offset = max(offset - len(heading), 0)

@@ -66,7 +66,7 @@ from swiftkv_platform.sources.recipes import find_recipes as shipped_recipes
 from swiftkv_platform.sources.recipes import read_description, remove_editor_comment
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import Label
-from swiftkv_platform.storage.artifacts import manifest_digest, read_manifest
+from swiftkv_platform.storage.artifacts import compute_manifest_digest, read_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore, StoredCheckpoint
 from swiftkv_platform.storage.object_store import ObjectInfo
 from swiftkv_platform.traces import parse_traceparent
@@ -478,7 +478,7 @@ def _list_artifact_files(parts: Components, job: Job) -> Mapping[str, ManifestFi
     itself = parts.objects.head(f"{job.attempt_id.artifact_prefix}/{MANIFEST}")
     if itself is None:
         return manifest.files
-    return {**manifest.files, MANIFEST: ManifestFile(size=itself.size, sha256=manifest_digest(manifest))}
+    return {**manifest.files, MANIFEST: ManifestFile(size=itself.size, sha256=compute_manifest_digest(manifest))}
 
 
 @cache

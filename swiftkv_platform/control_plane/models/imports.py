@@ -40,7 +40,7 @@ from swiftkv_platform.sources.names import is_relative
 from swiftkv_platform.sources.peft import refuse_peft_adapter
 from swiftkv_platform.sources.untrusted_files import CONFIG_BYTES, UnusableFileError, read_object, read_small_file
 from swiftkv_platform.specs.job import JobName
-from swiftkv_platform.storage.artifacts import delete_directory, manifest_digest, parse_manifest, write_manifest
+from swiftkv_platform.storage.artifacts import compute_manifest_digest, delete_directory, parse_manifest, write_manifest
 from swiftkv_platform.storage.downloads import IncomingFile, check_sizes, list_bucket, list_directory
 from swiftkv_platform.storage.object_store import join_key
 
@@ -165,13 +165,13 @@ class ModelImporter:
                 if not file.is_small:
                     digest = hashlib.sha256()
                     key = join_key(model.prefix, file.name)
-                    self.parts.objects.upload_pieces(self._stream_file(file, digest.update), key, file.size)
+                    self.parts.objects.upload_chunks(self._stream_file(file, digest.update), key, file.size)
                     stored[file.name] = ManifestFile(size=file.size, sha256=digest.hexdigest())
                     _check_digest(source_manifest, stored, file.name, model.lineage["imported_from"])
             manifest = write_manifest(
                 self.parts.objects, model.prefix, stored, kind="artifact", lineage=model.lineage, metrics=model.metrics
             )
-            made = replace(model, manifest_digest=manifest_digest(manifest), size=manifest.size)
+            made = replace(model, manifest_digest=compute_manifest_digest(manifest), size=manifest.size)
             self.parts.registry.register_import(
                 made, policy=self.parts.policies.get(model.tenant), now=self.parts.clock()
             )
@@ -184,7 +184,7 @@ class ModelImporter:
 
     def _stream_file(self, file: IncomingFile, observe: Callable[[bytes], None]) -> Iterator[bytes]:
         """Yield the file's chunks while the client is connected, and pass each to `observe`."""
-        for chunk in file.checked_stream():
+        for chunk in file.stream_with_size_check():
             self.client.check_connected()
             observe(chunk)
             yield chunk

@@ -319,7 +319,7 @@ async def test_keys_open_the_door_and_keep_tenants_apart(version: ModelVersion, 
     first, again, another = [usage.prompt_tokens_details.cached_tokens for usage in usages]
     assert again >= 128
     assert first == another == 0, "a tenant reuses only its own prefixes"
-    with pytest.raises(openai.PermissionDeniedError, match="this needs generate"):
+    with pytest.raises(openai.PermissionDeniedError, match="this request needs the scope generate"):
         await complete(eve, prompt)
     with pytest.raises(openai.AuthenticationError, match="unknown, or was revoked"):
         await complete(openai_client(app, "skv_nobody"), prompt)

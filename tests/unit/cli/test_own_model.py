@@ -176,7 +176,7 @@ def test_a_failed_run_says_what_is_kept(
         (output / "failure.json").write_text("{}")
         raise error
 
-    monkeypatch.setattr("swiftkv_platform.local.training.run_local", fail)
+    monkeypatch.setattr("swiftkv_platform.local.training.run_job_locally", fail)
     (tmp_path / "spec.yaml").write_text("name: here\n")
     result = run("distill", "-f", tmp_path / "spec.yaml", "-o", tmp_path / "output")
     assert result.exit_code == exit_code

@@ -142,11 +142,11 @@ def test_a_table_fits_a_terminal_and_breaks_at_spaces_alone(monkeypatch: pytest.
 def test_long_steps_are_shown_without_a_terminal_and_short_ones_are_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with output.show_steps("short"):
+    with output.show_activity("short"):
         pass
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(output, "_STEP_INTERVAL_S", 0.05)
-    with output.show_steps("Loading [x]") as show:
+    with output.show_activity("Loading [x]") as show:
         time.sleep(0.3)
         show("Measuring kl: 1 of 2")
         time.sleep(0.3)

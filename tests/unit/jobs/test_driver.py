@@ -270,7 +270,7 @@ def trained(store: ObjectStore, request: AttemptRequest, *, step: int = 2) -> st
 
 def run_here(monkeypatch: pytest.MonkeyPatch, output: Path, work: Run, **sections: Any) -> Path:
     monkeypatch.setattr(training, "distill", work)
-    return training.run_local(JobSpec.model_validate({"name": "here", **sections}), output)
+    return training.run_job_locally(JobSpec.model_validate({"name": "here", **sections}), output)
 
 
 def fail_after_training(error: BaseException) -> Run:

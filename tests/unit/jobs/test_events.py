@@ -196,7 +196,7 @@ def test_steps_that_are_made_again_are_the_later_ones(store: HangingStore) -> No
     again.resume(4)
     draw(again, 5, 6, loss=2.0)
     draw(LossCurve(store, SECOND), 6, 7, loss=3.0)
-    losses = [(each["step"], each["loss"]) for each in read_loss_curve(store, SECOND.list_until_this())]
+    losses = [(each["step"], each["loss"]) for each in read_loss_curve(store, SECOND.list_attempts_so_far())]
     assert losses == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 2.0), (6, 3.0), (7, 3.0)]
 
 

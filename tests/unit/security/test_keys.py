@@ -37,7 +37,7 @@ def test_a_key_opens_what_it_was_made_for(path: Path) -> None:
     key = KeyRing(path).authenticate(f"Bearer {token}")
     assert (key.name, key.tenant, key.max_priority) == ("ann", "acme", 0)
     key.require(Scope.JOBS_READ)
-    with pytest.raises(ForbiddenError, match=r"'ann' has the scopes jobs:read; this needs deploy"):
+    with pytest.raises(ForbiddenError, match=r"'ann' has the scopes jobs:read; this request needs the scope deploy"):
         key.require(Scope.DEPLOY)
     token = create_key(path, name="root", tenant="acme", scopes=frozenset({Scope.ADMIN}), max_priority=-5)
     root = KeyRing(path).authenticate(f"bearer  {token}")
@@ -61,7 +61,7 @@ def test_a_ring_follows_its_file(path: Path) -> None:
     revoke_key(path, "ann")
     with pytest.raises(UnauthenticatedError, match="unknown, or was revoked"):
         ring.authenticate(f"Bearer {first}")
-    assert [key.name for key in ring.read()] == ["bob"]
+    assert [key.name for key in ring.list_keys()] == ["bob"]
 
 
 def test_anything_but_a_bearer_key_is_refused(path: Path) -> None:
@@ -127,7 +127,7 @@ def test_one_key_of_an_owner_is_revoked_by_its_id_and_all_by_the_name(path: Path
         ring.authenticate(f"Bearer {first}")
     rotate_key(path, "ann", now=1000, overlap_s=10**10)
     assert len(revoke_key(path, "ann")) == 2
-    assert ring.read() == []
+    assert ring.list_keys() == []
 
 
 def test_keys_that_are_made_at_the_same_time_are_all_kept(path: Path) -> None:

@@ -205,7 +205,7 @@ def test_a_file_that_changes_after_it_was_listed_is_not_copied(tmp_path: Path, c
     [file] = list_directory(inside, Boundary.from_directories(tmp_path / "opened"), field="source")
     change(weights)
     with pytest.raises(ModelError, match=r"changed during the import|not a regular file"):
-        b"".join(file.checked_stream())
+        b"".join(file.stream_with_size_check())
 
 
 def test_a_copy_ends_when_its_client_leaves(server: Server, tmp_path: Path, temporary: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_copy_ends_soon_after_its_connection(start: Start, parts: Components, 
     class Endless(LocalObjectStore):
         """Throws away what is copied, so that the copy would last for an hour."""
 
-        def upload_pieces(self, pieces: Iterator[bytes], key: str, size: int) -> None:
+        def upload_chunks(self, pieces: Iterator[bytes], key: str, size: int) -> None:
             for _ in pieces:
                 started.set()
 

@@ -56,7 +56,7 @@ def _is_trusted(status: os.stat_result) -> bool:
 
 def _make_ownership_error(path: Path, owner: int) -> PermissionError:
     return PermissionError(
-        f"{path} belongs to user {owner}, so other users than {os.geteuid()} can change its files; use a new directory"
+        f"{path} belongs to user {owner}, not to {os.geteuid()}, so its files are not trusted; use a new directory"
     )
 
 

@@ -361,7 +361,7 @@ def wandb_sync(
         files = client.jobs.list_tracking_files(job_id)
         directories = {PurePosixPath(file.path).parent for file in files if file.path.endswith(".wandb")}
         runs = [RecordedRun(Path(workspace) / directory) for directory in directories]
-        parts = sorted(runs, key=lambda part: part.started)
+        parts = sorted(runs, key=lambda part: part.start_time)
         pages: dict[str, str | None] = {}
         if not dry_run:
             for file in files:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _HEADERS = ("vocab", "K,V", "Q,O", "MLP", "attn", "total", "rel.", "executed", "KV layers", "KV bytes/token", "rel.")
 _TABLE_DESCRIPTION = """\
 {model_type}, {num_hidden_layers} layers, prompt of {sequence_length:,} tokens, {kv_cache_dtype} cache.
-First rel.: with logits of every token, as in the paper's table 1. executed: with logits of the last token only, as \
+First rel.: counts the logits of every token, as in the paper's table 1. executed: counts those of the last token, as \
 in serving."""
 
 

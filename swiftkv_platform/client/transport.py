@@ -194,7 +194,7 @@ class Transport:
         return UnreachableError(f"No response from {self.base_url}: {reason}.\n{self._unreachable_advice}")
 
     def _make_wrong_server_error(self, reason: str) -> UnreachableError:
-        message = f"{self.base_url} is another server: {reason}. Check the URL.\n{self._unreachable_advice}"
+        message = f"{self.base_url} is not a SwiftKV server: {reason}. Check the URL.\n{self._unreachable_advice}"
         return UnreachableError(message)
 
 

@@ -52,4 +52,4 @@ def _describe_measurements(report: Mapping[str, Any]) -> Iterator[str]:
         if task["task"].startswith(NEEDLE_PREFIX):
             number, tokens = task["num_samples"], int(task["task"].removeprefix(NEEDLE_PREFIX))
             found, theirs = (round(task[model] * number) for model in ("student", "teacher"))
-            yield f"finds {found} of {number} numbers in prompts of {tokens:,} tokens (teacher: {theirs})"
+            yield f"finds {found} of {number} numbers hidden in prompts of {tokens:,} tokens (teacher: {theirs})"

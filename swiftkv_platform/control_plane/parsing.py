@@ -190,7 +190,7 @@ class ParserPool:
             raise self._limits.make_exceeded_error(f"{self._limits.cpu_seconds} s of CPU time")
         if -status in (signal.SIGKILL, signal.SIGTERM):  # memory of the machine is short, or the server stops
             raise self._make_overloaded_error("was interrupted")
-        message = f"{self._limits.subject} cannot be checked: the parser ended with {signal.Signals(-status).name}"
+        message = f"{self._limits.subject} cannot be checked: its parser ended with {signal.Signals(-status).name}"
         raise InvalidInputError(message, field=self._limits.field)
 
     def _make_overloaded_error(self, why: str) -> OverloadedError:

@@ -328,7 +328,7 @@ class Stack:
             try:
                 shutil.copytree(session, target, ignore_dangling_symlinks=True)
             except OSError as error:  # e.g. a full disk, which must not stop `down`
-                get_logger().warning("ray_logs_not_kept", directory=str(target), error=str(error))
+                get_logger().warning("Ray's logs not copied", directory=str(target), error=str(error))
         shutil.rmtree(temp_dir, ignore_errors=True)
 
     def _make_ray_head(self, state: StackState) -> RayHead:

@@ -173,7 +173,7 @@ def _plan_local_attempt(spec: JobSpec, store: ObjectStore, output: Path) -> Atte
         for attempt in last.attempt_id.list_attempts_so_far():
             store.delete_prefix(attempt.evaluation_prefix)
     newest = attempts.find_newest_checkpoint(job_id)
-    get_logger().info("resuming", output=str(output), checkpoint=newest)
+    get_logger().info("resuming an interrupted run", output=str(output), checkpoint=newest)
     return last.model_copy(update={"attempt": number + 1, "spec": spec, "resume_from": newest})
 
 

@@ -311,7 +311,7 @@ def _make_missing_error(store: ObjectStore, key: str, expected: ManifestFile) ->
 
 def _make_corrupt_error(store: ObjectStore, key: str, difference: str) -> ArtifactCorruptError:
     return ArtifactCorruptError(
-        f"{key!r} in {store.uri} differs from its manifest: {difference}; publish the directory again elsewhere",
+        f"{key!r} in {store.uri} differs from its manifest: {difference}; publish the directory under another prefix",
         field="file",
         value=key,
     )

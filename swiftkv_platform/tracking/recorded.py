@@ -42,7 +42,7 @@ class RecordedRun:
         return self._parsed_name[2]
 
     @property
-    def started(self) -> str:
+    def start_time(self) -> str:
         """Start time; parts of a run sort by it."""
         return self._parsed_name[1]
 

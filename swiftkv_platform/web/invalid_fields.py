@@ -38,7 +38,7 @@ def get_json_path(error: Mapping[str, Any], body: Any) -> JsonPath:
     annotation, place = body, list[str | int]()
     for index, part in enumerate(location):
         is_unknown_key = error["type"] == "extra_forbidden" and index == len(location) - 1
-        annotation, is_label = (None, False) if is_unknown_key else _descend(annotation, part)
+        annotation, is_label = (None, False) if is_unknown_key else _get_part_annotation(annotation, part)
         if not is_label:
             place.append(part)
     return tuple(place)
@@ -69,7 +69,7 @@ def _list_accepted_keys(error: Mapping[str, Any], body: Any) -> Sequence[str]:
     """Return the keys accepted by the object that has the unknown key."""
     annotation = body
     for part in error["loc"][1:-1]:
-        annotation, _ = _descend(annotation, part)
+        annotation, _ = _get_part_annotation(annotation, part)
     return sorted({name for model in _find_models(annotation) for name in _get_fields(model)})
 
 
@@ -95,7 +95,7 @@ def _is_type_error(error: Mapping[str, Any]) -> bool:
     return kind.endswith("_type")
 
 
-def _descend(annotation: Any, part: str | int) -> tuple[Any, bool]:
+def _get_part_annotation(annotation: Any, part: str | int) -> tuple[Any, bool]:
     """Return (annotation at the next part of a location, whether that part is only a label added by Pydantic)."""
     # 1. index of a list  2. field of a model  3. label of a model  4. key of a mapping, or another label
     if isinstance(part, int):

@@ -312,7 +312,7 @@ def test_another_server_at_the_address_is_told_from_ours(answer: Answer, script:
     for path in ("/jobs", "/jobs/job_1", "/models/mdl_1", "/quota"):
         script.on("GET", path, answer)
     for call in (client.jobs.list, lambda: client.jobs.get("job_1"), lambda: client.models.get("mdl_1"), client.quota):
-        with pytest.raises(UnreachableError, match=r"is another server: .*\. Check the URL"):
+        with pytest.raises(UnreachableError, match=r"is not a SwiftKV server: .*\. Check the URL"):
             call()
 
 

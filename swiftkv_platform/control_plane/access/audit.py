@@ -178,13 +178,13 @@ class RequestAudit:
         asks = self._is_read_only or self.entry.method in _SAFE_METHODS
         return not asks and self.entry.route not in (*_READ_ONLY_POSTS, _UNMATCHED_ROUTE)
 
-    def enable(self, *, is_read_only: bool = False) -> None:
+    def start_storing(self, *, is_read_only: bool = False) -> None:
         """Store the audit entry with the request's next database transaction. Call it once the caller is admitted.
         `is_read_only`: the route changes nothing, whatever its HTTP method."""
         self._is_read_only = is_read_only
         self._is_enabled = self.is_change
 
-    def disable(self) -> None:
+    def stop_storing(self) -> None:
         """Stop storing the audit entry with transactions: the request has been answered."""
         self._is_enabled = False
 
@@ -231,7 +231,7 @@ class RefusalLimiter:
         self._lock = threading.Lock()
         self._num_suppressed = 0
 
-    def admit_refusal(self, address: str) -> int | None:
+    def count_refusal(self, address: str) -> int | None:
         """Count a refusal. Returns the number of unrecorded refusals since the last recorded one; None if this one
         must not be recorded."""
         try:
@@ -267,7 +267,7 @@ class AuditMiddleware:
         async def send_audited(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
-                record.disable()
+                record.stop_storing()
                 record.set_route(scope)
                 if _needs_storing(record, message["status"], state.refusal_limiter):
                     await run_in_threadpool(_store_or_log, trail, record.entry)
@@ -278,12 +278,12 @@ class AuditMiddleware:
             await self._app(scope, receive, send_audited)
         except Exception:
             # An outer middleware answers unexpected exceptions.
-            record.disable()
+            record.stop_storing()
             if _needs_storing(record, 500, state.refusal_limiter):
                 await run_in_threadpool(_store_or_log, trail, record.entry)
             raise
         finally:
-            record.disable()
+            record.stop_storing()
             TRANSACTION_HOOK.reset(token)
 
 
@@ -294,7 +294,7 @@ def get_request_audit(request: Request) -> RequestAudit:
 
 def _needs_storing(record: RequestAudit, status: int, refusal_limiter: RefusalLimiter) -> bool:
     if status in _REFUSAL_STATUSES:
-        left_out = refusal_limiter.admit_refusal(record.entry.address)
+        left_out = refusal_limiter.count_refusal(record.entry.address)
         record.set_status(status)
         if left_out is None:
             return False

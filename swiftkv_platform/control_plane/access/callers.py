@@ -78,7 +78,7 @@ def get_caller(request: Request, scopes: SecurityScopes, _header: _Authorization
             key.require(Scope(scope))
         if request.method not in ("GET", "HEAD"):
             get_logger().info("audit", tenant=key.tenant, key=key.name, method=request.method, path=request.url.path)
-    get_request_audit(request).enable(is_read_only=_WRITE_SCOPES.isdisjoint(map(Scope, scopes.scopes)))
+    get_request_audit(request).start_storing(is_read_only=_WRITE_SCOPES.isdisjoint(map(Scope, scopes.scopes)))
     caller = request.state.caller = _LOCAL_CALLER if key is None else Caller(tenant=key.tenant, name=key.name)
     return caller
 

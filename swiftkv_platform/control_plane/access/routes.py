@@ -63,7 +63,7 @@ def sign_in(body: SignIn, request: Request, response: Response) -> None:
     principal = sessions.authenticate(body.api_key)
     record = get_request_audit(request)
     record.set_caller(request, principal, name=principal.name, tenant=principal.tenant)
-    record.enable()
+    record.start_storing()
     session = sessions.create(body.api_key, principal)
     _delete_cookie_session(request, sessions)
     response.set_cookie(
@@ -95,7 +95,7 @@ def sign_out(request: Request, response: Response) -> None:
         if session is not None:
             record = get_request_audit(request)
             record.set_caller(request, session.key, name=session.key.name, tenant=session.key.tenant)
-            record.enable()
+            record.start_storing()
         _delete_cookie_session(request, sessions)
     response.delete_cookie(SESSION_COOKIE, httponly=True, samesite="strict", secure=request.url.scheme == "https")
 

@@ -40,7 +40,7 @@ class ReplicaGrant:
     replicas: int = 0
     why: str = ""
 
-    def apply(self, spec: ResolvedDeployment) -> ResolvedDeployment:
+    def limit_replicas(self, spec: ResolvedDeployment) -> ResolvedDeployment:
         """Return the deployment with min and max replicas reduced to the granted replicas."""
         if self.replicas >= spec.max_replicas:
             return spec
@@ -220,7 +220,7 @@ class DeploymentReconciler:
             [item for item in deployments if item.state.status is not DeploymentStatus.DELETING]
         )
         wanted = [
-            grants[item.spec.id].apply(item.spec)
+            grants[item.spec.id].limit_replicas(item.spec)
             for item in deployments
             if item.spec.id in grants and grants[item.spec.id].replicas
         ]

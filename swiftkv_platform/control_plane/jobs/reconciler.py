@@ -400,7 +400,7 @@ class Reconciler:
             entrypoint = self._parts.entrypoint
             self._cluster.submit(_get_submission_id(job), entrypoint.format_command(job.attempt_id), entrypoint.env)
             submitted = self._update_job(self._mark_submitted(job))
-            self._log.info("submitted", job_id=job.id, submission_id=job.attempt.submission_id)
+            self._log.info("attempt submitted", job_id=job.id, submission_id=job.attempt.submission_id)
             return submitted
 
     def _make_request(self, job: Job) -> AttemptRequest:

@@ -56,10 +56,10 @@ class Parents:
     objects: AttemptStore
 
     def find_parent(self, spec: JobSpec, tenant: str) -> FoundParent | None:
-        """Find a spec's parent; None for a spec that starts from its teacher. Raises as `find`."""
-        return None if spec.training.from_ is None else self.find(spec.training.from_, tenant)
+        """Find a spec's parent; None for a spec that starts from its teacher. Raises as `find_by_name`."""
+        return None if spec.training.from_ is None else self.find_by_name(spec.training.from_, tenant)
 
-    def find(self, reference: str, tenant: str) -> FoundParent:
+    def find_by_name(self, reference: str, tenant: str) -> FoundParent:
         """Find a parent by its name. Raises `InvalidInputError` if the tenant does not have it, and `StorageError`."""
         name = ParentName.parse(reference)
         return self._find_model(name.model, tenant) if name.model is not None else self._find_checkpoint(name, tenant)

@@ -124,7 +124,7 @@ class RegistryService:
             if newest is not None and expected is None and (seen is None or seen.version != version):
                 raise StaleVersionError(
                     f"alias {alias!r} was moved to {newest.model} by {newest.by!r} at the same time, at version "
-                    f"{version}; read it, and send the change again if it still applies",
+                    f"{version}; read the alias, and send the change again if it still applies",
                     field="alias",
                     value=alias,
                 )

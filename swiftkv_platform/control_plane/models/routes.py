@@ -71,7 +71,7 @@ def create_model(
     The job trains nothing, takes the rest of its spec from the checkpoint's job, and counts toward quotas as any
     other job. After it has succeeded, its `distilled_model` is the model.
     """
-    found = parts.parents.find(body.from_checkpoint, caller.tenant)
+    found = parts.parents.find_by_name(body.from_checkpoint, caller.tenant)
     try:
         spec = make_publishing_spec(found, body.dump_set_fields())
     except ValidationError as error:
@@ -140,7 +140,7 @@ def publish_model(
     Returns 422 if the operator allows no such target.
     """
     model = service.find(model_id, caller.tenant)
-    spec = make_copy_spec(parts.parents.find(model.id, caller.tenant), body)
+    spec = make_copy_spec(parts.parents.find_by_name(model.id, caller.tenant), body)
     return set_location_header(response, presenter.make_response(submission.submit(spec)))
 
 

@@ -333,7 +333,7 @@ MEASURED: dict[str, Any] = {
 }
 FAST = "Prefills prompts of 2,048 tokens 1.9x as fast as its teacher"
 CLOSE = "perplexity on held-out text is 1.05x the teacher's"
-FOUND = "finds 18 of 20 numbers in prompts of 512 tokens (teacher: 20)"
+FOUND = "finds 18 of 20 numbers hidden in prompts of 512 tokens (teacher: 20)"
 
 
 @pytest.mark.parametrize(

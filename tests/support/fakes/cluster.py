@@ -34,38 +34,38 @@ class FakeCluster:
         """Result of `capacity`; submissions take no resources from it."""
 
     def submit(self, submission_id: str, entrypoint: str, env: Mapping[str, str]) -> None:
-        self.check()
+        self.check_alive()
         if submission_id not in self.submissions:
             self.started.append(submission_id)
             self.submissions[submission_id] = FakeSubmission(entrypoint, dict(env))
 
     def get_submission(self, submission_id: str) -> Submission | None:
-        self.check()
+        self.check_alive()
         found = self.submissions.get(submission_id)
         return None if found is None else found.state
 
     def list_submissions(self) -> list[ListedSubmission]:
-        self.check()
+        self.check_alive()
         return [
             ListedSubmission(name, found.entrypoint, found.ended_at if found.state.status.is_terminal else None)
             for name, found in self.submissions.items()
         ]
 
     def remove(self, submission_id: str) -> None:
-        self.check()
+        self.check_alive()
         found = self.submissions.get(submission_id)
         if found is not None and not found.state.status.is_terminal:
             raise ClusterUnavailableError(f"{submission_id} has not ended")
         self.submissions.pop(submission_id, None)
 
     def stop(self, submission_id: str) -> None:
-        self.check()
+        self.check_alive()
         found = self.submissions.get(submission_id)
         if found is not None and not found.state.status.is_terminal:
             found.state = Submission(SubmissionStatus.STOPPED)
 
     def read_logs(self, submission_id: str, *, tail_lines: int | None = None) -> Iterator[bytes]:
-        self.check()
+        self.check_alive()
         found = self.submissions.get(submission_id)
         lines = [] if found is None else redact(found.log).encode(errors="replace").splitlines(keepends=True)
         yield from lines if tail_lines is None else lines[-tail_lines:]
@@ -82,7 +82,7 @@ class FakeCluster:
             await asyncio.sleep(_POLL_S)
 
     def list_nodes(self) -> Sequence[Node] | None:
-        self.check()
+        self.check_alive()
         return self.nodes
 
     def check_alive(self) -> None:

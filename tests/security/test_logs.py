@@ -66,7 +66,7 @@ class House(Server):
         name = f"{job.id}-1"
         self.cluster.stop(name)
         self.ray.logs[name].ended = True
-        self.cluster.submissions[name].log = b"".join(RayJobs(self.ray.url).logs(name)).decode()
+        self.cluster.submissions[name].log = b"".join(RayJobs(self.ray.url).read_logs(name)).decode()
         self.client.post(f"/jobs/{job.id}/cancel")
         self.tick()
 
@@ -300,5 +300,5 @@ def test_a_credential_is_found_wherever_the_pieces_end(
     text = b"a hush-hush-hushed word, hush-hush-hush\rhush-hush-hus\r\nline-of-a-key-2\nl\xc3\xa4ine \xff hush-hush"
     monkeypatch.setattr("tests.support.fakes.ray_logs.BLOCK", size)
     ray.logs["job_1-1"] = RayLog(text, ended=True)
-    found = b"".join(RayJobs(ray.url).logs("job_1-1")).decode()
+    found = b"".join(RayJobs(ray.url).read_logs("job_1-1")).decode()
     assert found == "a [redacted]ed word, [redacted]\nhush-hush-hus\n[redacted]\nl\xe4ine \ufffd hush-hush"

@@ -74,7 +74,7 @@ class FakeCluster:
         sent = 0
         while True:
             state = self.get_submission(submission_id)
-            text = b"".join(self.logs(submission_id))
+            text = b"".join(self.read_logs(submission_id))
             yield text[sent:]
             sent = len(text)
             if state is None or state.status.is_terminal:

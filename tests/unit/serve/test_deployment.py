@@ -117,7 +117,7 @@ def test_the_address_to_listen_on_is_the_one_clients_use() -> None:
 
 def test_a_ray_that_is_away_is_a_cluster_that_is_away() -> None:
     with pytest.raises(ClusterUnavailableError, match=r"127\.0\.0\.1:9 does not answer"):
-        RayServe("http://127.0.0.1:9").status()
+        RayServe("http://127.0.0.1:9").list_states()
 
 
 def test_a_ray_that_hangs_is_a_cluster_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:

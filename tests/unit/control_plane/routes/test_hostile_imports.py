@@ -142,7 +142,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "many files": (many, "more than 4096 files"),
     "many directories": (deep, "nested directories"),
     "a long tokenizer": (long_small_file, "only weights"),
-    "many long files": (many_long_small_files, "together"),
+    "many long files": (many_long_small_files, "in total"),
     "a pipe": (pipe, "not a regular file"),
     "a link to its own directory": (loop, "not a regular file"),
     "a device": (device, "not a regular file"),
@@ -290,5 +290,5 @@ def test_an_object_that_was_being_written_by_a_process_that_died_goes(server: Se
     root = Path(server.parts.objects.uri)
     (root / "models" / "mdl_dead").mkdir(parents=True)
     (root / "models" / "mdl_dead" / ".swiftkv-tmp-1").write_bytes(b"half")
-    RetentionStore(server.parts.objects).remove("models/mdl_dead", limit=10)
+    RetentionStore(server.parts.objects).remove_objects("models/mdl_dead", limit=10)
     assert not (root / "models" / "mdl_dead").exists()

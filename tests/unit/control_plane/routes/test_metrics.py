@@ -112,7 +112,7 @@ def test_probes_that_come_at_once_look_once(parts: Components, start: Start, mon
         monkeypatch.setattr(owner, name, call)
 
     counted(parts.objects, "ping")
-    counted(parts.cluster, "check")
+    counted(parts.cluster, "check_alive")
     counted(parts.jobs, "count_by_status")
     counted(parts.outbox, "count_by_status")
     server = start(changed={"clock": StillClock()})
@@ -121,7 +121,7 @@ def test_probes_that_come_at_once_look_once(parts: Components, start: Start, mon
     for _ in range(20):
         assert server.client.get("/readyz").status_code == 200
         assert "swiftkv_jobs_put_off 0.0" in server.client.get("/metrics").text
-    assert sorted(calls) == ["check", "count_by_status", "count_by_status", "ping"]
+    assert sorted(calls) == ["check_alive", "count_by_status", "count_by_status", "ping"]
     server.cluster.away = True
     server.wait(5)
     assert refusal(server.client.get("/readyz"), 503)["field"] == "ray", "reported within seconds"

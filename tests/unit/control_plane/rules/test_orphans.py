@@ -147,7 +147,7 @@ def test_a_dashboard_without_a_live_node_is_no_cluster(state: str) -> None:
         "GET", "/api/v0/nodes", json_answer({"data": {"result": {"result": nodes}}}, 500 if state == "silent" else 200)
     )
     with serve(script) as url, nullcontext() if state == "alive" else pytest.raises(ClusterUnavailableError) as raised:
-        RayJobs(url).check()
+        RayJobs(url).check_alive()
     assert raised is None or ("no live node" in str(raised.value)) is (state == "dead")
 
 

@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 
 from benchmarks.common import format_markdown_table
-from swiftkv_platform.control_plane.jobs.estimates import Prices, add_time, estimate, find_speed
+from swiftkv_platform.control_plane.jobs.estimates import Prices, add_time_and_cost, estimate, find_speed
 from swiftkv_platform.specs import JobSpec, load_spec
 from tests.support.recipes import RECIPES, teacher_config
 
@@ -56,7 +56,7 @@ def format_table(gpu_hour_price: float | None = None) -> str:
             continue
         planned = estimate(spec, teacher_config(spec), (), num_tokens=TOKENS_PER_EPOCH)
         prices = Prices(gpu_hour=1.0 if gpu_hour_price is None else gpu_hour_price)
-        planned = add_time(planned, spec, find_speed(spec, (), None), prices)
+        planned = add_time_and_cost(planned, spec, find_speed(spec, (), None), prices)
         assert planned.seconds is not None, f"the planner does not know the GPU of {path.stem}"
         assert planned.cost is not None
         assert planned.memory_per_worker is not None

@@ -111,7 +111,7 @@ class RequestAuthenticator:
         if self._authenticator is None:
             return Caller(request_path=path, traceparent=traceparent, address=address)
         key = self._authenticator.authenticate(_get_credential(request))
-        key.require(Scope.GENERATE)
+        key.require_scope(Scope.GENERATE)
         self._check_tenant(key)
         limits = (key.requests_per_minute, key.tokens_per_minute)
         request.state.quota = quota = None if limits == (None, None) else self._get_quota(key.tenant, key.name, *limits)

@@ -181,11 +181,11 @@ def advise_on_failure(
         suggestion = suggest(current, spec) if is_known else None
         if suggestion is not None:
             suggestions.append(f"{path} is {json.dumps(current, ensure_ascii=False)}: {suggestion}")
-    advice = _name_job(cure.advice, job_id)
+    advice = _insert_job_id(cure.advice, job_id)
     return " ".join(part for part in ("; or ".join(suggestions) + "." if suggestions else "", advice) if part)
 
 
-def _name_job(advice: str, job_id: str | None) -> str:
+def _insert_job_id(advice: str, job_id: str | None) -> str:
     """Return the advice with the job's id in commands; without an id, only what does not concern a control plane."""
     if job_id is not None:
         return re.sub(r"\bJOB\b", job_id, advice)

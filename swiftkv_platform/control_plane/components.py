@@ -75,7 +75,7 @@ def get_retention_repository(request: Request) -> RetentionRepository:
     return RetentionRepository(request.app.state.components.database)
 
 
-def get_from_state(name: str) -> Any:
+def make_state_dependency(name: str) -> Any:
     """Return a FastAPI dependency on the attribute `name` of the application's state."""
 
     def find(request: Request) -> Any:
@@ -84,16 +84,16 @@ def get_from_state(name: str) -> Any:
     return Depends(find)
 
 
-ComponentsDep = Annotated[Components, get_from_state("components")]
+ComponentsDep = Annotated[Components, make_state_dependency("components")]
 DeletionsDep = Annotated[RetentionRepository, Depends(get_retention_repository)]
-SpansDep = Annotated[Spans, get_from_state("spans")]
-NodesDep = Annotated[CachedCall[Sequence[Node] | None], get_from_state("nodes")]
+SpansDep = Annotated[Spans, make_state_dependency("spans")]
+NodesDep = Annotated[CachedCall[Sequence[Node] | None], make_state_dependency("nodes")]
 """Nodes of the jobs' cluster; None if Ray does not answer."""
-RayErrorDep = Annotated[CachedCall[str | None], get_from_state("ray")]
+RayErrorDep = Annotated[CachedCall[str | None], make_state_dependency("ray")]
 """Why Ray is unavailable; None if it is available."""
 RAY_TIMEOUT_S = 2.0
 """Max seconds that a route waits for Ray, so that a hanging Ray does not block a page."""
-SpecParsersDep = Annotated[ParserPool, get_from_state("spec_parsers")]
-UploadParsersDep = Annotated[LimitedParserPool, get_from_state("upload_parsers")]
-ImportParsersDep = Annotated[LimitedParserPool, get_from_state("import_parsers")]
-SettingsDep = Annotated[Settings, get_from_state("settings")]
+SpecParsersDep = Annotated[ParserPool, make_state_dependency("spec_parsers")]
+UploadParsersDep = Annotated[LimitedParserPool, make_state_dependency("upload_parsers")]
+ImportParsersDep = Annotated[LimitedParserPool, make_state_dependency("import_parsers")]
+SettingsDep = Annotated[Settings, make_state_dependency("settings")]

@@ -82,21 +82,21 @@ def find_referencing_jobs(
         JobRow.id.in_(named), JobRow.tenant == tenant, JobRow.status.in_(LIVE_STATUSES), JobRow.id != without
     )
 
-    def is_user(job_id: str) -> bool:
+    def references_object(job_id: str) -> bool:
         # Rows of earlier versions also name ids that other text of a spec holds, so the spec decides.
         spec = session.scalar(select(JobRow.spec).where(JobRow.id == job_id))
         return not find_references(spec).isdisjoint(names)
 
-    return list(islice(filter(is_user, session.scalars(jobs.order_by(JobRow.id)).all()), limit))
+    return list(islice(filter(references_object, session.scalars(jobs.order_by(JobRow.id)).all()), limit))
 
 
 def _list_source_names(spec: Any) -> Iterator[str]:
     """Yield the names of the models, data sets and tasks that a spec reads."""
-    yield from _keep_texts(_get_part(spec, "model", "name_or_path"))
+    yield from _filter_strings(_get_part(spec, "model", "name_or_path"))
     for source in _as_list(_get_part(spec, "data", "sources")):
-        yield from _keep_texts(source.get("name_or_path") if isinstance(source, dict) else None)
+        yield from _filter_strings(source.get("name_or_path") if isinstance(source, dict) else None)
     for task in _as_list(_get_part(spec, "evaluation", "tasks")):
-        yield from _keep_texts(*((task.get("name"), task.get("data_dir")) if isinstance(task, dict) else (task,)))
+        yield from _filter_strings(*((task.get("name"), task.get("data_dir")) if isinstance(task, dict) else (task,)))
 
 
 def _get_part(spec: Any, section: str, name: str) -> Any:
@@ -108,5 +108,5 @@ def _as_list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list) else ()
 
 
-def _keep_texts(*values: Any) -> Iterator[str]:
+def _filter_strings(*values: Any) -> Iterator[str]:
     return (value for value in values if isinstance(value, str))

@@ -552,12 +552,12 @@ class RetentionSweeper:
                 yield from self._sweep_ended_jobs(kind, before, dry_run=dry_run)
         yield from self._sweep_old_rows(now, dry_run=dry_run)
         if (before := self._get_cutoff("models", now)) is not None:
-            count_superseded_promotions = _iterate_pages(partial(rows.list_superseded_models, before=before))
+            count_superseded_promotions = _iterate_ids(partial(rows.list_superseded_models, before=before))
             yield from self._sweep_unused(
                 "model", count_superseded_promotions, rows.preview_model_deletion, rows.delete_model, dry_run=dry_run
             )
         if (before := self._get_cutoff("jobs", now)) is not None:
-            expired = _iterate_pages(partial(rows.list_expired_jobs, before=before))
+            expired = _iterate_ids(partial(rows.list_expired_jobs, before=before))
             yield from self._sweep_unused("job", expired, rows.preview_job_deletion, rows.delete_job, dry_run=dry_run)
         if not dry_run:
             yield from self._sweep_deletions(dry_run=False)
@@ -568,7 +568,7 @@ class RetentionSweeper:
         return now - days * DAY_S if days else None
 
     def _sweep_ended_jobs(self, kind: JobDataKind, before: float, *, dry_run: bool) -> Iterator[RemovedAmount]:
-        for job_id in _iterate_pages(partial(self.rows.list_ended_jobs, kind, before=before)):
+        for job_id in _iterate_ids(partial(self.rows.list_ended_jobs, kind, before=before)):
             try:
                 yield from self._sweep_job(job_id, kind, dry_run=dry_run)
             except StorageError as error:
@@ -644,7 +644,7 @@ class RetentionSweeper:
 
     def _sweep_deletions(self, *, dry_run: bool) -> Iterator[RemovedAmount]:
         """Remove the objects of deleted jobs and models. A prefix that fails is retried in the next round."""
-        for prefix in _iterate_pages(partial(self.rows.list_due_deletions, now=self.clock())):
+        for prefix in _iterate_ids(partial(self.rows.list_due_deletions, now=self.clock())):
             try:
                 yield from self._sweep_prefix(prefix, "deleted", dry_run=dry_run)
             except StorageError as error:
@@ -683,7 +683,7 @@ def _remove_rows(kind: str, remove: Callable[..., int], *, dry_run: bool) -> Ite
             return
 
 
-def _iterate_pages(page: Callable[..., Sequence[str]]) -> Iterator[str]:
+def _iterate_ids(page: Callable[..., Sequence[str]]) -> Iterator[str]:
     """Yield the ids of all pages."""
     after: str | None = None
     while ids := page(limit=_IDS_PER_QUERY, after=after):

@@ -122,7 +122,7 @@ def prepare_head(parameters: Any, head: bool) -> None:  # noqa: ARG001 (Ray's si
 def _make_retrying_call(call: Callable[..., Any], timeout_s: float) -> Callable[..., Any]:
     """Return `call`, repeated while it raises `RuntimeError`, for at most `timeout_s` seconds."""
 
-    def call_patiently(*arguments: Any, **options: Any) -> Any:
+    def call_with_retries(*arguments: Any, **options: Any) -> Any:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -132,7 +132,7 @@ def _make_retrying_call(call: Callable[..., Any], timeout_s: float) -> Callable[
                     raise
             time.sleep(_RETRY_INTERVAL_S)
 
-    return call_patiently
+    return call_with_retries
 
 
 def make_auth_environment(token_file: Path) -> dict[str, str]:
@@ -162,12 +162,12 @@ def find_free_ports(preferred: list[int]) -> list[int]:
     with ExitStack() as stack:
         # Ports stay bound until all are found, so that they differ.
         for port in preferred:
-            listener = stack.enter_context(_bind(port))
+            listener = stack.enter_context(_bind_port(port))
             found.append(int(listener.getsockname()[1]))
     return found
 
 
-def _bind(port: int) -> socket.socket:
+def _bind_port(port: int) -> socket.socket:
     listener = socket.socket()
     # A port with lingering connections then counts as free; a port with a listener does not.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -124,7 +124,7 @@ class Stack:
             try:
                 return self._start_control_plane(self._start_ray(state, report), options, report)
             except BaseException:
-                self._stop_started(before)
+                self._stop_newly_started(before)
                 raise
 
     def _check_operator_files(self, last: Mapping[str, Path]) -> None:
@@ -297,7 +297,7 @@ class Stack:
             f"{name} {problem}. Last error in {log}: {cause}. {describe_load()}. `swiftkv doctor` shows more"
         )
 
-    def _stop_started(self, before: StackState) -> None:
+    def _stop_newly_started(self, before: StackState) -> None:
         """Stop the parts started since the state `before`."""
         if not before.is_alive("ray"):
             self._stop_all(self._run_directory.load() or before)

@@ -228,14 +228,14 @@ def _move_artifact(store: ObjectStore, attempt: AttemptId, output: Path) -> None
 def _exit_on_signals() -> Iterator[None]:
     """Raise `SystemExit` on termination signals, so that the block cleans up."""
     before = {each: signal.getsignal(each) for each in TERMINATION_SIGNALS}
-    _set_handlers(dict.fromkeys(TERMINATION_SIGNALS, exit_on_termination))
+    _set_signal_handlers(dict.fromkeys(TERMINATION_SIGNALS, exit_on_termination))
     try:
         yield
     finally:
-        _set_handlers(before)
+        _set_signal_handlers(before)
 
 
-def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
+def _set_signal_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
     if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
         for each, handler in handlers.items():
             signal.signal(each, handler)
@@ -253,7 +253,7 @@ def _start_local_ray(spec: JobSpec) -> Iterator[None]:
         os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # a busy machine is slow to start
         num_cpus = max(1, math.ceil(sum_worker_resources(spec)["CPU"]))
         ray.init("local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, _temp_dir=str(directory))
-        _set_handlers({signal.SIGTERM: exit_on_termination})  # replaces Ray's handler, which exits at once
+        _set_signal_handlers({signal.SIGTERM: exit_on_termination})  # replaces Ray's handler, which exits at once
         try:
             check_fits_machine(spec.resources, ray.cluster_resources())
             yield

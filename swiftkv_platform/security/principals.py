@@ -60,7 +60,7 @@ class Principal(FrozenModel):
         """Whether the caller can read the audit trail, at least of the own tenant."""
         return self.operator or Scope.ADMIN in self.scopes
 
-    def require(self, scope: Scope) -> None:
+    def require_scope(self, scope: Scope) -> None:
         """Raise `ForbiddenError` unless the caller has `scope` or `admin`."""
         if scope not in self.scopes and Scope.ADMIN not in self.scopes:
             held = ", ".join(sorted(self.scopes)) or "none"

@@ -180,7 +180,7 @@ def fetch_directory(store: ObjectStore, prefix: str, destination: Path) -> Manif
         with (destination.parent / f".{destination.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _has_files(destination, manifest):
-                _replace(destination, store, prefix, manifest)
+                _download_and_replace(destination, store, prefix, manifest)
     except OSError as error:
         raise _make_write_error(destination, error) from error
     return manifest
@@ -238,7 +238,7 @@ class StoredDirectory:
         return key, self.manifest.files[name]
 
 
-def _replace(destination: Path, store: ObjectStore, prefix: str, manifest: Manifest) -> None:
+def _download_and_replace(destination: Path, store: ObjectStore, prefix: str, manifest: Manifest) -> None:
     """Download to a temporary directory, then move it to `destination`."""
     is_artifact = (destination / MANIFEST).is_file()
     if destination.exists() and not (destination.is_dir() and (is_artifact or not any(destination.iterdir()))):

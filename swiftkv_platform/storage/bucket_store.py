@@ -149,12 +149,12 @@ def was_retried(error: Exception) -> bool:
     return " retries, max_retries" in str(error)
 
 
-def is_missing(error: Exception) -> bool:
+def is_missing_object_error(error: Exception) -> bool:
     """Whether the object is missing, rather than the bucket (which HEAD requests cannot distinguish)."""
     return isinstance(error, FileNotFoundError) and error.errno is None and not _NO_BUCKET.search(str(error))
 
 
-def is_refused(error: Exception) -> bool:
+def is_bucket_error(error: Exception) -> bool:
     """Whether the bucket is missing, or access is denied."""
     text = str(error)
     found = _ERROR_CODE.search(text)
@@ -358,7 +358,7 @@ class BucketStore:
         try:
             self._client.delete(key)
         except FileNotFoundError as error:
-            if not is_missing(error):
+            if not is_missing_object_error(error):
                 raise
 
     def delete_prefix(self, prefix: str) -> None:
@@ -405,10 +405,10 @@ class BucketStore:
                 value=key,
             ) from error
         except (BaseError, OSError) as error:
-            if is_missing(error):
+            if is_missing_object_error(error):
                 raise ObjectNotFoundError(
                     f"there is no object {key!r} in {self.uri}", field="key", value=key
                 ) from error
             why = describe_error(error, *self._location[:2])
-            kind = BucketError if is_refused(error) else StorageError
+            kind = BucketError if is_bucket_error(error) else StorageError
             raise kind(f"cannot {action} {key!r} in {self.uri}: {why}", field="key", value=key) from error

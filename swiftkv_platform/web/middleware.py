@@ -146,7 +146,8 @@ class RefusalBackoff(Middleware):
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_delayed(message: Message) -> None:
             if message["type"] == "http.response.start" and (
-                message["status"] in self._statuses or (message["status"] in _DELAYED_IF_LARGE and _is_large(scope))
+                message["status"] in self._statuses
+                or (message["status"] in _DELAYED_IF_LARGE and _has_large_body(scope))
             ):
                 await self._delay(scope)
             await send(message)
@@ -176,7 +177,7 @@ class RefusalBackoff(Middleware):
         return True
 
 
-def _is_large(scope: Scope) -> bool:
+def _has_large_body(scope: Scope) -> bool:
     """Whether a body is large or of unknown size."""
     headers = Headers(scope=scope)
     return "transfer-encoding" in headers or get_content_length(headers) > LARGE_BODY_BYTES

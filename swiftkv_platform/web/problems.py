@@ -136,7 +136,7 @@ class ASCIIJSONResponse(JSONResponse):
 def drop_long_value(value: Any) -> Any:
     """Return a JSON value if an error response can repeat it, else None. The cost for a long value is bounded."""
     try:
-        if not _may_be_short(value):
+        if not _may_be_short_enough(value):
             return None
         text = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError):
@@ -144,7 +144,7 @@ def drop_long_value(value: Any) -> Any:
     return value if len(text) <= _MAX_VALUE_BYTES else None
 
 
-def _may_be_short(value: Any) -> bool:
+def _may_be_short_enough(value: Any) -> bool:
     """Whether a value may be short enough to repeat. Visits no more items than a short value can have."""
     remaining, pending = _MAX_VALUE_BYTES, [value]
     while pending and remaining >= 0:

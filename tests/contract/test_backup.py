@@ -13,7 +13,7 @@ from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import SessionRow
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
 from swiftkv_platform.control_plane.jobs.job import JobStatus, MetricPoint
-from swiftkv_platform.control_plane.jobs.repository import Idempotency, JobRepository
+from swiftkv_platform.control_plane.jobs.repository import IdempotencyKey, JobRepository
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.models.repository import ModelRepository
 from swiftkv_platform.control_plane.retention import RetentionRepository
@@ -88,7 +88,7 @@ def test_everything_comes_back_in_a_database_of_the_other_kind(
         )
         counts = {**RetentionRepository(database).count_rows(), "sessions": 0}
         assert RetentionRepository(fresh).count_rows() == counts
-        assert after.find_by_idempotency_key(TENANT, Idempotency("once", "a")) == restored
+        assert after.find_by_idempotency_key(TENANT, IdempotencyKey("once", "a")) == restored
         assert list(elsewhere.list("")) == list(objects.list(""))
         again = after.update(restored, events=[message(job, "numbers go on after the greatest")])
         assert after.list_events(job_id, page).items[-1].message == "numbers go on after the greatest"

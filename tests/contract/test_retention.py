@@ -124,9 +124,9 @@ def test_an_alias_keeps_what_it_can_be_rolled_back_to(
     assert rows.trim_promotions(before=100, keep=2, dry_run=True) == 2
     assert rows.trim_promotions(before=100, keep=2, dry_run=False) == 2
     assert rows.trim_promotions(before=100, keep=2, dry_run=False) == 0
-    assert service.resolve("production", TENANT)[0].id == models[4]
+    assert service.resolve_model("production", TENANT)[0].id == models[4]
     service.roll_back("production", tenant=TENANT, by="ann", reason="worse")
-    assert service.resolve("production", TENANT)[0].id == models[2]
+    assert service.resolve_model("production", TENANT)[0].id == models[2]
     with pytest.raises(ConflictError, match="no model before"):
         service.roll_back("production", tenant=TENANT, by="ann", reason="worse")
 

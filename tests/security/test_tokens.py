@@ -47,7 +47,7 @@ def test_a_token_opens_what_its_claims_say(issuer: Issuer, verifier: TokenVerifi
         assert caller.scopes == {Scope.JOBS_READ, Scope.GENERATE}
         assert not caller.operator
         with pytest.raises(ForbiddenError):
-            caller.require(Scope.DEPLOY)
+            caller.require_scope(Scope.DEPLOY)
 
 
 def test_a_token_drives_the_control_plane(issuer: Issuer, plane: httpx.Client) -> None:

@@ -9,7 +9,7 @@ from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, make_status_event
 from swiftkv_platform.control_plane.jobs.repository import (
     PRIORITIES,
-    Idempotency,
+    IdempotencyKey,
     JobRepository,
     QueuedJob,
     QueueSnapshot,
@@ -27,7 +27,7 @@ def make_job(*, tenant: str = TENANT, **spec: Any) -> Job:
 
 
 def store(jobs: JobRepository, job: Job, *, key: str | None = None, body: str = "a") -> Job:
-    idempotency = None if key is None else Idempotency(key, body)
+    idempotency = None if key is None else IdempotencyKey(key, body)
     return jobs.create(job, make_status_event(job, now=100), idempotency=idempotency)
 
 

@@ -11,7 +11,7 @@ from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.local import stack as _stack  # noqa: F401
 
 PAGE = Path("docs/troubleshooting.md")
-MAKERS = {"make_problem", "_forbid"}
+MAKERS = {"make_problem", "_respond_forbidden"}
 """Functions that take the code of a response as a string."""
 
 

@@ -119,7 +119,7 @@ def _insert_entry(session: Session, entry: AuditEntry) -> None:
     session.execute(insert(AuditRow).values(**asdict(entry)))
 
 
-def _find_new_id(session: Session) -> str | None:
+def _find_new_object_id(session: Session) -> str | None:
     """Return the id of a job, deployment or file that the session is about to insert; None without one."""
     made = (row.id for row in session.new if isinstance(row, JobRow | DeploymentRow | FileRow))
     return next(made, None)
@@ -196,7 +196,7 @@ class RequestAudit:
         made: list[str] = []
 
         def collect_new_ids(flushed: Session, *_: object) -> None:
-            made.extend(found for found in (_find_new_id(flushed),) if found is not None)
+            made.extend(found for found in (_find_new_object_id(flushed),) if found is not None)
 
         event.listen(session, "before_flush", collect_new_ids)
 

@@ -75,7 +75,7 @@ def get_caller(request: Request, scopes: SecurityScopes, _header: _Authorization
     key = authenticate_request(request)
     if key is not None:
         for scope in scopes.scopes:
-            key.require(Scope(scope))
+            key.require_scope(Scope(scope))
         if request.method not in ("GET", "HEAD"):
             get_logger().info("audit", tenant=key.tenant, key=key.name, method=request.method, path=request.url.path)
     get_request_audit(request).start_storing(is_read_only=_WRITE_SCOPES.isdisjoint(map(Scope, scopes.scopes)))

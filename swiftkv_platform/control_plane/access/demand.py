@@ -36,7 +36,7 @@ class Demand:
     def __add__(self, other: Demand) -> Demand:
         return Demand(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
 
-    def subtract_to_zero(self, other: Demand) -> Demand:
+    def subtract_clamped(self, other: Demand) -> Demand:
         """Subtract `other` per field; negative results become 0."""
         return Demand(*(max(ours - theirs, 0) for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
 

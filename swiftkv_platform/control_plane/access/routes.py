@@ -149,7 +149,7 @@ def get_visible_tenant(request: Request, caller: Annotated[Caller, require_calle
     principal: Principal | None = getattr(request.state, "principal", None)
     if principal is None or principal.operator:
         return None
-    principal.require(Scope.ADMIN)
+    principal.require_scope(Scope.ADMIN)
     return caller.tenant
 
 

@@ -189,13 +189,13 @@ class Database:
 
     def begin_read(self) -> AbstractContextManager[Session]:
         """Open a read transaction. Raises `DatabaseUnavailableError`."""
-        return _transaction(self._engine)
+        return _begin_transaction(self._engine)
 
     @contextmanager
     def begin_write(self) -> Iterator[Session]:
         """Open a write transaction, committed at the end. Raises `DatabaseUnavailableError`, also for a read-only
         database."""
-        with _transaction(self._writing_engine) as session:
+        with _begin_transaction(self._writing_engine) as session:
             join = TRANSACTION_HOOK.get()
             write = None if join is None else join(session)
             yield session
@@ -311,7 +311,7 @@ def make_alembic_config(connection: Connection | None = None) -> Config:
 
 
 @contextmanager
-def _transaction(engine: Engine) -> Iterator[Session]:
+def _begin_transaction(engine: Engine) -> Iterator[Session]:
     try:
         with Session(engine, expire_on_commit=False) as session, session.begin():
             yield session

@@ -40,12 +40,12 @@ class Progress:
     """Seconds by phase of loading, by replica that serves the revision."""
 
     @property
-    def settled(self) -> set[str]:
+    def finished_replicas(self) -> set[str]:
         """Replicas that serve or have refused the revision."""
         return {*self.refusals, *self.load_seconds}
 
 
-class ServedRevisions:
+class RevisionPoller:
     """Polls the replicas of each deployment until all have settled, and again when another revision is wanted.
     `serve_url`: address of Serve's HTTP proxies."""
 
@@ -69,9 +69,9 @@ class ServedRevisions:
         if progress is None:
             return None
         for _ in range(min(4 * len(replicas), _MAX_HEALTH_REQUESTS)):
-            if progress.settled >= set(replicas):
+            if progress.finished_replicas >= set(replicas):
                 break
-            said = self._find_health(route_prefix, progress.revision)
+            said = self._fetch_health(route_prefix, progress.revision)
             if said is None:
                 break
             if "swap" not in said:  # this replica has not received the revision yet
@@ -90,7 +90,7 @@ class ServedRevisions:
     def close(self) -> None:
         self._http.close()
 
-    def _find_health(self, route_prefix: str, revision: str) -> dict[str, Any] | None:
+    def _fetch_health(self, route_prefix: str, revision: str) -> dict[str, Any] | None:
         """Return the `/health` document of some replica; None if none answers."""
         url = f"{self._url}{route_prefix.rstrip('/')}/health"
         try:
@@ -170,7 +170,7 @@ class RayServe:
         hosts = {urlsplit(serve_url).hostname or "", *allowed_hosts}
         self._hosts = () if self._files else tuple(sorted(each for each in hosts if not is_local_name(each)))
         self._access = access
-        self._revisions = ServedRevisions(serve_url)
+        self._revisions = RevisionPoller(serve_url)
 
     def apply(self, deployments: Sequence[ResolvedDeployment], *, keep: Collection[str] = ()) -> None:
         """Make exactly these the served applications, and `keep` (ids) those that stay as they are, if they are served.
@@ -191,7 +191,7 @@ class RayServe:
         details = self._get_details()
         listening = any(proxy["status"] == "HEALTHY" for proxy in details.get("proxies", {}).values())
         applications: dict[str, Any] = details.get("applications", {})
-        return {name: self._find_state(name, application, listening) for name, application in applications.items()}
+        return {name: self._get_state(name, application, listening) for name, application in applications.items()}
 
     def _get_details(self) -> Mapping[str, Any]:
         response = self._dashboard.request("GET", _API_PATH, timeout_s=_STATUS_TIMEOUT_S)
@@ -201,7 +201,7 @@ class RayServe:
         self._dashboard.close()
         self._revisions.close()
 
-    def _find_state(self, name: str, application: Mapping[str, Any], listening: bool) -> DeploymentState:
+    def _get_state(self, name: str, application: Mapping[str, Any], listening: bool) -> DeploymentState:
         """Return an application's state. It is not running while no proxy takes requests for it, or while replicas
         serve another revision than the wanted one."""
         state = _parse_state(application, listening)

@@ -82,7 +82,7 @@ class ReplicaScheduler:
         held, turns = dict[str, Demand](), dict[str, Iterator[ResolvedDeployment]]()
         for tenant in dict.fromkeys(item.tenant for item in deployments):
             held[tenant] = Demand()
-            turns[tenant] = _interleave([item.spec for item in deployments if item.tenant == tenant], full)
+            turns[tenant] = _interleave_replicas([item.spec for item in deployments if item.tenant == tenant], full)
         while turns:
             tenant = min(
                 turns, key=lambda name: held[name].compute_dominant_share(whole) / self._policies.get(name).weight
@@ -134,7 +134,7 @@ def find_lost_demand(
         left = (
             held
             if then is None or make_replica_bundle(then) != make_replica_bundle(spec)
-            else held.subtract_to_zero(Demand.for_deployment(then))
+            else held.subtract_clamped(Demand.for_deployment(then))
         )
         if left != _NO_DEMAND:
             yield spec, left
@@ -144,7 +144,7 @@ def _join_words(parts: Iterable[str]) -> str:
     return " and ".join(parts)
 
 
-def _interleave(specs: Sequence[ResolvedDeployment], full: set[str]) -> Iterator[ResolvedDeployment]:
+def _interleave_replicas(specs: Sequence[ResolvedDeployment], full: set[str]) -> Iterator[ResolvedDeployment]:
     """Yield a tenant's deployments, once for each replica, skipping deployments in `full`."""
     fewest = {spec.id: max(spec.min_replicas, 1) for spec in specs}
     for bounds in ({}, fewest), (fewest, {spec.id: spec.max_replicas for spec in specs}):

@@ -167,7 +167,7 @@ class DeploymentService:
                 field="chat_template",
             )
         wanted = Demand.for_deployment(spec)
-        more = wanted if previous_spec is None else wanted.subtract_to_zero(Demand.for_deployment(previous_spec))
+        more = wanted if previous_spec is None else wanted.subtract_clamped(Demand.for_deployment(previous_spec))
         max_replicas = self.settings.max_deployment_replicas
         if max_replicas is not None and more.replicas and spec.max_replicas > max_replicas:
             raise InvalidInputError(
@@ -216,7 +216,7 @@ class DeploymentService:
         longer, read.
         """
         try:
-            model, alias = RegistryService(self.parts.registry, self.parts.clock, self.parts.policies).resolve(
+            model, alias = RegistryService(self.parts.registry, self.parts.clock, self.parts.policies).resolve_model(
                 name, tenant
             )
         except InvalidInputError as error:

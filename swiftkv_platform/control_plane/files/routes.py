@@ -73,11 +73,11 @@ _MIN_LIFETIME_S, _MAX_LIFETIME_S = 3600, 30 * 86400
 router = APIRouter(prefix=PATH, tags=["files"], responses=ERROR_RESPONSES)
 
 
-def _get_service(parts: ComponentsDep, settings: SettingsDep) -> FileService:
+def _get_file_service(parts: ComponentsDep, settings: SettingsDep) -> FileService:
     return FileService(parts, settings)
 
 
-Service = Annotated[FileService, Depends(_get_service)]
+Service = Annotated[FileService, Depends(_get_file_service)]
 
 
 _UPLOAD_SCHEMA: dict[str, Any] = {

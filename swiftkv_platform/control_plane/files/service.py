@@ -124,10 +124,10 @@ class FileSweeper:
             return
         self._next = now + _SWEEP_INTERVAL_S
         for file in self.files.list_expired(now, limit=_MAX_FILES_PER_QUERY):
-            self._expire(file)
+            self._delete_expired_file(file)
         self._remove_orphans(now)
 
-    def _expire(self, file: File) -> None:
+    def _delete_expired_file(self, file: File) -> None:
         try:
             self.files.remove(file.id, tenant=file.tenant)
         except (ConflictError, NotFoundError) as error:  # in use, or deleted meanwhile

@@ -32,7 +32,7 @@ from swiftkv_platform.sources.access import matches_origin
 from swiftkv_platform.specs.publish import WebhookSpec
 
 
-def make_find_recipients(policies: TenantPolicies) -> FindRecipients:
+def make_recipient_finder(policies: TenantPolicies) -> FindRecipients:
     """Return a function that returns the webhooks of a job: from the job's spec and from the tenant's policy."""
 
     def find(job: Job) -> Sequence[WebhookSpec]:

@@ -37,7 +37,7 @@ class SessionOriginGuard(Middleware):
         # Signing in needs no key yet; another site's page must not sign a browser in either.
         asks = scope["method"] not in _SAFE_METHODS and "authorization" not in headers
         detail = explain_foreign_page(headers, scope["scheme"]) if asks else None
-        await (self._app if detail is None else _forbid(scope, detail))(scope, receive, send)
+        await (self._app if detail is None else _respond_forbidden(scope, detail))(scope, receive, send)
 
 
 class OriginGuard(Middleware):
@@ -56,11 +56,11 @@ class OriginGuard(Middleware):
         headers, path = Headers(scope=scope), scope["path"]
         detail = explain_foreign_host(headers, self._allowed_hosts)
         if detail is not None:
-            return _forbid(scope, detail, "host_not_allowed")
+            return _respond_forbidden(scope, detail, "host_not_allowed")
         asks = scope["method"] not in _SAFE_METHODS or "origin" in headers  # a link on another site may lead here
         detail = explain_foreign_page(headers, scope["scheme"]) if asks else None
         if detail is not None:
-            return _forbid(scope, detail)
+            return _respond_forbidden(scope, detail)
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         wanted = _FORM_TYPE if path in self._forms else _JSON_TYPE
@@ -70,5 +70,5 @@ class OriginGuard(Middleware):
         return None
 
 
-def _forbid(scope: Scope, detail: str, code: str = "origin_not_allowed") -> Response:
+def _respond_forbidden(scope: Scope, detail: str, code: str = "origin_not_allowed") -> Response:
     return respond_with_problem(make_problem(scope["path"], 403, code, detail))

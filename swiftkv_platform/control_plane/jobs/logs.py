@@ -15,7 +15,7 @@ from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.base import Clock, Page, PageRequest, is_due
-from swiftkv_platform.control_plane.components import Components, get_from_state
+from swiftkv_platform.control_plane.components import Components, make_state_dependency
 from swiftkv_platform.control_plane.http.concurrency import TenantConcurrencyLimiter
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
@@ -186,7 +186,7 @@ class WatchedJobs:
         return self._jobs.list_events(job_id, page)
 
 
-WatchedJobsDep = Annotated[WatchedJobs, get_from_state("watches")]
+WatchedJobsDep = Annotated[WatchedJobs, make_state_dependency("watches")]
 
 
 def read_logs(parts: Components, job: Job, *, offset: int = 0, limit: int | None = None) -> Iterator[bytes]:
@@ -217,7 +217,7 @@ def _read_logs_from(parts: Components, job: Job, offset: int) -> Iterator[bytes]
             offset = max(offset - len(piece), 0)
 
 
-def read_tail(parts: Components, job: Job, lines: int) -> Iterator[bytes]:
+def read_log_tail(parts: Components, job: Job, lines: int) -> Iterator[bytes]:
     """The last lines of the newest attempt's log."""
     saved = parts.attempts.open_saved_logs(job.attempt_id)
     return (

@@ -70,7 +70,7 @@ class FairQueue:
             ]
             if not fitting:
                 break
-            tenant = min(fitting, key=lambda name: self._rank(name, used[name], snapshot.total, queues[name][0]))
+            tenant = min(fitting, key=lambda name: self._rank_tenant(name, used[name], snapshot.total, queues[name][0]))
             job = queues[tenant].popleft()
             used[tenant] += job.demand
             self._shares_given[tenant] += (
@@ -101,7 +101,7 @@ class FairQueue:
         """Whether a tenant that uses `used` may have `demand` in addition."""
         return (used + demand).find_exceeded_limit(self._policies.get(tenant), adding=demand) is None
 
-    def _rank(self, tenant: str, used: Demand, total: Demand, first: QueuedJob) -> tuple[float, float, str]:
+    def _rank_tenant(self, tenant: str, used: Demand, total: Demand, first: QueuedJob) -> tuple[float, float, str]:
         return (
             used.compute_dominant_share(total) / self._policies.get(tenant).weight,
             self._shares_given[tenant],
@@ -275,12 +275,12 @@ class Admission:
         """Jobs that the present nodes cannot hold. They are skipped until the nodes change, and other jobs of their
         tenant may start before them, since those take nothing that they could have."""
 
-    def remember(self, jobs: Iterable[Job]) -> None:
+    def remember_jobs(self, jobs: Iterable[Job]) -> None:
         """Record the present state of these jobs."""
         self._running |= {job.id: job for job in jobs}
 
     @property
-    def running(self) -> Sequence[Job]:
+    def running_jobs(self) -> Sequence[Job]:
         """Jobs on the cluster, as they were last seen."""
         return [*self._running.values()]
 
@@ -305,7 +305,7 @@ class Admission:
             return
         present = [placed.id for placed in self._jobs.list_cluster_jobs()]
         unknown = [job_id for job_id in present if job_id not in self._running]
-        self.remember(self._jobs.load_jobs(unknown) if unknown else ())
+        self.remember_jobs(self._jobs.load_jobs(unknown) if unknown else ())
         self._running = {job_id: self._running[job_id] for job_id in present if job_id in self._running}
         self._free = [
             normalize_resources(free)
@@ -384,14 +384,14 @@ class Preemption:
     """Unix seconds since which an applied deployment has had no replica, by id."""
 
     @property
-    def _share(self) -> float:
+    def _deployments_share(self) -> float:
         """Share of the jobs' nodes that is open to deployments; if it is 1, jobs make no room for them."""
         return 1.0 if self.settings.serve_dashboard_url else self.settings.resolved_deployments_share
 
     def choose_preemptions(self, now: float, resting: Collection[str]) -> list[tuple[Job, Reason]]:
         """Return (job, reason) of attempts that must end: at once if `not_placed`, at a checkpoint if `preempted`.
         `resting`: queued jobs that do not start now."""
-        going = [job for job in self.admission.running if job.status in _ACTIVE and job.attempt.stopping is None]
+        going = [job for job in self.admission.running_jobs if job.status in _ACTIVE and job.attempt.stopping is None]
         nodes = cache(self.admission.reported_nodes)  # asks Ray
         return [
             *self._choose_for_waiting_job(going, nodes, now, resting),
@@ -435,7 +435,9 @@ class Preemption:
         than their share."""
         waiting = [
             item
-            for item in (self.deployments.list_all_deployments().items if going and self._share < 1.0 else ())
+            for item in (
+                self.deployments.list_all_deployments().items if going and self._deployments_share < 1.0 else ()
+            )
             if item.state.status in _STARTING_STATUSES and not item.state.replicas and item.spec.min_replicas
         ]
         self._lacking = {item.spec.id: self._lacking.get(item.spec.id, now) for item in waiting}
@@ -458,7 +460,7 @@ class Preemption:
     def _jobs_exceed_share(self, name: str, jobs: Sequence[Job], nodes: Sequence[Node]) -> bool:
         total = sum(node.total.get(name, 0.0) for node in nodes)
         used = sum(compute_max_resources(job.spec)[name] for job in jobs)
-        return used > total - compute_deployment_limit(total, self._share)
+        return used > total - compute_deployment_limit(total, self._deployments_share)
 
 
 def _make_placement_reason(job: Job) -> Reason:

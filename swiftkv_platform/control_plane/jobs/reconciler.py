@@ -209,7 +209,7 @@ class Reconciler:
             # 1. Poll running attempts.
             due = [job_id for job_id in self._polls.choose_due_jobs(placed, now) if self._backoff.is_ready(job_id, now)]
             after = self._run_for_each(self._load_jobs(due), lambda job: self._run_step(job, self._poll_attempt))
-            self._admission.remember(after)
+            self._admission.remember_jobs(after)
             # 2. Start queued jobs in the free slots.
             ended = sum(not job.status.is_on_cluster for job in after)
             self._start_queued_jobs(self._settings.max_running_jobs - len(placed) + ended)
@@ -255,7 +255,7 @@ class Reconciler:
         now = self._clock()
         for job, reason in self._preemption.choose_preemptions(now, self._backoff.list_waiting(now)):
             step = self._end_attempt if reason.code == ReasonCode.NOT_PLACED else self._request_preemption
-            self._admission.remember([self._run_step(job, partial(step, reason))])
+            self._admission.remember_jobs([self._run_step(job, partial(step, reason))])
 
     def _end_attempt(self, reason: Reason, job: Job) -> Job:
         ended = self._update_job(job.with_attempt(stopping=reason))
@@ -291,7 +291,7 @@ class Reconciler:
         waited = {job.id: job for job in jobs}
         for job in claimed:
             self._report_queue_wait(waited[job.id])
-        self._admission.remember(self._run_for_each(claimed, lambda job: self._run_step(job, self._submit)))
+        self._admission.remember_jobs(self._run_for_each(claimed, lambda job: self._run_step(job, self._submit)))
         return len(claimed)
 
     def _report_queue_wait(self, job: Job) -> None:

@@ -51,7 +51,7 @@ from swiftkv_platform.control_plane.hooks.outbox import (
     restore_points,
     strip_points,
 )
-from swiftkv_platform.control_plane.hooks.webhooks import make_find_recipients
+from swiftkv_platform.control_plane.hooks.webhooks import make_recipient_finder
 from swiftkv_platform.control_plane.jobs.job import (
     LIVE_STATUSES,
     STATUSES_ON_CLUSTER,
@@ -85,13 +85,13 @@ EVERYTHING = JobFilter()
 
 
 @dataclass(frozen=True)
-class Idempotency:
-    """Idempotency key of a request: requests with the same key count as one."""
+class IdempotencyKey:
+    """IdempotencyKey key of a request: requests with the same key count as one."""
 
     key: str
     body_hash: str
 
-    def check(self, body_hash: str, job_id: str) -> None:
+    def check_body(self, body_hash: str, job_id: str) -> None:
         """Raise `IdempotencyConflictError` if the key was used for a job with another body."""
         if body_hash != self.body_hash:
             raise IdempotencyConflictError(
@@ -163,10 +163,10 @@ class JobRepository(Repository):
     def __init__(self, database: Database, policies: TenantPolicies) -> None:
         super().__init__(database)
         self._policies = policies
-        self._recipients = make_find_recipients(policies)
+        self._recipients = make_recipient_finder(policies)
 
     def create(
-        self, job: Job, event: Event, *, idempotency: Idempotency | None = None, policy: TenantPolicy | None = None
+        self, job: Job, event: Event, *, idempotency: IdempotencyKey | None = None, policy: TenantPolicy | None = None
     ) -> Job:
         """Store a new job; with a key the tenant has used before, return that key's job and store nothing.
 
@@ -208,13 +208,13 @@ class JobRepository(Repository):
             return known
         return job
 
-    def find_by_idempotency_key(self, tenant: str, idempotency: Idempotency) -> Job | None:
+    def find_by_idempotency_key(self, tenant: str, idempotency: IdempotencyKey) -> Job | None:
         """Return the job that the tenant's key was used for. Raises `IdempotencyConflictError` for another body."""
         with self._database.begin_read() as session:
             known = session.get(IdempotencyRow, (tenant, idempotency.key))
             if known is None:
                 return None
-            idempotency.check(known.body_hash, known.job_id)
+            idempotency.check_body(known.body_hash, known.job_id)
             return _parse_job(session.get_one(JobRow, known.job_id))
 
     def get(self, job_id: str, *, tenant: str) -> Job:

@@ -42,7 +42,13 @@ from swiftkv_platform.control_plane.http.concurrency import ConnectedClient
 from swiftkv_platform.control_plane.http.responses import ListResponse, NewestFirst, OldestFirst, make_list_response
 from swiftkv_platform.control_plane.jobs.estimates import get_prices
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
-from swiftkv_platform.control_plane.jobs.logs import EventFollowers, LogFollowers, WatchedJobsDep, read_logs, read_tail
+from swiftkv_platform.control_plane.jobs.logs import (
+    EventFollowers,
+    LogFollowers,
+    WatchedJobsDep,
+    read_log_tail,
+    read_logs,
+)
 from swiftkv_platform.control_plane.jobs.queue import ResourceRequest, explain_wait, make_driver_bundle
 from swiftkv_platform.control_plane.jobs.repository import JobFilter
 from swiftkv_platform.control_plane.jobs.responses import (
@@ -363,7 +369,7 @@ async def get_logs(
         followers: LogFollowers = request.app.state.log_followers
         return StreamingResponse(followers.follow(job_id, caller.tenant, offset=offset), media_type=_PLAIN_TEXT_TYPE)
     if tail_lines is not None:
-        read = read_tail(parts, job, tail_lines)
+        read = read_log_tail(parts, job, tail_lines)
     else:
         read = read_logs(parts, job, offset=offset, limit=limit)
     # The first piece is read before the answer begins, so that a failure still gets its own status.

@@ -36,7 +36,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     transition,
 )
 from swiftkv_platform.control_plane.jobs.queue import check_fits_node_groups
-from swiftkv_platform.control_plane.jobs.repository import Idempotency, JobFilter
+from swiftkv_platform.control_plane.jobs.repository import IdempotencyKey, JobFilter
 from swiftkv_platform.control_plane.jobs.responses import JobResponse
 from swiftkv_platform.control_plane.models.parents import check_parent, check_publish_target
 from swiftkv_platform.control_plane.parsing import ParserPool
@@ -132,7 +132,7 @@ class JobService:
         have changed since. Raises `IdempotencyConflictError` if the key was used with another body,
         `QuotaExceededError` if the tenant has too many jobs, and as `validate`.
         """
-        idempotency = None if idempotency_key is None else Idempotency(idempotency_key, _compute_digest(spec))
+        idempotency = None if idempotency_key is None else IdempotencyKey(idempotency_key, _compute_digest(spec))
         if (
             idempotency is not None
             and (known := self.parts.jobs.find_by_idempotency_key(caller.tenant, idempotency)) is not None

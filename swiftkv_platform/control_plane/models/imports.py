@@ -143,7 +143,7 @@ class ModelImporter:
             lineage=lineage,
             metrics=source_manifest.metrics,
         )
-        _check_documents(model, source)
+        _check_lineage_and_metrics(model, source)
         return model
 
     def _store_model(
@@ -241,7 +241,7 @@ def _make_manifest_mismatch_error(source: str, names: Sequence[str]) -> InvalidI
     return _make_source_error(source, f"{which}; copy the original directory again")
 
 
-def _check_documents(model: Model, source: str) -> None:
+def _check_lineage_and_metrics(model: Model, source: str) -> None:
     """Raise `InvalidInputError` for lineage or metrics that this program cannot display: any program may have
     written them."""
     fault = find_exceeded_document_limit(model)

@@ -30,21 +30,21 @@ class RegistryService:
     clock: Clock
     policies: TenantPolicies
 
-    def resolve(self, name: str, tenant: str) -> tuple[Model, str | None]:
+    def resolve_model(self, name: str, tenant: str) -> tuple[Model, str | None]:
         """Return (model, alias or None) that `name` refers to. `name`: a `mdl_` id, a `job_` id, an
         alias, or the name of a single model of the tenant; an alias takes precedence over a name. Raises
         `InvalidInputError`."""
         try:
-            return self._find_model(name, tenant)
+            return self._find_model_by_name(name, tenant)
         except NotFoundError as error:
             raise InvalidInputError(error.message, field=error.field, value=name) from error
 
-    def find(self, name: str, tenant: str) -> Model:
-        """Return the model that `name` refers to, as in `resolve`. Raises `NotFoundError`, and `InvalidInputError`
-        for an ambiguous name."""
-        return self._find_model(name, tenant)[0]
+    def find_model(self, name: str, tenant: str) -> Model:
+        """Return the model that `name` refers to, as in `resolve_model`. Raises `NotFoundError`, and
+        `InvalidInputError` for an ambiguous name."""
+        return self._find_model_by_name(name, tenant)[0]
 
-    def _find_model(self, name: str, tenant: str) -> tuple[Model, str | None]:
+    def _find_model_by_name(self, name: str, tenant: str) -> tuple[Model, str | None]:
         # 1. by id, job id or alias  2. by name  3. refuse none or several
         found: Sequence[Model] = ()
         if name.startswith("mdl_"):
@@ -94,7 +94,7 @@ class RegistryService:
         version than `expected`, `StaleVersionError` if another model is promoted at the same time, and
         `QuotaExceededError` for a new alias of a tenant that has too many.
         """
-        found = self.find(model_name, tenant)
+        found = self.find_model(model_name, tenant)
         _check_gates(found, accept_undecided=accept_undecided)
         return self._move_alias(alias, found.id, tenant=tenant, by=by, reason=reason, expected=expected)
 

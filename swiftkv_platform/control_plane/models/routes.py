@@ -102,13 +102,13 @@ def import_model(
 def get_model(model_id: str, caller: Reader, service: Service) -> ModelResponse:
     """Return a model. All routes except `DELETE` accept, instead of a model's id, its alias, its job's id, or its
     name if it is unique."""
-    return ModelResponse.from_model(service.find(model_id, caller.tenant))
+    return ModelResponse.from_model(service.find_model(model_id, caller.tenant))
 
 
 @router.get("/models/{model_id}/lineage")
 def get_lineage(model_id: str, parts: ComponentsDep, caller: Reader, service: Service) -> LineageResponse:
     """Return a model's lineage, from the data and the teacher to the deployments that serve it."""
-    model = service.find(model_id, caller.tenant)
+    model = service.find_model(model_id, caller.tenant)
     deployments = parts.deployments.list_deployments_of_model(model.id, tenant=caller.tenant, limit=_MAX_LINEAGE_ITEMS)
     history = parts.registry.list_model_promotions(model.id, tenant=caller.tenant, limit=_MAX_LINEAGE_ITEMS)
     return LineageResponse.from_model(
@@ -119,7 +119,7 @@ def get_lineage(model_id: str, parts: ComponentsDep, caller: Reader, service: Se
 @router.get("/models/{model_id}/compare/{other_id}")
 def compare_models(model_id: str, other_id: str, caller: Reader, service: Service) -> ComparisonResponse:
     """Compare quality, prefill compute and cache size of two models, and how their jobs differ."""
-    a, b = (service.find(each, caller.tenant) for each in (model_id, other_id))
+    a, b = (service.find_model(each, caller.tenant) for each in (model_id, other_id))
     return make_comparison(a, b)
 
 
@@ -139,7 +139,7 @@ def publish_model(
 
     Returns 422 if the operator allows no such target.
     """
-    model = service.find(model_id, caller.tenant)
+    model = service.find_model(model_id, caller.tenant)
     spec = make_copy_spec(parts.parents.find_by_name(model.id, caller.tenant), body)
     return set_location_header(response, presenter.make_response(submission.submit(spec)))
 

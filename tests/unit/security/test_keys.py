@@ -36,14 +36,14 @@ def test_a_key_opens_what_it_was_made_for(path: Path) -> None:
     token = create_key(path, name="ann", tenant="acme", scopes=READ)
     key = KeyRing(path).authenticate(f"Bearer {token}")
     assert (key.name, key.tenant, key.max_priority) == ("ann", "acme", 0)
-    key.require(Scope.JOBS_READ)
+    key.require_scope(Scope.JOBS_READ)
     with pytest.raises(ForbiddenError, match=r"'ann' has the scopes jobs:read; this request needs the scope deploy"):
-        key.require(Scope.DEPLOY)
+        key.require_scope(Scope.DEPLOY)
     token = create_key(path, name="root", tenant="acme", scopes=frozenset({Scope.ADMIN}), max_priority=-5)
     root = KeyRing(path).authenticate(f"bearer  {token}")
     assert root.max_priority == -5
     for scope in Scope:
-        root.require(scope)
+        root.require_scope(scope)
 
 
 def test_the_file_keeps_hashes_that_only_its_owner_reads(path: Path) -> None:

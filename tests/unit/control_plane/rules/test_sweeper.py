@@ -276,7 +276,7 @@ def test_fifteen_days_of_traffic_end_at_a_steady_size(plane: Plane, tmp_path: Pa
     assert sizes[-1]["jobs"] < 20
     assert plane.store.find_newest_checkpoint(resumable.id) == checkpoint
     assert plane.get(resumable).status is JobStatus.PAUSED
-    assert registry.resolve("production", TENANT)[0].id == promoted[-1]
+    assert registry.resolve_model("production", TENANT)[0].id == promoted[-1]
     empty = [path for path in (tmp_path / "store").rglob("*") if path.is_dir() and not any(path.iterdir())]
     assert len(empty) < 100, "a directory store keeps no empty directories"
 

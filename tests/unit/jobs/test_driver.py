@@ -98,7 +98,7 @@ def test_a_local_run_that_would_wait_for_ever_is_refused(
     monkeypatch.setattr(ray, "init", lambda *_, **__: None)
     monkeypatch.setattr(ray, "cluster_resources", lambda: machine)
     monkeypatch.setattr(ray, "shutdown", lambda: shut.append(True))
-    monkeypatch.setattr(training, "_set_handlers", lambda _handlers: None)
+    monkeypatch.setattr(training, "_set_signal_handlers", lambda _handlers: None)
     with pytest.raises(InvalidInputError) if message else nullcontext() as raised, training._start_local_ray(spec):
         assert message is None
     assert shut == [True]

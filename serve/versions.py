@@ -31,7 +31,7 @@ from swiftkv_platform.sources.model_directories import fetch_model_directory
 from swiftkv_platform.specs.engine import Backend, EngineConfig
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifact_cache import ArtifactCache
-from swiftkv_platform.storage.artifacts import compute_manifest_digest
+from swiftkv_platform.storage.artifacts import hash_manifest
 from swiftkv_platform.storage.downloads import make_model_download
 from swiftkv_platform.student_shape import StudentShape
 from swiftkv_platform.web.server import tune_interpreter
@@ -88,7 +88,7 @@ def _fetch_artifact(served: ServedConfig) -> Iterator[tuple[Path, str | None]]:
                 field="artifact_uri",
                 value=served.artifact_uri,
             ) from error
-        yield directory, compute_manifest_digest(manifest)
+        yield directory, hash_manifest(manifest)
 
 
 @contextmanager

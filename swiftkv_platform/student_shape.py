@@ -184,7 +184,7 @@ class LayerMap:
     def deep_tail(self) -> int | None:
         """m: number of tokens at a prompt's end with their own K and V; None if deep tokens share the prompts'.
 
-        The prompt's length alone decides which tokens are deep (`find_first_deep_position`), so outputs do not depend
+        The prompt's length alone decides which tokens are deep (`find_deep_start`), so outputs do not depend
         on batches, chunks or cached prefixes.
         """
         return self.shape.swiftkv_deep_tail if self.deep_leaders else None
@@ -379,7 +379,7 @@ def format_layers(layers: Sequence[int]) -> str:
     return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
 
 
-def find_first_deep_position(prompt_length: Lengths, deep_tail: int) -> Lengths:
+def find_deep_start(prompt_length: Lengths, deep_tail: int) -> Lengths:
     """Return the position of a prompt's first deep token, or the positions for an array or tensor of lengths."""
     first = cast("Any", prompt_length) - deep_tail
     return cast("Lengths", max(first, 0) if isinstance(first, int) else first.clip(0))

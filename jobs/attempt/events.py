@@ -40,7 +40,7 @@ from swiftkv_platform.contract.events import (
 from swiftkv_platform.errors import StorageError, SwiftKVError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.artifacts import compute_manifest_digest
+from swiftkv_platform.storage.artifacts import hash_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore, EventWriter
 from swiftkv_platform.storage.object_store import ObjectStore
 from swiftkv_platform.tracking.tracker import TrackingInfo
@@ -77,16 +77,11 @@ class EventReporter:
         self._write_event(MetricsEvent, message, {"points": points, "total_steps": total_steps})
 
     def send_checkpoint(self, key: str, manifest: Manifest, step: int) -> None:
-        data = {"step": step, "key": key, "size": manifest.size, "sha256": compute_manifest_digest(manifest)}
+        data = {"step": step, "key": key, "size": manifest.size, "sha256": hash_manifest(manifest)}
         self._write_event(CheckpointEvent, f"checkpoint of step {step}", data)
 
     def send_artifact(self, key: str, manifest: Manifest) -> None:
-        data = {
-            "key": key,
-            "sha256": compute_manifest_digest(manifest),
-            "size": manifest.size,
-            "metrics": manifest.metrics,
-        }
+        data = {"key": key, "sha256": hash_manifest(manifest), "size": manifest.size, "metrics": manifest.metrics}
         self._write_event(ArtifactEvent, f"model of {manifest.size} bytes", data)
 
     def send_tracking(self, info: TrackingInfo) -> None:

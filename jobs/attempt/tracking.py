@@ -18,7 +18,7 @@ from swiftkv_platform.errors import ObjectNotFoundError, StorageError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.reports.pages import STAGES, plot_evaluation, render_png
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.storage.artifacts import compute_manifest_digest
+from swiftkv_platform.storage.artifacts import hash_manifest
 from swiftkv_platform.storage.object_store import ObjectStore, join_key
 from swiftkv_platform.tracking.tracker import BackgroundTracker, Table, TrackingInfo, WandbTracker
 
@@ -58,7 +58,7 @@ class TrackedRun:
 
     def log_artifact(self, manifest: Manifest) -> None:
         uri = join_key(self._store.uri, self._request.attempt_id.artifact_prefix)
-        self._tracker.log_artifact(self._request.spec.name, uri, compute_manifest_digest(manifest))
+        self._tracker.log_artifact(self._request.spec.name, uri, hash_manifest(manifest))
 
     def save(self) -> None:
         """Upload the recorded files. If the store is unavailable, the next call uploads them."""

@@ -17,7 +17,7 @@ from swiftkv_platform.cli.examples import EXAMPLES
 from swiftkv_platform.cli.output import ErrorReportingGroup
 
 
-class _CommandEntry(NamedTuple):
+class _Command(NamedTuple):
     target: str
     """Module in this package and attribute: a function, or a `typer.Typer` for a group."""
     summary: str
@@ -27,76 +27,72 @@ class _CommandEntry(NamedTuple):
 _LOCAL_MODEL, _LOCAL_PLATFORM = "Local model commands", "Local platform commands"
 _CLIENT, _OPERATOR = "Platform client commands", "Operator commands"
 
-_COMMANDS: dict[str, dict[str, _CommandEntry]] = {
+_COMMANDS: dict[str, dict[str, _Command]] = {
     _LOCAL_MODEL: {
-        "distill": _CommandEntry("distill:distill", "Distill a model on this machine, using a temporary local Ray."),
-        "evaluate": _CommandEntry("distill:evaluate", "Evaluate a student against its teacher."),
-        "serve": _CommandEntry(
+        "distill": _Command("distill:distill", "Distill a model on this machine, using a temporary local Ray."),
+        "evaluate": _Command("distill:evaluate", "Evaluate a student against its teacher."),
+        "serve": _Command(
             "serve:serve", "Serve a model on this machine with an OpenAI-compatible API. Stop with Ctrl-C."
         ),
-        "convert": _CommandEntry("convert:convert", "Convert a teacher's checkpoint to an untrained student."),
-        "export": _CommandEntry(
+        "convert": _Command("convert:convert", "Convert a teacher's checkpoint to an untrained student."),
+        "export": _Command(
             "convert:export",
             "Export a student for serving, without the weights that only teacher mode uses, or as an adapter.",
         ),
-        "analyze": _CommandEntry(
+        "analyze": _Command(
             "plan:analyze", "Measure the SimScore of each layer's input on text (paper, equation 1), and recommend l."
         ),
-        "plan": _CommandEntry(
+        "plan": _Command(
             "plan:plan", "Estimate prefill FLOPs (paper, table 1) and KV cache bytes of students and their teacher."
         ),
-        "recipes": _CommandEntry("recipes:recipes_app", "List and copy the packaged example job specs."),
+        "recipes": _Command("recipes:recipes_app", "List and copy the packaged example job specs."),
     },
     _LOCAL_PLATFORM: {
-        "up": _CommandEntry(
+        "up": _Command(
             "local:up",
             "Start Ray and the control plane on this machine. Running parts are kept; stopped parts are restarted.",
         ),
-        "down": _CommandEntry("local:down", "Stop all processes that `swiftkv up` started."),
-        "status": _CommandEntry(
+        "down": _Command("local:down", "Stop all processes that `swiftkv up` started."),
+        "status": _Command(
             "local:status",
             "Show the status of Ray, the control plane and Ray Serve. The exit code is 1 unless the first two are "
             "ready.",
         ),
-        "demo": _CommandEntry(
+        "demo": _Command(
             "local:demo",
             "Distill a small model, deploy it, generate text and write a report, on a temporary local platform.",
         ),
-        "doctor": _CommandEntry(
+        "doctor": _Command(
             "doctor:doctor", "Diagnose this machine and its services. The exit code is 1 if a check fails."
         ),
     },
     _CLIENT: {
-        "jobs": _CommandEntry("jobs:jobs_app", "Manage distillation jobs."),
-        "files": _CommandEntry("files:files_app", "Manage uploaded training data (`file-...`)."),
-        "models": _CommandEntry("models:models_app", "Manage distilled models and their aliases."),
-        "deployments": _CommandEntry(
-            "deployments:deployments_app", "Manage deployments. Create one with `swiftkv deploy`."
-        ),
-        "deploy": _CommandEntry("deploy:deploy", "Deploy a distilled model."),
-        "generate": _CommandEntry(
-            "deploy:generate", "Generate a completion with a deployed model, streamed to stdout."
-        ),
+        "jobs": _Command("jobs:jobs_app", "Manage distillation jobs."),
+        "files": _Command("files:files_app", "Manage uploaded training data (`file-...`)."),
+        "models": _Command("models:models_app", "Manage distilled models and their aliases."),
+        "deployments": _Command("deployments:deployments_app", "Manage deployments. Create one with `swiftkv deploy`."),
+        "deploy": _Command("deploy:deploy", "Deploy a distilled model."),
+        "generate": _Command("deploy:generate", "Generate a completion with a deployed model, streamed to stdout."),
     },
     _OPERATOR: {
-        "keys": _CommandEntry("access:keys_app", "Manage API keys in the file SWIFTKV_API_KEYS_FILE."),
-        "quota": _CommandEntry("access:quota", "Show your tenant's quotas and current usage."),
-        "audit": _CommandEntry(
+        "keys": _Command("access:keys_app", "Manage API keys in the file SWIFTKV_API_KEYS_FILE."),
+        "quota": _Command("access:quota", "Show your tenant's quotas and current usage."),
+        "audit": _Command(
             "access:audit", "List the audit trail: changes and denied requests, with caller and address."
         ),
-        "prune": _CommandEntry(
+        "prune": _Command(
             "local:prune",
             "Delete data past its retention (SWIFTKV_RETENTION_*). The control plane does this every hour.",
         ),
-        "backup": _CommandEntry(
+        "backup": _Command(
             "local:backup",
             "Back up the database and object store to a new directory. The platform can keep running.",
         ),
-        "restore": _CommandEntry(
+        "restore": _Command(
             "local:restore",
             "Restore a backup into an empty database and the object store. Stop all control planes first.",
         ),
-        "sweep": _CommandEntry("local:sweep", "Deprecated: use `swiftkv prune`."),
+        "sweep": _Command("local:sweep", "Deprecated: use `swiftkv prune`."),
     },
 }
 """Commands by panel of `swiftkv --help`."""
@@ -106,7 +102,7 @@ _HIDDEN = ("sweep",)
 class LazyCommand(TyperCommand):
     """A command or group that is imported on first use. Until then, only its name and summary are known."""
 
-    def __init__(self, name: str, entry: _CommandEntry, panel: str) -> None:
+    def __init__(self, name: str, entry: _Command, panel: str) -> None:
         super().__init__(name, help=entry.summary, rich_help_panel=panel, hidden=name in _HIDDEN)
         self._entry = entry
 

@@ -22,7 +22,7 @@ def is_due(at: float, now: float, *, within: float) -> bool:
 
 
 @dataclass(frozen=True)
-class PageRequest:
+class PageQuery:
     """A request for part of a list."""
 
     after: str | None = None

@@ -36,7 +36,7 @@ from swiftkv_platform.control_plane.database.tables import (
     EventRow,
     IdempotencyRow,
     JobRow,
-    MetricPointRow,
+    MetricRow,
     ModelRow,
     PromotionRow,
     ReferenceRow,
@@ -58,7 +58,7 @@ _PARENT_NAME = JobRow.spec["training"]["from"].as_string()
 """Name of the checkpoint or model that a job is trained from."""
 _BATCH_ROWS = 500
 """Rows of a job that are deleted per transaction."""
-_TABLES_OF_JOB = (DeliveryRow, EventRow, MetricPointRow, IdempotencyRow, ReferenceRow, ModelRow)
+_TABLES_OF_JOB = (DeliveryRow, EventRow, MetricRow, IdempotencyRow, ReferenceRow, ModelRow)
 """Tables with rows of a job, in order of removal."""
 
 
@@ -133,21 +133,17 @@ class RetentionRepository(Repository):
     def downsample_points(self, job_id: str, *, max_points: int, limit: int, dry_run: bool = False) -> int:
         """Remove up to `limit` points of a job's time series, until `max_points` evenly spread points remain; with
         `dry_run`, only count all of them. Returns their number."""
-        of_job = MetricPointRow.job_id == job_id
-        summary = select(func.count(), func.min(MetricPointRow.step), func.max(MetricPointRow.step)).where(of_job)
+        of_job = MetricRow.job_id == job_id
+        summary = select(func.count(), func.min(MetricRow.step), func.max(MetricRow.step)).where(of_job)
         with self._database.begin_read() as session:
             number, first, last = session.execute(summary).one()
         if number <= max_points or dry_run:
             return max(number - max_points, 0)
         # The first and last point stay, so that the ranges are the same after some points are removed.
-        share = (MetricPointRow.step - first) * max(max_points - 1, 1) // (last - first + 1)
-        kept = select(func.min(MetricPointRow.step)).where(of_job).group_by(share)
-        spare = (
-            select(MetricPointRow.step)
-            .where(of_job, MetricPointRow.step != last, MetricPointRow.step.not_in(kept))
-            .limit(limit)
-        )
-        return self._remove_selected(MetricPointRow, MetricPointRow.step, spare, of_job)
+        share = (MetricRow.step - first) * max(max_points - 1, 1) // (last - first + 1)
+        kept = select(func.min(MetricRow.step)).where(of_job).group_by(share)
+        spare = select(MetricRow.step).where(of_job, MetricRow.step != last, MetricRow.step.not_in(kept)).limit(limit)
+        return self._remove_selected(MetricRow, MetricRow.step, spare, of_job)
 
     def remove_old_rows(self, kind: str, *, before: float, limit: int, dry_run: bool) -> int:
         """Remove up to `limit` rows of a kind of `_OLD_ROWS`. With `dry_run`, only count all that are due."""
@@ -231,7 +227,7 @@ class RetentionRepository(Repository):
         transaction would block other writers. Returns the number of rows."""
         number, remove_points = (
             0,
-            partial(self._remove_matching, MetricPointRow, MetricPointRow.step, MetricPointRow.job_id == job_id),
+            partial(self._remove_matching, MetricRow, MetricRow.step, MetricRow.job_id == job_id),
         )
         for remove in (partial(self.remove_events, job_id), remove_points):
             while removed := remove(limit=_BATCH_ROWS):

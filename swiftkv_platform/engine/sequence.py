@@ -12,7 +12,7 @@ from swiftkv_platform.engine.drafting import AcceptanceHistory
 from swiftkv_platform.engine.grammars import Constraint
 from swiftkv_platform.engine.outputs import FinishReason, RequestMetrics, RequestOutput, StepResult, TokenLogprobs
 from swiftkv_platform.specs.sampling import SamplingParams
-from swiftkv_platform.student_shape import find_first_deep_position
+from swiftkv_platform.student_shape import find_deep_start
 from swiftkv_platform.web.limiters import Sender
 
 _ANONYMOUS_SENDER = Sender()
@@ -141,11 +141,7 @@ class Sequence:
     def num_shareable_tokens(self) -> int:
         """Number of leading tokens whose K and V any sequence with the same prefix can use: those before the first
         token with its own K and V."""
-        return (
-            self.num_tokens
-            if self.deep_tail is None
-            else find_first_deep_position(self.num_prompt_tokens, self.deep_tail)
-        )
+        return self.num_tokens if self.deep_tail is None else find_deep_start(self.num_prompt_tokens, self.deep_tail)
 
     def find_deep_positions(self, first: int, end: int) -> range:
         """Return the positions from `first` to `end` - 1 of tokens with their own K and V. Without generated tokens,

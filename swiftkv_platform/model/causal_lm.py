@@ -19,7 +19,7 @@ from swiftkv_platform.model.generation import SwiftKVGenerationMixin, ThresholdE
 from swiftkv_platform.model.weights.adapters import open_checkpoint
 from swiftkv_platform.model.weights.checkpoint import Checkpoint, select_hub_arguments
 from swiftkv_platform.model.weights.loading import StoredWeights, load_checked, open_checked
-from swiftkv_platform.student_shape import find_first_deep_position
+from swiftkv_platform.student_shape import find_deep_start
 
 _IGNORED_LABEL = -100
 """Label of a position that the loss ignores."""
@@ -214,16 +214,16 @@ def _find_first_deep_token(
     """Return the index of the first deep token among `num_tokens` tokens after `num_past` cached ones, for all rows or
     per row, [batch]."""
     if isinstance(prompt_length, torch.Tensor):
-        return (find_first_deep_position(prompt_length, deep_tail) - num_past).clamp(0, num_tokens)
+        return (find_deep_start(prompt_length, deep_tail) - num_past).clamp(0, num_tokens)
     if prompt_length is not None:
-        return min(max(find_first_deep_position(prompt_length, deep_tail) - num_past, 0), num_tokens)
+        return min(max(find_deep_start(prompt_length, deep_tail) - num_past, 0), num_tokens)
     if labels is not None:
         counts = (labels != _IGNORED_LABEL).long()
         first = torch.where(counts.any(-1), counts.argmax(-1), num_tokens + deep_tail - 1)
-        return find_first_deep_position(first, deep_tail)
+        return find_deep_start(first, deep_tail)
     if isinstance(logits_to_keep, int):
-        return find_first_deep_position(num_tokens - max(logits_to_keep, 1) + 1, deep_tail)
-    return find_first_deep_position(num_tokens, deep_tail) if logits_to_keep.numel() else num_tokens
+        return find_deep_start(num_tokens - max(logits_to_keep, 1) + 1, deep_tail)
+    return find_deep_start(num_tokens, deep_tail) if logits_to_keep.numel() else num_tokens
 
 
 def _slice_logits(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:

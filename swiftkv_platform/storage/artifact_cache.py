@@ -21,7 +21,7 @@ from swiftkv_platform.contract.attempts import Manifest
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.private_directories import ensure_private_directory
-from swiftkv_platform.storage.artifacts import compute_manifest_digest, fetch_directory, read_manifest
+from swiftkv_platform.storage.artifacts import fetch_directory, hash_manifest, read_manifest
 from swiftkv_platform.storage.object_store import ObjectStore
 
 _VERIFIED = ".verified"
@@ -56,7 +56,7 @@ class ArtifactCache:
                 path = Path(workspace) / "model"
                 yield path, fetch_directory(store, prefix, path)
             return
-        path = self._directory / compute_manifest_digest(manifest)
+        path = self._directory / hash_manifest(manifest)
         try:
             lock = self._fetch_and_lock(store, prefix, path, manifest)
         except OSError as error:

@@ -152,7 +152,7 @@ def parse_manifest(data: bytes) -> Manifest:
     return manifest
 
 
-def compute_manifest_digest(manifest: Manifest) -> str:
+def hash_manifest(manifest: Manifest) -> str:
     """Return the SHA-256 (hex) of the stored manifest, which identifies the content of all files."""
     return hashlib.sha256(to_canonical_json(manifest)).hexdigest()
 

@@ -28,7 +28,7 @@ from swiftkv_platform.errors import ObjectNotFoundError, ProtocolError
 from swiftkv_platform.limits import EVENT_BYTES
 from swiftkv_platform.redaction import redact
 from swiftkv_platform.sources.untrusted_files import UnusableFileError
-from swiftkv_platform.storage.artifacts import compute_manifest_digest, delete_directory, is_complete, read_manifest
+from swiftkv_platform.storage.artifacts import delete_directory, hash_manifest, is_complete, read_manifest
 from swiftkv_platform.storage.logs import SavedLog, open_log, save_log
 from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_key, read_small_file
 
@@ -199,7 +199,7 @@ class AttemptStore:
             step=name.step,
             key=name.key,
             size=manifest.size,
-            sha256=compute_manifest_digest(manifest),
+            sha256=hash_manifest(manifest),
             created_at=manifest.created_at,
             held_out_kl=_read_held_out_kl(manifest, name.step),
         )

@@ -30,7 +30,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.student_shape import find_first_deep_position
+from swiftkv_platform.student_shape import find_deep_start
 from swiftkv_platform.vllm.requests import PromptLogprobsCheck
 
 WRITE_OPERATOR = "vllm::swiftkv_write_own"
@@ -111,23 +111,23 @@ class RowSelector:
         # Steps of this size may replay a full CUDA graph, in which all rows run all layers, also for short prompts.
         if step.max_query_len <= self._decode_length or step.is_prefilling is None:
             return counts
-        num_deep = step.seq_lens_cpu_upper_bound.numpy() - self._find_first_deep_position(len(counts))
+        num_deep = step.seq_lens_cpu_upper_bound.numpy() - self._find_deep_start(len(counts))
         if (num_deep <= 0).all():  # no request needs the logits of a next token
             return np.zeros_like(counts)
         needed = np.ones_like(counts) if self.deep_tail is None else np.maximum(num_deep, 1)
         return np.where(step.is_prefilling.numpy(), np.minimum(needed, counts), counts)
 
-    def _find_first_deep_position(self, num_requests: int) -> np.ndarray:
+    def _find_deep_start(self, num_requests: int) -> np.ndarray:
         """Return the position of the first deep token per request, or of a prompt's last token without deep ones; 0 if
         the prompt is unknown, and for padding, which has no tokens."""
         lengths = np.zeros(num_requests, dtype=np.int64)
         known = (self.prompt_lengths or ())[:num_requests]
         lengths[: len(known)] = known
-        return find_first_deep_position(lengths, self.deep_tail or 1)
+        return find_deep_start(lengths, self.deep_tail or 1)
 
     def _set_first_deep(self, needed: np.ndarray, size: int) -> None:
         values = np.full(size, _NEVER_DEEP)
-        by_row = np.repeat(self._find_first_deep_position(len(needed)), needed)
+        by_row = np.repeat(self._find_deep_start(len(needed)), needed)
         values[: len(by_row)] = by_row
         if not np.array_equal(values, self._copied):
             self.first_deep[:size].copy_(_copy_to(values, self.first_deep.device))

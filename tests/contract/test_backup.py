@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
-from swiftkv_platform.control_plane.base import PageRequest
+from swiftkv_platform.control_plane.base import PageQuery
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import SessionRow
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
@@ -75,7 +75,7 @@ def test_everything_comes_back_in_a_database_of_the_other_kind(
     with closing(fresh):
         restore(fresh, elsewhere, tmp_path / "backup")
         before, after = JobRepository(database, TenantPolicies()), JobRepository(fresh, TenantPolicies())
-        page = PageRequest(limit=1000, order="asc")
+        page = PageQuery(limit=1000, order="asc")
         assert after.list_events(job_id, page) == before.list_events(job_id, page)
         assert after.list_points(job_id, page) == before.list_points(job_id, page)
         restored, job = after.get(job_id, tenant=TENANT), before.get(job_id, tenant=TENANT)

@@ -10,7 +10,7 @@ from sqlalchemy import text
 from swiftkv_platform.contract.attempts import new_file_id
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
-from swiftkv_platform.control_plane.base import PageRequest, new_id
+from swiftkv_platform.control_plane.base import PageQuery, new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
@@ -120,7 +120,7 @@ def test_a_deployment_that_cannot_be_read_hides_no_other(
         [sound],
         [damaged.spec.id],
     )
-    listed = catalog.list_deployments(PageRequest(), tenant=TENANT)
+    listed = catalog.list_deployments(PageQuery(), tenant=TENANT)
     assert (listed.items, listed.unreadable_ids) == ([sound], [damaged.spec.id])
     with pytest.raises(UnreadableRowError, match=damaged.spec.id):
         catalog.get_deployment(damaged.spec.id, tenant=TENANT)
@@ -209,13 +209,13 @@ def test_a_file_comes_back_as_it_was_stored_to_its_tenant_alone(files: FileRepos
     file, other = files.add(make_file(expires_at=1 << 40)), files.add(make_file(tenant="other"))
     assert files.get(file.id, tenant=TENANT) == file
     assert files.find_existing([file.id, other.id], tenant=TENANT) == {file.id: file}
-    assert files.list(PageRequest(), tenant=TENANT).items == [file]
+    assert files.list(PageQuery(), tenant=TENANT).items == [file]
     assert files.list_existing_ids([file.id, other.id, new_file_id()]) == {file.id, other.id}
     for attempt in (lambda: files.get(other.id, tenant=TENANT), lambda: files.remove(other.id, tenant=TENANT)):
         with pytest.raises(NotFoundError):
             attempt()
     with pytest.raises(InvalidInputError, match="after"):
-        files.list(PageRequest(after=other.id), tenant=TENANT)
+        files.list(PageQuery(after=other.id), tenant=TENANT)
     assert files.list_expired(2.0**40, limit=5) == [file]
     assert files.list_expired(2.0**40 - 1, limit=5) == []
 
@@ -235,7 +235,7 @@ def test_no_file_goes_while_a_live_job_uses_it_and_no_job_comes_after_it(
     theirs = files.add(make_file(tenant="other"))
     with pytest.raises(InvalidInputError, match=theirs.id):
         store(jobs, make_job(data=using(theirs)))
-    assert len(jobs.list(PageRequest(), tenant=TENANT).items) == 2
+    assert len(jobs.list(PageQuery(), tenant=TENANT).items) == 2
 
 
 def test_of_a_job_and_a_deletion_at_once_one_is_refused(files: FileRepository, jobs: JobRepository) -> None:

@@ -28,7 +28,7 @@ from sqlalchemy import (
 
 from swiftkv_platform.contract.attempts import new_file_id
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
-from swiftkv_platform.control_plane.base import PageRequest
+from swiftkv_platform.control_plane.base import PageQuery
 from swiftkv_platform.control_plane.database.session import Database, get_newest_revision, make_alembic_config
 from swiftkv_platform.control_plane.database.tables import Base, DeploymentRow, JobRow, ReferenceRow
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, ResolvedDeployment
@@ -251,7 +251,7 @@ def test_the_database_that_an_earlier_version_wrote_is_upgraded_and_read(
             database.check_schema()
         database.upgrade()
         database.check_schema()
-        found = JobRepository(database, TenantPolicies()).list(PageRequest(limit=9), tenant="default")
+        found = JobRepository(database, TenantPolicies()).list(PageQuery(limit=9), tenant="default")
         assert {job.spec.name: job.status for job in found.items} == {
             "finished": JobStatus.SUCCEEDED,
             "paused": JobStatus.PAUSED,

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import select
 
 from swiftkv_platform.contract.events import Pace
-from swiftkv_platform.control_plane.base import PageRequest, new_id
+from swiftkv_platform.control_plane.base import PageQuery, new_id
 from swiftkv_platform.control_plane.database import paging
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import EventRow
@@ -54,7 +54,7 @@ def test_a_job_comes_back_as_it_was_stored_to_its_tenant_alone(jobs: JobReposito
     assert jobs.get(job.id, tenant=TENANT) == job
     with pytest.raises(NotFoundError, match=job.id):
         jobs.get(job.id, tenant="other")
-    assert jobs.list(PageRequest(), tenant="other").items == []
+    assert jobs.list(PageQuery(), tenant="other").items == []
 
 
 def test_an_update_of_an_old_version_changes_nothing(jobs: JobRepository) -> None:
@@ -65,15 +65,15 @@ def test_an_update_of_an_old_version_changes_nothing(jobs: JobRepository) -> Non
     with pytest.raises(StaleVersionError):
         jobs.update(cancelled, events=[late], points=[MetricPoint(1, 1, 0.0, {})], model=make_model(read))
     assert jobs.get(read.id, tenant=TENANT) == stored
-    statuses = [item.data["status"] for item in jobs.list_events(read.id, PageRequest(order="asc")).items]
-    assert (statuses, jobs.list_points(read.id, PageRequest()).items) == (["queued", "starting"], [])
+    statuses = [item.data["status"] for item in jobs.list_events(read.id, PageQuery(order="asc")).items]
+    assert (statuses, jobs.list_points(read.id, PageQuery()).items) == (["queued", "starting"], [])
 
 
 def test_of_updates_at_the_same_time_one_wins(jobs: JobRepository) -> None:
     job = store(jobs, make_job())
     outcomes = at_once(partial(jobs.update, job, events=[message(job, str(number))]) for number in range(4))
     assert sum(isinstance(outcome, StaleVersionError) for outcome in outcomes) == 3
-    assert len(jobs.list_events(job.id, PageRequest()).items) == 2
+    assert len(jobs.list_events(job.id, PageQuery()).items) == 2
 
 
 def test_a_key_stands_for_one_job_of_its_tenant(jobs: JobRepository) -> None:
@@ -83,12 +83,12 @@ def test_a_key_stands_for_one_job_of_its_tenant(jobs: JobRepository) -> None:
     assert other.id != first.id
     with pytest.raises(IdempotencyConflictError, match=first.id):
         store(jobs, make_job(), key="k", body="b")
-    assert [job.id for job in jobs.list(PageRequest(), tenant=TENANT).items] == [first.id]
+    assert [job.id for job in jobs.list(PageQuery(), tenant=TENANT).items] == [first.id]
 
 
 def test_one_key_from_many_requests_at_once_gives_one_job(jobs: JobRepository) -> None:
     found = at_once(lambda: store(jobs, make_job(), key="k").id for _ in range(6))
-    assert set(found) == {job.id for job in jobs.list(PageRequest(), tenant=TENANT).items}
+    assert set(found) == {job.id for job in jobs.list(PageQuery(), tenant=TENANT).items}
     assert len(set(found)) == 1
 
 
@@ -99,7 +99,7 @@ def test_lists_are_filtered(jobs: JobRepository) -> None:
     jobs.update(started)
 
     def ids(**where: Any) -> list[str]:
-        return [job.id for job in jobs.list(PageRequest(), tenant=TENANT, where=JobFilter(**where)).items]
+        return [job.id for job in jobs.list(PageQuery(), tenant=TENANT, where=JobFilter(**where)).items]
 
     assert ids(metadata={"team": "blue"}) == [blue.id]
     assert ids(metadata={"team": "blue", "a.b": "1"}) == [blue.id]
@@ -113,29 +113,29 @@ def test_events_keep_the_order_in_which_they_were_stored(jobs: JobRepository) ->
     job = store(jobs, make_job())
     for start_number in range(0, 60, 20):
         job = jobs.update(job, events=[message(job, str(n)) for n in range(start_number, start_number + 20)])
-    everything = jobs.list_events(job.id, PageRequest(limit=100, order="asc")).items
+    everything = jobs.list_events(job.id, PageQuery(limit=100, order="asc")).items
     assert [event.message for event in everything[1:]] == [str(number) for number in range(60)]
-    page = jobs.list_events(job.id, PageRequest(after=everything[10].id, limit=5, order="asc"))
+    page = jobs.list_events(job.id, PageQuery(after=everything[10].id, limit=5, order="asc"))
     assert page.items == everything[11:16]
     assert page.has_more
     with pytest.raises(InvalidInputError, match="after"):
-        jobs.list_events(job.id, PageRequest(after=new_id("evt")))
+        jobs.list_events(job.id, PageQuery(after=new_id("evt")))
 
 
 def test_a_repeated_step_replaces_the_earlier_one(jobs: JobRepository) -> None:
     job = store(jobs, make_job())
     job = jobs.update(job, points=[MetricPoint(step, 1, 10.5 + step, {"loss": 1.0}) for step in range(1, 1200)])
     job = jobs.update(job, points=[MetricPoint(2, 2, 99.0, {"loss": None}), MetricPoint(2, 2, 99.5, {"loss": 0.25})])
-    first = jobs.list_points(job.id, PageRequest(limit=3, order="asc"))
+    first = jobs.list_points(job.id, PageQuery(limit=3, order="asc"))
     assert first.items == [
         MetricPoint(1, 1, 11.5, {"loss": 1.0}),
         MetricPoint(2, 2, 99.5, {"loss": 0.25}),
         MetricPoint(3, 1, 13.5, {"loss": 1.0}),
     ]
     assert first.has_more
-    assert [point.step for point in jobs.list_points(job.id, PageRequest(after="1198", order="asc")).items] == [1199]
+    assert [point.step for point in jobs.list_points(job.id, PageQuery(after="1198", order="asc")).items] == [1199]
     with pytest.raises(InvalidInputError, match="after"):
-        jobs.list_points(job.id, PageRequest(after="x"))
+        jobs.list_points(job.id, PageQuery(after="x"))
 
 
 def test_a_page_of_events_counts_the_points_that_are_stored_apart(
@@ -150,7 +150,7 @@ def test_a_page_of_events_counts_the_points_that_are_stored_apart(
     jobs.update(job, events=[*events, *odd], points=points)
     found: list[Event] = []
     while True:
-        page = jobs.list_events(job.id, PageRequest(found[-1].id if found else None, 100, "asc"))
+        page = jobs.list_events(job.id, PageQuery(found[-1].id if found else None, 100, "asc"))
         assert sum(len(str(event.data)) for event in page.items) < 30_000
         found += page.items
         if not page.has_more:
@@ -178,12 +178,12 @@ def test_points_are_stored_once_and_events_tell_them(database: Database, jobs: J
         rows = session.scalars(select(EventRow).where(EventRow.type == "metrics").order_by(EventRow.sequence)).all()
     steps = [{"total_steps": 9, "steps": [1, 2]}, {"total_steps": 9, "steps": [3, 3]}]
     assert [row.data for row in rows] == [*steps, kept.data]
-    assert jobs.list_events(job.id, PageRequest(order="asc")).items[1:] == [first, said, second, kept]
+    assert jobs.list_events(job.id, PageQuery(order="asc")).items[1:] == [first, said, second, kept]
 
 
 def test_a_repeated_step_is_told_with_its_newest_values(jobs: JobRepository) -> None:
     job = store(jobs, make_job())
     job = jobs.update(job, events=[told(job, 1, 2)], points=measured(1, 2))
     jobs.update(job, points=measured(2, attempt=2, loss=7.0))
-    [event] = jobs.list_events(job.id, PageRequest(limit=1)).items
+    [event] = jobs.list_events(job.id, PageQuery(limit=1)).items
     assert event.data["points"] == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 7.0}]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
-from swiftkv_platform.control_plane.base import PageRequest
+from swiftkv_platform.control_plane.base import PageQuery
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import SessionRow
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
@@ -67,7 +67,7 @@ def test_events_go_in_parts_and_changes_of_status_stay(rows: RetentionRepository
     jobs.update(job, events=[message(job, str(number)) for number in range(5)])
     assert rows.remove_events(job.id, limit=3, dry_run=True) == 5
     assert [rows.remove_events(job.id, limit=3) for _ in range(3)] == [3, 2, 0]
-    assert [event.data["status"] for event in jobs.list_events(job.id, PageRequest(order="asc")).items] == [
+    assert [event.data["status"] for event in jobs.list_events(job.id, PageQuery(order="asc")).items] == [
         "queued",
         "failed",
     ]
@@ -81,7 +81,7 @@ def test_points_are_thinned_evenly_however_often(rows: RetentionRepository, jobs
     while some := rows.downsample_points(job.id, max_points=11, limit=limit):
         assert some <= limit
         gone += some
-    steps = [point.step for point in jobs.list_points(job.id, PageRequest(limit=200, order="asc")).items]
+    steps = [point.step for point in jobs.list_points(job.id, PageQuery(limit=200, order="asc")).items]
     assert gone == 100 - len(steps)
     assert steps == [3, *range(13, 103, 10), 102]
     assert rows.downsample_points(job.id, max_points=11, limit=limit) == 0

@@ -21,7 +21,7 @@ from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.local.ray_head import RayHead
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import compute_manifest_digest, fetch_directory
+from swiftkv_platform.storage.artifacts import fetch_directory, hash_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
 from tests.integration.conftest import wait_for
@@ -133,7 +133,7 @@ def _assert_artifact_is_complete(store: ObjectStore, said: list[AttemptEvent], d
 
     manifest = fetch_directory(store, AttemptId(JOB, 1).artifact_prefix, directory)
     (published,) = (event.data for event in said if event.type == "artifact")
-    assert published["sha256"] == compute_manifest_digest(manifest)
+    assert published["sha256"] == hash_manifest(manifest)
     assert published["metrics"] == manifest.metrics
     assert {
         "job_id",

@@ -16,7 +16,7 @@ from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.sources import Access
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import compute_manifest_digest, read_manifest
+from swiftkv_platform.storage.artifacts import hash_manifest, read_manifest
 from tests.integration.conftest import wait_for
 from tests.integration.load import GREEDY, publish
 from tests.unit.engine.tiny_models import make_model, save_swiftkv
@@ -113,7 +113,7 @@ def test_a_deployment_is_running_when_it_answers(
     assert list(seconds) == ["fetch", "load", "check"]
     assert min(seconds.values()) > 0
     assert health["deployment"] == "dep_good"
-    assert health["manifest_digest"] == compute_manifest_digest(read_manifest(open_store(str(artifacts)), "good"))
+    assert health["manifest_digest"] == hash_manifest(read_manifest(open_store(str(artifacts)), "good"))
     assert health["swiftkv"] == {"num_hidden_layers": 4, "num_key_value_layers": 2, "key_value_group_size": 2}
 
 

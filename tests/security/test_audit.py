@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 from sqlalchemy import event, text
 
 from swiftkv_platform.control_plane.access.audit import AuditEntry, AuditFilter, AuditTrail
-from swiftkv_platform.control_plane.base import PageRequest
+from swiftkv_platform.control_plane.base import PageQuery
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.retention import RetentionRepository
 from swiftkv_platform.local.backup import list_tables
@@ -40,7 +40,7 @@ class House:
     def entries(self) -> list[AuditEntry]:
         """All entries, oldest first."""
         return list(
-            AuditTrail(self.server.parts.database).list_entries(PageRequest(None, 1000, "asc"), AuditFilter()).items
+            AuditTrail(self.server.parts.database).list_entries(PageQuery(None, 1000, "asc"), AuditFilter()).items
         )
 
     def told(self, *names: str) -> list[tuple[Any, ...]]:
@@ -212,7 +212,7 @@ def test_old_entries_are_swept_and_all_are_in_backups(sqlite_database: Database)
     assert rows.remove_old_rows("audit", before=2.0, limit=9, dry_run=True) == 3
     assert rows.remove_old_rows("audit", before=2.0, limit=2, dry_run=False) == 2
     assert rows.remove_old_rows("audit", before=2.0, limit=2, dry_run=False) == 1
-    assert [each.id for each in trail.list_entries(PageRequest(None, 9, "asc"), AuditFilter()).items] == [
+    assert [each.id for each in trail.list_entries(PageQuery(None, 9, "asc"), AuditFilter()).items] == [
         "aud_3",
         "aud_4",
     ]

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ulid import ULID
 
-from swiftkv_platform.control_plane.base import Clock, Page, PageRequest
+from swiftkv_platform.control_plane.base import Clock, Page, PageQuery
 from swiftkv_platform.control_plane.database.paging import Repository, fetch_rows, make_cursor_error, to_dataclass
 from swiftkv_platform.control_plane.database.session import TRANSACTION_HOOK
 from swiftkv_platform.control_plane.database.tables import AuditRow, DeploymentRow, FileRow, JobRow
@@ -85,7 +85,7 @@ _EXACT_FIELDS = ("tenant", "actor", "credential", "address", "route", "object", 
 class AuditTrail(Repository):
     """Stored audit entries. They do not change after their request has been answered."""
 
-    def list_entries(self, page: PageRequest, filters: AuditFilter) -> Page[AuditEntry]:
+    def list_entries(self, page: PageQuery, filters: AuditFilter) -> Page[AuditEntry]:
         """Return a page of matching entries, ordered by time. Raises `InvalidInputError` for an unknown cursor."""
         # 1. filters  2. the cursor must be an entry that the caller may read  3. the page
         query = select(AuditRow)

@@ -51,7 +51,7 @@ class Demand:
                 return limit, requested, most
         return None
 
-    def compute_dominant_share(self, total: Demand) -> float:
+    def dominant_share(self, total: Demand) -> float:
         """Compute the dominant share (dominant resource fairness): the largest fraction of `total` among jobs, GPUs
         and CPUs."""
         parts = ((self.jobs, total.jobs), (self.gpus, total.gpus), (self.cpus, total.cpus))

@@ -13,7 +13,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import InstrumentedAttribute, Session
 from sqlalchemy.sql.functions import GenericFunction
 
-from swiftkv_platform.control_plane.base import Page, PageRequest
+from swiftkv_platform.control_plane.base import Page, PageQuery
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import Base, DeploymentRow, FileRow, JobRow, ModelRow
 from swiftkv_platform.errors import InvalidInputError, NotFoundError, UnreadableRowError
@@ -61,7 +61,7 @@ def get_tenant_row(
 def fetch_page(
     session: Session,
     table: type[Owned],
-    page: PageRequest,
+    page: PageQuery,
     tenant: str,
     *where: ColumnElement[bool],
 ) -> Page[Owned]:
@@ -112,7 +112,7 @@ def fetch_rows(
     session: Session,
     query: Select[Row],
     key_column: InstrumentedAttribute[Any],
-    page: PageRequest,
+    page: PageQuery,
     *,
     after: Any,
     extra_bytes: ColumnElement[int] | None = None,
@@ -136,7 +136,7 @@ def fetch_rows(
 
 
 def fetch_column(
-    session: Session, query: Select[str], key_column: InstrumentedAttribute[Any], page: PageRequest, *, after: Any
+    session: Session, query: Select[str], key_column: InstrumentedAttribute[Any], page: PageQuery, *, after: Any
 ) -> Page[str]:
     """Fetch up to `page.limit` values of the short column `key_column`, which `query` selects, ordered by it."""
     found = session.scalars(_order_after(query, key_column, page, after).limit(page.limit + 1)).all()
@@ -144,7 +144,7 @@ def fetch_column(
 
 
 def _order_after(
-    query: Select[Any], key_column: InstrumentedAttribute[Any], page: PageRequest, after: Any
+    query: Select[Any], key_column: InstrumentedAttribute[Any], page: PageQuery, after: Any
 ) -> Select[Any]:
     """Order the query by the column `key_column` in the page's order, beginning after the value `after`."""
     ascending = page.order == "asc"

@@ -87,7 +87,7 @@ class EventRow(Base):
     __table_args__ = (Index(None, "job_id", "sequence"),)
 
 
-class MetricPointRow(Base):
+class MetricRow(Base):
     __tablename__ = "metric_points"
 
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)

@@ -84,9 +84,7 @@ class ReplicaScheduler:
             held[tenant] = Demand()
             turns[tenant] = _interleave_replicas([item.spec for item in deployments if item.tenant == tenant], full)
         while turns:
-            tenant = min(
-                turns, key=lambda name: held[name].compute_dominant_share(whole) / self._policies.get(name).weight
-            )
+            tenant = min(turns, key=lambda name: held[name].dominant_share(whole) / self._policies.get(name).weight)
             spec = next(turns[tenant], None)
             if spec is None:
                 del turns[tenant]

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
 from swiftkv_platform.control_plane.access.usage import check_count_quota, sum_demand
-from swiftkv_platform.control_plane.base import Page, PageRequest
+from swiftkv_platform.control_plane.base import Page, PageQuery
 from swiftkv_platform.control_plane.database.paging import (
     Repository,
     fetch_page,
@@ -91,7 +91,7 @@ class DeploymentRepository(Repository):
         with self._database.begin_read() as session:
             return read_deployment(get_tenant_row(session, DeploymentRow, deployment_id, tenant))
 
-    def list_deployments(self, page: PageRequest, *, tenant: str) -> Page[Deployment]:
+    def list_deployments(self, page: PageQuery, *, tenant: str) -> Page[Deployment]:
         with self._database.begin_read() as session:
             rows = fetch_page(session, DeploymentRow, page, tenant)
             deployments, left_out = parse_readable_rows(rows.items, read_deployment)
@@ -131,7 +131,7 @@ class DeploymentRepository(Repository):
         """Return the newest deployments that serve a model."""
         query = select(DeploymentRow).where(DeploymentRow.model == model_id, DeploymentRow.tenant == tenant)
         with self._database.begin_read() as session:
-            rows = fetch_rows(session, query, DeploymentRow.id, PageRequest(limit=limit), after=None).items
+            rows = fetch_rows(session, query, DeploymentRow.id, PageQuery(limit=limit), after=None).items
             return parse_readable_rows(rows, read_deployment)[0]
 
     def change_deployment(self, deployment_id: str, change: ComputeDeploymentChange, *, tenant: str) -> Deployment:

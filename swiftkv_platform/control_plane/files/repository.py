@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from swiftkv_platform.contract.attempts import file_key
 from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
 from swiftkv_platform.control_plane.access.usage import check_count_quota, check_storage_quota
-from swiftkv_platform.control_plane.base import Page, PageRequest
+from swiftkv_platform.control_plane.base import Page, PageQuery
 from swiftkv_platform.control_plane.database.paging import Repository, fetch_page, get_tenant_row, to_dataclass
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import FileRow
@@ -66,7 +66,7 @@ class FileRepository(Repository):
         with self._database.begin_read() as session:
             return _parse_file(get_tenant_row(session, FileRow, file_id, tenant))
 
-    def list(self, page: PageRequest, *, tenant: str) -> Page[File]:
+    def list(self, page: PageQuery, *, tenant: str) -> Page[File]:
         """Return a page of files. Raises `InvalidInputError` if `page.after` names no file of the tenant."""
         with self._database.begin_read() as session:
             rows = fetch_page(session, FileRow, page, tenant)

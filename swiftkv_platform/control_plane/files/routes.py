@@ -13,7 +13,7 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
 from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, StreamSlot, Uploader, Writer
-from swiftkv_platform.control_plane.base import Caller, Page, PageRequest
+from swiftkv_platform.control_plane.base import Caller, Page, PageQuery
 from swiftkv_platform.control_plane.components import ComponentsDep, SettingsDep, UploadParsersDep
 from swiftkv_platform.control_plane.files.repository import File, Purpose
 from swiftkv_platform.control_plane.files.service import FileService
@@ -195,7 +195,7 @@ def _parse_lifetime(form: FormData) -> int | None:
 def list_files(
     parts: ComponentsDep,
     caller: Reader,
-    page: Annotated[PageRequest, Depends(make_page_query(1000, "desc", max_limit=10_000))],
+    page: Annotated[PageQuery, Depends(make_page_query(1000, "desc", max_limit=10_000))],
     purpose: Annotated[str | None, Query(description="only files of this purpose")] = None,
 ) -> ListResponse[UploadedFileResponse]:
     """List files, newest first."""

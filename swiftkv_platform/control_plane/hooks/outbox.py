@@ -23,7 +23,7 @@ from swiftkv_platform.control_plane.database.tables import (
     DeliveryRow,
     EventRow,
     JobRow,
-    MetricPointRow,
+    MetricRow,
 )
 from swiftkv_platform.control_plane.jobs.job import Event, Job
 from swiftkv_platform.limits import EVENT_POINTS
@@ -175,8 +175,8 @@ def make_stripped_bytes_expression(job_id: str) -> ColumnElement[int]:
     # Other events may have anything as their `steps`, which could not be cast.
     lacks_points = and_(EventRow.type == "metrics", EventRow.data[_POINTS_KEY].as_string().is_(None))
     first, last = (case((lacks_points, EventRow.data[_STEPS_KEY][index].as_integer())) for index in (0, 1))
-    of_event = select(func.sum(make_row_bytes_expression(MetricPointRow))).where(
-        MetricPointRow.job_id == job_id, MetricPointRow.step.between(first, last)
+    of_event = select(func.sum(make_row_bytes_expression(MetricRow))).where(
+        MetricRow.job_id == job_id, MetricRow.step.between(first, last)
     )
     return of_event.correlate(EventRow).scalar_subquery()
 
@@ -185,8 +185,8 @@ def restore_points(session: Session, job_id: str, events: Sequence[Event]) -> li
     """Add the stripped metric points to a job's events, at most `EVENT_POINTS` per event."""
     points: list[Mapping[str, Any]] = []
     for first, last in _merge_ranges(event.data[_STEPS_KEY] for event in events if _lacks_points(event)):
-        query = select(MetricPointRow).where(MetricPointRow.job_id == job_id, MetricPointRow.step.between(first, last))
-        rows = session.scalars(query.order_by(MetricPointRow.step).limit(EVENT_POINTS.default * len(events)))
+        query = select(MetricRow).where(MetricRow.job_id == job_id, MetricRow.step.between(first, last))
+        rows = session.scalars(query.order_by(MetricRow.step).limit(EVENT_POINTS.default * len(events)))
         points += [{"step": row.step, **row.values} for row in rows]
     return [_fill_points(event, points) if _lacks_points(event) else event for event in events]
 

@@ -173,11 +173,7 @@ class WebhookDeliverer:
             self._store_outcome(delivery, self._deliver(delivery))
         except DatabaseUnavailableError as error:
             # Nothing is lost: the claim runs out, and the delivery is sent again.
-            self._log.warning(
-                "webhook outcome not stored; the webhook will be sent again",
-                event_id=delivery.event.id,
-                reason=error.message,
-            )
+            self._log.warning("webhook outcome not stored", event_id=delivery.event.id, reason=error.message)
         finally:
             with self._changed:
                 self._active[receiver] -= 1

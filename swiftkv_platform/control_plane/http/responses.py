@@ -10,7 +10,7 @@ from fastapi import Depends, Query
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
 
-from swiftkv_platform.control_plane.base import Page, PageRequest
+from swiftkv_platform.control_plane.base import Page, PageQuery
 from swiftkv_platform.limits import PAGE_BYTES
 
 T = TypeVar("T")
@@ -75,20 +75,20 @@ def limit_page_bytes(items: Iterable[Item]) -> list[Item]:
 Order = Literal["asc", "desc"]
 
 
-def make_page_query(default_limit: int, default_order: Order, *, max_limit: int = 1000) -> Callable[..., PageRequest]:
+def make_page_query(default_limit: int, default_order: Order, *, max_limit: int = 1000) -> Callable[..., PageQuery]:
     """Return a dependency that parses a page's query parameters."""
 
     def read_page(
         after: str | None = Query(None, description="`last_id` of the previous page"),
         limit: int = Query(default_limit, ge=1, le=max_limit),
         order: Order = default_order,
-    ) -> PageRequest:
-        return PageRequest(after, limit, order)
+    ) -> PageQuery:
+        return PageQuery(after, limit, order)
 
     return read_page
 
 
-NewestFirst = Annotated[PageRequest, Depends(make_page_query(20, "desc"))]
+NewestFirst = Annotated[PageQuery, Depends(make_page_query(20, "desc"))]
 
 
-OldestFirst = Annotated[PageRequest, Depends(make_page_query(100, "asc"))]
+OldestFirst = Annotated[PageQuery, Depends(make_page_query(100, "asc"))]

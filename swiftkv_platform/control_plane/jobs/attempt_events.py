@@ -46,7 +46,7 @@ from swiftkv_platform.control_plane.models.model import Model, find_exceeded_doc
 from swiftkv_platform.control_plane.ray.jobs import Submission, SubmissionStatus
 from swiftkv_platform.errors import ArtifactCorruptError, ProtocolError, QualityGateError, StorageError
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.storage.artifacts import compute_manifest_digest
+from swiftkv_platform.storage.artifacts import hash_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore, StoredEvent
 
 _PARALLEL_PHASES = ("write",)
@@ -386,7 +386,7 @@ def _make_model(update: AttemptUpdate, manifest: Manifest, store: AttemptStore) 
         attempt=job.attempt.number,
         created_at=update.now,
         artifact_uri=store.get_artifact_uri(job.attempt_id),
-        manifest_digest=compute_manifest_digest(manifest),
+        manifest_digest=hash_manifest(manifest),
         size=manifest.size,
         lineage=dict(manifest.lineage),
         metrics=dict(manifest.metrics),

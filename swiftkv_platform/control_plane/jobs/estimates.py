@@ -406,8 +406,5 @@ def _check_task_data(name: str, data_dir: str, field: str, access: Access) -> No
         if BUILTIN_TASKS.get(name):
             find_task_directory(name, directory, field)
     except OSError as error:
-        raise DataError(
-            f"{field} is {data_dir!r}, which cannot be read; make it readable or use another directory",
-            field=field,
-            value=data_dir,
-        ) from error
+        message = f"{field} is {data_dir!r}, which cannot be read; use a readable directory"
+        raise DataError(message, field=field, value=data_dir) from error

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from swiftkv_platform.contract.events import Level
 from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Writer
-from swiftkv_platform.control_plane.base import PageRequest
+from swiftkv_platform.control_plane.base import PageQuery
 from swiftkv_platform.control_plane.components import Components, ComponentsDep
 from swiftkv_platform.control_plane.http.responses import (
     ListResponse,
@@ -354,7 +354,7 @@ def create_fine_tuning_job(
 ) -> FineTuningJobResponse:
     """Submit a job. `swiftkv` holds settings for which OpenAI has no field: any part of a job spec."""
     job = submission.submit(make_job_spec(body))
-    return FineTuningJobResponse.from_job(presenter.make_response(job))
+    return FineTuningJobResponse.from_job(presenter.render(job))
 
 
 @router.get("")
@@ -365,7 +365,7 @@ def list_fine_tuning_jobs(
     where = JobFilter(metadata=parse_metadata_filter(request, "metadata[", "]"))
     found = parts.jobs.list(page, tenant=caller.tenant, where=where)
     return make_list_response(
-        found, lambda job: FineTuningJobResponse.from_job(presenter.make_response(job)), order=page.order
+        found, lambda job: FineTuningJobResponse.from_job(presenter.render(job)), order=page.order
     )
 
 
@@ -374,7 +374,7 @@ def get_fine_tuning_job(
     job_id: str, parts: ComponentsDep, caller: Reader, presenter: Presenter
 ) -> FineTuningJobResponse:
     """Return a job."""
-    return FineTuningJobResponse.from_job(presenter.make_response(parts.jobs.get(job_id, tenant=caller.tenant)))
+    return FineTuningJobResponse.from_job(presenter.render(parts.jobs.get(job_id, tenant=caller.tenant)))
 
 
 @router.post("/{job_id}/cancel")
@@ -382,13 +382,13 @@ def cancel_fine_tuning_job(
     job_id: str, service: Service, caller: Writer, presenter: Presenter
 ) -> FineTuningJobResponse:
     """Cancel a job; repeating the request is harmless."""
-    return FineTuningJobResponse.from_job(presenter.make_response(service.cancel(job_id, caller)))
+    return FineTuningJobResponse.from_job(presenter.render(service.cancel(job_id, caller)))
 
 
 @router.post("/{job_id}/pause")
 def pause_fine_tuning_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> FineTuningJobResponse:
     """Ask a job to checkpoint and free the cluster; repeating the request is harmless."""
-    return FineTuningJobResponse.from_job(presenter.make_response(service.pause(job_id, caller)))
+    return FineTuningJobResponse.from_job(presenter.render(service.pause(job_id, caller)))
 
 
 @router.post("/{job_id}/resume")
@@ -396,7 +396,7 @@ def resume_fine_tuning_job(
     job_id: str, service: Service, caller: Writer, presenter: Presenter
 ) -> FineTuningJobResponse:
     """Queue a paused job again; it continues from its last checkpoint."""
-    return FineTuningJobResponse.from_job(presenter.make_response(service.resume(job_id, caller)))
+    return FineTuningJobResponse.from_job(presenter.render(service.resume(job_id, caller)))
 
 
 @router.get("/{job_id}/events")
@@ -410,10 +410,7 @@ def list_fine_tuning_events(
 
 @router.get("/{job_id}/checkpoints")
 def list_fine_tuning_checkpoints(
-    job_id: str,
-    parts: ComponentsDep,
-    caller: Fetcher,
-    page: Annotated[PageRequest, Depends(make_page_query(10, "desc"))],
+    job_id: str, parts: ComponentsDep, caller: Fetcher, page: Annotated[PageQuery, Depends(make_page_query(10, "desc"))]
 ) -> ListResponse[FineTuningCheckpointResponse]:
     """List the complete checkpoints of all attempts, the last step first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
@@ -425,6 +422,6 @@ def _make_checkpoint_response(
     parts: Components, job_id: str, checkpoint: StoredCheckpoint
 ) -> FineTuningCheckpointResponse:
     before = str(checkpoint.step - 1) if checkpoint.step else None
-    points = parts.jobs.list_points(job_id, PageRequest(after=before, limit=1, order="asc")).items
+    points = parts.jobs.list_points(job_id, PageQuery(after=before, limit=1, order="asc")).items
     loss = points[0].values.get("loss") if points and points[0].step == checkpoint.step else None
     return FineTuningCheckpointResponse.from_checkpoint(checkpoint, job_id, loss)

@@ -14,7 +14,7 @@ from typing import Annotated
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 
 from swiftkv_platform.contract.attempts import AttemptId
-from swiftkv_platform.control_plane.base import Clock, Page, PageRequest, is_due
+from swiftkv_platform.control_plane.base import Clock, Page, PageQuery, is_due
 from swiftkv_platform.control_plane.components import Components, make_state_dependency
 from swiftkv_platform.control_plane.http.concurrency import TenantConcurrencyLimiter
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus
@@ -24,7 +24,7 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.storage.logs import SavedLog
 from swiftkv_platform.web.limiters import ConcurrencyLimiter, ConcurrencyLimits
 
-ReadEvents = Callable[[str, PageRequest], Page[Event]]
+ReadEvents = Callable[[str, PageQuery], Page[Event]]
 """Function: (job id, page) -> events of the job."""
 AcquireReadSlot = Callable[[], AbstractAsyncContextManager[None]]
 _LOG_POLL_INTERVAL_S = 0.5
@@ -74,7 +74,7 @@ class RecentEvents:
         """Read until a read fails; all followers then get the error."""
         while self._error is None:
             await asyncio.sleep(_LOG_POLL_INTERVAL_S)
-            page = PageRequest(self._newest, _EVENTS_PER_READ, order="asc")
+            page = PageQuery(self._newest, _EVENTS_PER_READ, order="asc")
             try:
                 async with self._acquire_read_slot():
                     found = await run_in_threadpool(self._read, self._job_id, page)
@@ -109,7 +109,7 @@ class EventFollowers:
         acquire_read_slot = partial(self._read_limiter.acquire, tenant, "following")
         while True:
             async with acquire_read_slot():
-                found = await run_in_threadpool(self._read, job_id, PageRequest(after, _EVENTS_PER_READ, order="asc"))
+                found = await run_in_threadpool(self._read, job_id, PageQuery(after, _EVENTS_PER_READ, order="asc"))
             for event in found.items:
                 yield event
                 after, has_ended = event.id, has_ended or _is_last_event(event)
@@ -180,7 +180,7 @@ class WatchedJobs:
         for oldest in list(self._marked_at)[:-_MAX_REMEMBERED_JOBS]:
             self._marked_at.pop(oldest, None)
 
-    def list_events(self, job_id: str, page: PageRequest) -> Page[Event]:
+    def list_events(self, job_id: str, page: PageQuery) -> Page[Event]:
         """Return a job's events, as `JobRepository.list_events` does, and mark the job as watched."""
         self.mark_watched(job_id)
         return self._jobs.list_events(job_id, page)
@@ -217,7 +217,7 @@ def _read_logs_from(parts: Components, job: Job, offset: int) -> Iterator[bytes]
             offset = max(offset - len(piece), 0)
 
 
-def read_log_tail(parts: Components, job: Job, lines: int) -> Iterator[bytes]:
+def read_tail(parts: Components, job: Job, lines: int) -> Iterator[bytes]:
     """The last lines of the newest attempt's log."""
     saved = parts.attempts.open_saved_logs(job.attempt_id)
     return (

@@ -70,12 +70,10 @@ class FairQueue:
             ]
             if not fitting:
                 break
-            tenant = min(fitting, key=lambda name: self._rank_tenant(name, used[name], snapshot.total, queues[name][0]))
+            tenant = min(fitting, key=lambda name: self._rank(name, used[name], snapshot.total, queues[name][0]))
             job = queues[tenant].popleft()
             used[tenant] += job.demand
-            self._shares_given[tenant] += (
-                job.demand.compute_dominant_share(snapshot.total) / self._policies.get(tenant).weight
-            )
+            self._shares_given[tenant] += job.demand.dominant_share(snapshot.total) / self._policies.get(tenant).weight
             chosen.append(job)
             admission.reserve(job.id)
         return chosen
@@ -101,12 +99,8 @@ class FairQueue:
         """Whether a tenant that uses `used` may have `demand` in addition."""
         return (used + demand).find_exceeded_limit(self._policies.get(tenant), adding=demand) is None
 
-    def _rank_tenant(self, tenant: str, used: Demand, total: Demand, first: QueuedJob) -> tuple[float, float, str]:
-        return (
-            used.compute_dominant_share(total) / self._policies.get(tenant).weight,
-            self._shares_given[tenant],
-            first.id,
-        )
+    def _rank(self, tenant: str, used: Demand, total: Demand, first: QueuedJob) -> tuple[float, float, str]:
+        return (used.dominant_share(total) / self._policies.get(tenant).weight, self._shares_given[tenant], first.id)
 
     def _raise_to_min_share(self, queues: Collection[str]) -> None:
         """Raise each tenant's share to the smallest share of the waiting tenants, so that idle time earns no credit."""
@@ -393,12 +387,9 @@ class Preemption:
         `resting`: queued jobs that do not start now."""
         going = [job for job in self.admission.running_jobs if job.status in _ACTIVE and job.attempt.stopping is None]
         nodes = cache(self.admission.reported_nodes)  # asks Ray
-        return [
-            *self._choose_for_waiting_job(going, nodes, now, resting),
-            *self._choose_for_deployment(going, nodes, now),
-        ]
+        return [*self._choose_for_job(going, nodes, now, resting), *self._choose_for_deployment(going, nodes, now)]
 
-    def _choose_for_waiting_job(
+    def _choose_for_job(
         self, going: Sequence[Job], nodes: GetNodes, now: float, resting: Collection[str]
     ) -> list[tuple[Job, Reason]]:
         """Return (job, reason) of running jobs whose resources go to a job of another tenant."""

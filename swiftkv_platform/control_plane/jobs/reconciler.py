@@ -357,9 +357,7 @@ class Reconciler:
         if latest.status.is_on_cluster and latest.attempt.submission_id is not None:
             self._stop_submission(latest.attempt.submission_id)
         causes = self._unexpected_errors[job.id]
-        message = (
-            f"the control plane failed to handle this job {len(causes)} times in a row (see its log): {causes[-1]}"
-        )
+        message = f"the control plane failed to handle this job {len(causes)} times in a row: {causes[-1]}"
         now, reason = int(self._clock()), Reason(ReasonCode.INTERNAL, message)
         failed, event = transition(latest, JobStatus.FAILED, now=now, reason=reason)
         self._log.error("job failed after repeated errors", job_id=job.id, causes=causes)
@@ -389,9 +387,7 @@ class Reconciler:
 
     def _back_off(self, name: str, job: Job, error: Exception) -> None:
         delay = self._backoff.record_failure(name, self._clock())
-        self._log.warning(
-            "job step failed and will be retried", subject=name, job_id=job.id, reason=str(error), retry_in_s=delay
-        )
+        self._log.warning("job step failed; retrying", subject=name, job_id=job.id, reason=str(error), retry_in_s=delay)
 
     def _submit(self, job: Job) -> Job:
         with self._spans.span("submit", job.traceparent, job_id=job.id, attempt=job.attempt.number):

@@ -21,7 +21,7 @@ from swiftkv_platform.control_plane.access.usage import (
     sum_deployment_demand,
     sum_job_demand,
 )
-from swiftkv_platform.control_plane.base import FencingToken, Page, PageRequest
+from swiftkv_platform.control_plane.base import FencingToken, Page, PageQuery
 from swiftkv_platform.control_plane.database.paging import (
     Repository,
     fetch_page,
@@ -38,7 +38,7 @@ from swiftkv_platform.control_plane.database.tables import (
     EventRow,
     IdempotencyRow,
     JobRow,
-    MetricPointRow,
+    MetricRow,
     ModelRow,
     ReferenceRow,
 )
@@ -222,7 +222,7 @@ class JobRepository(Repository):
         with self._database.begin_read() as session:
             return _parse_job(get_tenant_row(session, JobRow, job_id, tenant))
 
-    def list(self, page: PageRequest, *, tenant: str, where: JobFilter = EVERYTHING) -> Page[Job]:
+    def list(self, page: PageQuery, *, tenant: str, where: JobFilter = EVERYTHING) -> Page[Job]:
         """Return a page of jobs. Raises `InvalidInputError` if `page.after` names
         no job of the tenant."""
         wanted = [JobRow.labels[key].as_string() == value for key, value in where.metadata.items()]
@@ -395,7 +395,7 @@ class JobRepository(Repository):
                 session.add(ModelRow(**vars(model)))
         return updated
 
-    def list_events(self, job_id: str, page: PageRequest) -> Page[Event]:
+    def list_events(self, job_id: str, page: PageQuery) -> Page[Event]:
         """Return a job's events in the order they were stored. Raises `InvalidInputError` for an unknown `after`."""
         with self._database.begin_read() as session:
             after = None
@@ -414,16 +414,12 @@ class JobRepository(Repository):
             ]
             return Page(restore_points(session, job_id, events), rows.has_more)
 
-    def list_points(self, job_id: str, page: PageRequest) -> Page[MetricPoint]:
+    def list_points(self, job_id: str, page: PageQuery) -> Page[MetricPoint]:
         """Metrics by step; `page.after` is a step in decimal. Raises `InvalidInputError` if it is not."""
         after = None if page.after is None else _parse_step_cursor(page.after)
         with self._database.begin_read() as session:
             rows = fetch_rows(
-                session,
-                select(MetricPointRow).where(MetricPointRow.job_id == job_id),
-                MetricPointRow.step,
-                page,
-                after=after,
+                session, select(MetricRow).where(MetricRow.job_id == job_id), MetricRow.step, page, after=after
             )
             return Page([to_dataclass(MetricPoint, row) for row in rows.items], rows.has_more)
 
@@ -489,5 +485,5 @@ def _parse_step_cursor(cursor: str) -> int:
 def _replace_points(session: Session, job_id: str, points: Sequence[MetricPoint]) -> None:
     newest = {point.step: point for point in points}
     for part in split_into_batches(builtins.list(newest)):
-        session.execute(delete(MetricPointRow).where(MetricPointRow.job_id == job_id, MetricPointRow.step.in_(part)))
-    session.add_all([MetricPointRow(job_id=job_id, **vars(point)) for point in newest.values()])
+        session.execute(delete(MetricRow).where(MetricRow.job_id == job_id, MetricRow.step.in_(part)))
+    session.add_all([MetricRow(job_id=job_id, **vars(point)) for point in newest.values()])

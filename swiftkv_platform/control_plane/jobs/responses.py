@@ -10,7 +10,7 @@ from pydantic import ConfigDict
 from swiftkv_platform.contract.cures import advise_on_failure
 from swiftkv_platform.contract.events import Level
 from swiftkv_platform.contract.verdicts import summarize_quality
-from swiftkv_platform.control_plane.base import Page, PageRequest
+from swiftkv_platform.control_plane.base import Page, PageQuery
 from swiftkv_platform.control_plane.http.responses import ResponseModel, T
 from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, Prices
 from swiftkv_platform.control_plane.jobs.job import (
@@ -214,7 +214,7 @@ class TrackingFileResponse(ResponseModel):
     """Download address: for a limited time at S3, else at this server."""
 
 
-def paginate(items: Sequence[T], cursor: Callable[[T], str], page: PageRequest) -> Page[T]:
+def paginate(items: Sequence[T], cursor: Callable[[T], str], page: PageQuery) -> Page[T]:
     """Return a page of a list that is in memory."""
     descending = page.order == "desc"
     ordered = sorted(items, key=cursor, reverse=descending)

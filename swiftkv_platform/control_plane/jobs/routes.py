@@ -26,7 +26,7 @@ from swiftkv_platform.control_plane.access.callers import (
     accepts_event_stream,
 )
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.base import Caller, Page, PageRequest
+from swiftkv_platform.control_plane.base import Caller, Page, PageQuery
 from swiftkv_platform.control_plane.components import (
     RAY_TIMEOUT_S,
     Components,
@@ -42,13 +42,7 @@ from swiftkv_platform.control_plane.http.concurrency import ConnectedClient
 from swiftkv_platform.control_plane.http.responses import ListResponse, NewestFirst, OldestFirst, make_list_response
 from swiftkv_platform.control_plane.jobs.estimates import get_prices
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
-from swiftkv_platform.control_plane.jobs.logs import (
-    EventFollowers,
-    LogFollowers,
-    WatchedJobsDep,
-    read_log_tail,
-    read_logs,
-)
+from swiftkv_platform.control_plane.jobs.logs import EventFollowers, LogFollowers, WatchedJobsDep, read_logs, read_tail
 from swiftkv_platform.control_plane.jobs.queue import ResourceRequest, explain_wait, make_driver_bundle
 from swiftkv_platform.control_plane.jobs.repository import JobFilter
 from swiftkv_platform.control_plane.jobs.responses import (
@@ -72,7 +66,7 @@ from swiftkv_platform.sources.recipes import find_recipes as shipped_recipes
 from swiftkv_platform.sources.recipes import read_description, remove_editor_comment
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import Label
-from swiftkv_platform.storage.artifacts import compute_manifest_digest, read_manifest
+from swiftkv_platform.storage.artifacts import hash_manifest, read_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore, StoredCheckpoint
 from swiftkv_platform.storage.object_store import ObjectInfo
 from swiftkv_platform.traces import parse_traceparent
@@ -96,7 +90,7 @@ class JobPresenter:
             cache(parts.jobs.sum_tenant_demand),
         )
 
-    def make_response(self, job: Job) -> JobResponse:
+    def render(self, job: Job) -> JobResponse:
         """Return a job's response, for a queued job with its position in the queue and the reason why it waits."""
         now = self._parts.clock()
         place = self._find_queue_places(job.tenant).get(job.id) if job.status is JobStatus.QUEUED else None
@@ -183,7 +177,7 @@ def set_location_header(response: Response, job: JobResponse) -> JobResponse:
 def create_job(spec: JobSpec, submission: Submission, presenter: Presenter, response: Response) -> JobResponse:
     """Submit a job. The same `Idempotency-Key` with the same body returns the same job."""
     job = submission.submit(spec)
-    return set_location_header(response, presenter.make_response(job))
+    return set_location_header(response, presenter.render(job))
 
 
 @router.post("/jobs/validate")
@@ -210,7 +204,7 @@ def list_jobs(
     """Jobs, newest first. `metadata.{key}={value}` filters by metadata."""
     where = JobFilter(status, model, parse_metadata_filter(request, _METADATA_PREFIX))
     found = parts.jobs.list(page, tenant=caller.tenant, where=where)
-    return make_list_response(found, presenter.make_response, order=page.order)
+    return make_list_response(found, presenter.render, order=page.order)
 
 
 def parse_metadata_filter(request: Request, before: str, after: str = "") -> dict[str, str]:
@@ -238,19 +232,19 @@ def get_job(
     job = parts.jobs.get(job_id, tenant=caller.tenant)
     if not job.status.is_terminal:
         watches.mark_watched(job_id)
-    return presenter.make_response(job)
+    return presenter.render(job)
 
 
 @router.post("/jobs/{job_id}/cancel")
 def cancel_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> JobResponse:
     """Cancel a job; repeating the request is harmless."""
-    return presenter.make_response(service.cancel(job_id, caller))
+    return presenter.render(service.cancel(job_id, caller))
 
 
 @router.post("/jobs/{job_id}/pause")
 def pause_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> JobResponse:
     """Ask a job to checkpoint and free the cluster; repeating the request is harmless."""
-    return presenter.make_response(service.pause(job_id, caller))
+    return presenter.render(service.pause(job_id, caller))
 
 
 @router.post("/jobs/{job_id}/resume")
@@ -258,7 +252,7 @@ def resume_job(
     job_id: str, service: Service, caller: Writer, presenter: Presenter, body: ResumeRequest | None = None
 ) -> JobResponse:
     """Queue a paused job again; it continues from its last checkpoint. `cost_cap` replaces `limits.cost_cap`."""
-    return presenter.make_response(service.resume(job_id, caller, cost_cap=None if body is None else body.cost_cap))
+    return presenter.render(service.resume(job_id, caller, cost_cap=None if body is None else body.cost_cap))
 
 
 @router.delete("/jobs/{job_id}", status_code=status.HTTP_204_NO_CONTENT)
@@ -293,7 +287,7 @@ def list_events(
         return make_list_response(parts.jobs.list_events(job_id, page), EventResponse.model_validate)
     after = last_event_id or page.after
     parts.jobs.list_events(
-        job_id, PageRequest(after, limit=1, order="asc")
+        job_id, PageQuery(after, limit=1, order="asc")
     )  # refuse an unknown `after` before the stream begins
     stream: Response = EventSourceResponse(_follow_events(parts, request.app.state.followers, caller, job_id, after))
     return stream
@@ -369,7 +363,7 @@ async def get_logs(
         followers: LogFollowers = request.app.state.log_followers
         return StreamingResponse(followers.follow(job_id, caller.tenant, offset=offset), media_type=_PLAIN_TEXT_TYPE)
     if tail_lines is not None:
-        read = read_log_tail(parts, job, tail_lines)
+        read = read_tail(parts, job, tail_lines)
     else:
         read = read_logs(parts, job, offset=offset, limit=limit)
     # The first piece is read before the answer begins, so that a failure still gets its own status.
@@ -396,7 +390,7 @@ def list_checkpoints(
     return make_list_response(list_checkpoint_page(parts.attempts, job_id, page), make_response)
 
 
-def list_checkpoint_page(attempts: AttemptStore, job_id: str, page: PageRequest) -> Page[StoredCheckpoint]:
+def list_checkpoint_page(attempts: AttemptStore, job_id: str, page: PageQuery) -> Page[StoredCheckpoint]:
     """Return a page of a job's complete checkpoints. Only manifests of the page are read."""
     names = attempts.list_checkpoint_names(job_id)
     remaining = paginate(names, make_checkpoint_id, replace(page, limit=max(len(names), 1))).items
@@ -484,7 +478,7 @@ def _list_artifact_files(parts: Components, job: Job) -> Mapping[str, ManifestFi
     itself = parts.objects.head(f"{job.attempt_id.artifact_prefix}/{MANIFEST}")
     if itself is None:
         return manifest.files
-    return {**manifest.files, MANIFEST: ManifestFile(size=itself.size, sha256=compute_manifest_digest(manifest))}
+    return {**manifest.files, MANIFEST: ManifestFile(size=itself.size, sha256=hash_manifest(manifest))}
 
 
 @cache

@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import make_source_rules
-from swiftkv_platform.control_plane.base import Caller, PageRequest, new_id
+from swiftkv_platform.control_plane.base import Caller, PageQuery, new_id
 from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.hooks.webhooks import make_webhook_rules
@@ -71,9 +71,7 @@ class JobService:
         Raises `OverQuotaError`, and as `Access.check_spec`, `WebhookRules.check` and `estimates.check_spec`.
         """
         succeeded = JobFilter(status=JobStatus.SUCCEEDED)
-        earlier = self.parts.jobs.list(
-            PageRequest(limit=_MAX_MEASURED_JOBS), tenant=caller.tenant, where=succeeded
-        ).items
+        earlier = self.parts.jobs.list(PageQuery(limit=_MAX_MEASURED_JOBS), tenant=caller.tenant, where=succeeded).items
         speed = find_speed(spec, earlier, self.settings.flops_per_second)
         spec, found = self._validate_spec(spec, caller, client)
         return add_time_and_cost(found, spec, speed, get_prices(self.settings))

@@ -40,7 +40,7 @@ from swiftkv_platform.sources.names import is_relative
 from swiftkv_platform.sources.peft import refuse_peft_adapter
 from swiftkv_platform.sources.untrusted_files import CONFIG_BYTES, UnusableFileError, read_object, read_small_file
 from swiftkv_platform.specs.job import JobName
-from swiftkv_platform.storage.artifacts import compute_manifest_digest, delete_directory, parse_manifest, write_manifest
+from swiftkv_platform.storage.artifacts import delete_directory, hash_manifest, parse_manifest, write_manifest
 from swiftkv_platform.storage.downloads import IncomingFile, check_sizes, list_bucket, list_directory
 from swiftkv_platform.storage.object_store import join_key
 
@@ -90,9 +90,9 @@ class ModelImporter:
             with list_bucket(place, field=_FIELD) as files:
                 yield files
         elif is_relative(source):
-            raise _make_source_error(source, "a relative path; use an absolute path of the control plane's machine")
+            raise _make_error(source, "a relative path; use an absolute path of the control plane's machine")
         elif not Path(place.path).is_dir():
-            raise _make_source_error(
+            raise _make_error(
                 source,
                 "which is no directory on the control plane's machine; use a directory of that machine, or an "
                 "s3:// prefix that this tenant may read",
@@ -171,7 +171,7 @@ class ModelImporter:
             manifest = write_manifest(
                 self.parts.objects, model.prefix, stored, kind="artifact", lineage=model.lineage, metrics=model.metrics
             )
-            made = replace(model, manifest_digest=compute_manifest_digest(manifest), size=manifest.size)
+            made = replace(model, manifest_digest=hash_manifest(manifest), size=manifest.size)
             self.parts.registry.register_import(
                 made, policy=self.parts.policies.get(model.tenant), now=self.parts.clock()
             )
@@ -196,28 +196,26 @@ def _check_student(copy: Path, stored: Mapping[str, ManifestFile], sizes: Mappin
     check_model_files(copy, Boundary.from_directories(copy), _FIELD)
     refuse_peft_adapter(copy, source, field=_FIELD)
     if _ADAPTER_FILE in sizes:
-        raise _make_source_error(source, "which is an adapter; import the full model that `swiftkv export` writes")
+        raise _make_error(source, "which is an adapter; import the full model that `swiftkv export` writes")
     try:
         kind = read_object(copy / "config.json", CONFIG_BYTES).get("model_type")
     except (OSError, UnusableFileError) as error:
-        raise _make_source_error(
-            source, "which has no config.json that can be read; use a student's directory"
-        ) from error
+        raise _make_error(source, "which has no config.json that can be read; use a student's directory") from error
     if not str(kind).endswith(STUDENT_SUFFIX):
-        raise _make_source_error(
+        raise _make_error(
             source, f"a model of type {str(kind)[:64]!r}, which is not a SwiftKV student; `swiftkv distill` makes one"
         )
     if not any(copy.glob("*.safetensors")):
-        raise _make_source_error(source, "which has no weights (*.safetensors); copy the complete directory")
+        raise _make_error(source, "which has no weights (*.safetensors); copy the complete directory")
     if MANIFEST not in sizes:
         return Manifest(kind="artifact", files={}, created_at=0.0)
     try:
         manifest = parse_manifest(read_small_file(copy / MANIFEST, MANIFEST_BYTES.default))
     except UnusableFileError as error:
         why = f"whose {MANIFEST} {error}; remove it, or distill again"
-        raise _make_source_error(source, why) from error
+        raise _make_error(source, why) from error
     if manifest.kind != "artifact":
-        raise _make_source_error(
+        raise _make_error(
             source, f"a {manifest.kind}, not a model; use an artifact, such as the output of `swiftkv distill`"
         )
     found = {name: size for name, size in sizes.items() if name != MANIFEST}
@@ -238,7 +236,7 @@ def _check_digest(source_manifest: Manifest, stored: Mapping[str, ManifestFile],
 
 def _make_manifest_mismatch_error(source: str, names: Sequence[str]) -> InvalidInputError:
     which = f"whose {', '.join(names[:3])} differs from its {MANIFEST}"
-    return _make_source_error(source, f"{which}; copy the original directory again")
+    return _make_error(source, f"{which}; copy the original directory again")
 
 
 def _check_lineage_and_metrics(model: Model, source: str) -> None:
@@ -246,7 +244,7 @@ def _check_lineage_and_metrics(model: Model, source: str) -> None:
     written them."""
     fault = find_exceeded_document_limit(model)
     if fault is not None:
-        raise _make_source_error(source, f"whose {MANIFEST} is too large: {fault}; remove it, or distill again")
+        raise _make_error(source, f"whose {MANIFEST} is too large: {fault}; remove it, or distill again")
     try:
         plain = "\\u0000" not in json.dumps([model.lineage, model.metrics], allow_nan=False)
         render_model_card(model.lineage, model.metrics, license_id=None).encode()
@@ -257,9 +255,7 @@ def _check_lineage_and_metrics(model: Model, source: str) -> None:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         plain = False
     if not plain:
-        raise _make_source_error(
-            source, f"whose {MANIFEST} has lineage or metrics in an unknown format; remove that file"
-        )
+        raise _make_error(source, f"whose {MANIFEST} has lineage or metrics in an unknown format; remove that file")
 
 
 def _choose_name(source_manifest: Manifest, source: str) -> str:
@@ -273,5 +269,5 @@ def _choose_name(source_manifest: Manifest, source: str) -> str:
         raise InvalidInputError(message, field="name", value=name) from error
 
 
-def _make_source_error(source: str, why: str) -> InvalidInputError:
+def _make_error(source: str, why: str) -> InvalidInputError:
     return InvalidInputError(f"{_FIELD} is {source!r}, {why}", field=_FIELD, value=source)

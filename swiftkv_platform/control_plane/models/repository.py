@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
 from swiftkv_platform.control_plane.access.usage import check_count_quota, check_storage_quota
-from swiftkv_platform.control_plane.base import Page, PageRequest
+from swiftkv_platform.control_plane.base import Page, PageQuery
 from swiftkv_platform.control_plane.database.paging import (
     count_fitting_rows,
     fetch_column,
@@ -76,7 +76,7 @@ class ModelRepository(DeploymentRepository):
             check_count_quota(session, "max_imported_models", tenant, policy)
             check_storage_quota(session, tenant, size, policy)
 
-    def list_models(self, page: PageRequest, *, tenant: str) -> Page[Model]:
+    def list_models(self, page: PageQuery, *, tenant: str) -> Page[Model]:
         with self._database.begin_read() as session:
             rows = fetch_page(session, ModelRow, page, tenant)
             return Page([to_dataclass(Model, row) for row in rows.items], rows.has_more)
@@ -103,10 +103,10 @@ class ModelRepository(DeploymentRepository):
             PromotionRow.tenant == tenant, or_(PromotionRow.model == model_id, PromotionRow.previous == model_id)
         )
         with self._database.begin_read() as session:
-            rows = fetch_rows(session, query, PromotionRow.sequence, PageRequest(limit=limit), after=None).items
+            rows = fetch_rows(session, query, PromotionRow.sequence, PageQuery(limit=limit), after=None).items
             return [to_dataclass(Promotion, row) for row in reversed(rows)]
 
-    def list_aliases(self, page: PageRequest, *, tenant: str, newest: int) -> Page[Sequence[Promotion]]:
+    def list_aliases(self, page: PageQuery, *, tenant: str, newest: int) -> Page[Sequence[Promotion]]:
         """Return a page of aliases by name, each with its `newest` promotions, oldest first. The page is limited in
         bytes."""
         # 1. names of the page  2. bytes of each alias's newest promotions  3. the promotions of as many aliases as fit

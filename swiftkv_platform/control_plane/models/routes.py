@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from swiftkv_platform.control_plane.access.callers import Deployer, Reader, Submitter, Uploader
-from swiftkv_platform.control_plane.base import PageRequest
+from swiftkv_platform.control_plane.base import PageQuery
 from swiftkv_platform.control_plane.components import ComponentsDep, DeletionsDep, ImportParsersDep, SettingsDep
 from swiftkv_platform.control_plane.http.concurrency import ConnectedClient
 from swiftkv_platform.control_plane.http.merge_patch import IfMatch, set_etag
@@ -76,7 +76,7 @@ def create_model(
         spec = make_publishing_spec(found, body.dump_set_fields())
     except ValidationError as error:
         raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
-    return set_location_header(response, presenter.make_response(submission.submit(spec)))
+    return set_location_header(response, presenter.render(submission.submit(spec)))
 
 
 @router.post("/models/import", status_code=status.HTTP_201_CREATED)
@@ -141,7 +141,7 @@ def publish_model(
     """
     model = service.find_model(model_id, caller.tenant)
     spec = make_copy_spec(parts.parents.find_by_name(model.id, caller.tenant), body)
-    return set_location_header(response, presenter.make_response(submission.submit(spec)))
+    return set_location_header(response, presenter.render(submission.submit(spec)))
 
 
 @router.post("/models/{model_id}/promote")
@@ -178,7 +178,7 @@ def delete_model(model_id: str, deletions: DeletionsDep, parts: ComponentsDep, c
 
 @router.get("/aliases")
 def list_aliases(
-    parts: ComponentsDep, caller: Reader, page: Annotated[PageRequest, Depends(make_page_query(100, "asc"))]
+    parts: ComponentsDep, caller: Reader, page: Annotated[PageQuery, Depends(make_page_query(100, "asc"))]
 ) -> ListResponse[AliasResponse]:
     """List aliases by name, with their model and newest changes; `GET /aliases/{alias}` returns all changes."""
     found = parts.registry.list_aliases(page, tenant=caller.tenant, newest=_MAX_LISTED_CHANGES)

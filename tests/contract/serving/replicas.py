@@ -13,7 +13,7 @@ from swiftkv_platform.engine.frontend import EngineFrontend
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.replica_state import ModelCard, ModelVersion, ReplicaState
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import compute_manifest_digest, publish_directory, read_manifest
+from swiftkv_platform.storage.artifacts import hash_manifest, publish_directory, read_manifest
 from tests.unit.engine.tiny_models import CONTEXT, save_swiftkv
 
 
@@ -61,4 +61,4 @@ def artifact(tmp_path: Path) -> Path:
 
 
 def digest(artifact: Path) -> str:
-    return compute_manifest_digest(read_manifest(open_store(str(artifact)), ""))
+    return hash_manifest(read_manifest(open_store(str(artifact)), ""))

@@ -11,7 +11,7 @@ from swiftkv_platform.distillation.steering import Progress, SteeringState
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, find_finished_checkpoint
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import compute_manifest_digest, read_manifest
+from swiftkv_platform.storage.artifacts import hash_manifest, read_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
 from tests.unit.jobs.attempts import request
@@ -143,6 +143,6 @@ def test_the_manifest_says_how_far_the_run_is_and_what_was_uploaded_comes_back(
     ((key, manifest, progress),) = checkpoints.heard
     stored = read_manifest(store, key)
     assert (stored.kind, stored.lineage) == ("checkpoint", {"step": 4, "tokens": 40, "world_size": 2})
-    assert (compute_manifest_digest(stored), progress) == (compute_manifest_digest(manifest), Progress(4, 40))
+    assert (hash_manifest(stored), progress) == (hash_manifest(manifest), Progress(4, 40))
     checkpoints.fetch(key, tmp_path / "back")
     assert (tmp_path / "back" / "__0_0.distcp").read_bytes() == b"weights"

@@ -14,7 +14,7 @@ import pytest
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest
 from swiftkv_platform.errors import ArtifactCorruptError, StorageError
 from swiftkv_platform.storage.artifact_cache import ArtifactCache
-from swiftkv_platform.storage.artifacts import compute_manifest_digest, publish_directory
+from swiftkv_platform.storage.artifacts import hash_manifest, publish_directory
 from swiftkv_platform.storage.object_store import LocalObjectStore
 
 
@@ -52,7 +52,7 @@ def test_a_copy_is_fetched_once_and_by_content(store: CountingStore, tmp_path: P
     manifest = publish(store, tmp_path, "a")
     for _ in range(2):
         with ArtifactCache(tmp_path / "cache", 10_000).open_copy(store, "a") as (path, found):
-            assert path == tmp_path / "cache" / compute_manifest_digest(manifest)
+            assert path == tmp_path / "cache" / hash_manifest(manifest)
             assert (path / "weights.bin").read_bytes() == b"a" * 1000
             assert (path / MANIFEST).is_file()
             assert found == manifest
@@ -78,7 +78,7 @@ def test_what_is_larger_than_the_cache_is_fetched_for_one_use(store: CountingSto
 
 
 def test_the_least_recently_used_copies_go_and_none_that_is_held(store: CountingStore, tmp_path: Path) -> None:
-    digests = {name: compute_manifest_digest(publish(store, tmp_path, name)) for name in "abcd"}
+    digests = {name: hash_manifest(publish(store, tmp_path, name)) for name in "abcd"}
     cache = ArtifactCache(tmp_path / "cache", 4000)  # a copy takes 1,000 bytes and its manifest
     for name in "abc":
         with cache.open_copy(store, name):

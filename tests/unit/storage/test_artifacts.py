@@ -13,9 +13,9 @@ from swiftkv_platform.contract.attempts import MANIFEST, Manifest, ManifestFile
 from swiftkv_platform.errors import ArtifactCorruptError, ConflictError, InvalidInputError, StorageError
 from swiftkv_platform.storage import artifacts
 from swiftkv_platform.storage.artifacts import (
-    compute_manifest_digest,
     delete_directory,
     fetch_directory,
+    hash_manifest,
     is_complete,
     publish_directory,
     read_manifest,
@@ -69,7 +69,7 @@ def test_the_manifest_names_every_file_and_its_digest_is_that_of_the_stored_byte
     assert set(manifest.files) == {"a", "b/c", "empty"}
     assert manifest.size == 5005
     assert read_manifest(store, "art") == manifest
-    assert compute_manifest_digest(read_manifest(store, "art")) == hashlib.sha256(stored).hexdigest()
+    assert hash_manifest(read_manifest(store, "art")) == hashlib.sha256(stored).hexdigest()
 
 
 @pytest.mark.parametrize("fail_at", [1, 2, 3, 4])

@@ -14,7 +14,7 @@ from swiftkv_platform.contract.events import AttemptEvent, MessageEvent
 from swiftkv_platform.errors import ConflictError, ObjectNotFoundError, StorageError
 from swiftkv_platform.specs import JobSpec, load_spec
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import compute_manifest_digest, fetch_directory, read_manifest, write_manifest
+from swiftkv_platform.storage.artifacts import fetch_directory, hash_manifest, read_manifest, write_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore, EventWriter
 from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore
 from tests.support.fakes.object_store import InMemoryObjectStore
@@ -238,7 +238,7 @@ def test_only_complete_checkpoints_and_artifacts_count(tmp_path: Path) -> None:
     found = attempts.list_checkpoints(JOB)
     expected = [(1, 100, first), (10, 100, older), (2, 200, newest)]
     assert [(each.attempt, each.step, each.key) for each in found] == expected
-    assert found[0].sha256 == compute_manifest_digest(read_manifest(store, first))
+    assert found[0].sha256 == hash_manifest(read_manifest(store, first))
     assert attempts.find_newest_checkpoint(JOB) == newest
     assert attempts.find_newest_checkpoint(JOB, before_attempt=2) == first
     assert attempts.find_newest_checkpoint(JOB, before_attempt=1) is None

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
-from swiftkv_platform.control_plane.base import Page, PageRequest, new_id
+from swiftkv_platform.control_plane.base import Page, PageQuery, new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.http.concurrency import TenantConcurrencyLimiter
 from swiftkv_platform.control_plane.jobs import logs
@@ -46,7 +46,7 @@ class Events:
         data = {"status": "succeeded"}
         self.events.append(Event(f"evt_{len(self.events)}", "job_1", 0, "status", "succeeded", data=data))
 
-    def read(self, job_id: str, page: PageRequest) -> Page[Event]:
+    def read(self, job_id: str, page: PageQuery) -> Page[Event]:
         assert (job_id, page.order) == ("job_1", "asc")
         self.reads += 1
         if self.error is not None:
@@ -100,7 +100,7 @@ async def test_a_follower_of_a_job_that_has_ended_hears_its_events_and_ends(even
 async def test_of_a_tenants_followed_jobs_one_is_read_at_a_time() -> None:
     reading, most, lock = Counter[str](), Counter[str](), threading.Lock()
 
-    def read(job_id: str, page: PageRequest) -> Page[Event]:
+    def read(job_id: str, page: PageQuery) -> Page[Event]:
         tenant = job_id[0]
         with lock:
             reading[tenant] += 1
@@ -240,6 +240,6 @@ def test_reading_events_marks_the_job(sqlite_database: Database) -> None:
     jobs = JobRepository(sqlite_database, TenantPolicies())
     started, event = start_attempt(store(jobs, make_job()), now=100)
     job = jobs.update(started, events=[event])
-    found = WatchedJobs(jobs, StillClock()).list_events(job.id, PageRequest(limit=5, order="asc"))
+    found = WatchedJobs(jobs, StillClock()).list_events(job.id, PageQuery(limit=5, order="asc"))
     assert [item.data["status"] for item in found.items] == ["queued", "starting"]
     assert jobs.list_cluster_jobs()[0].watched_until == 1060.0

@@ -17,7 +17,7 @@ from swiftkv_platform.control_plane.models.repository import ModelRepository
 from swiftkv_platform.control_plane.parsing import make_import_parsers
 from swiftkv_platform.control_plane.retention import DAY_S
 from swiftkv_platform.errors import StorageError
-from swiftkv_platform.storage.artifacts import compute_manifest_digest, publish_directory, read_manifest
+from swiftkv_platform.storage.artifacts import hash_manifest, publish_directory, read_manifest
 from swiftkv_platform.storage.object_store import LocalObjectStore
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
 from tests.unit.control_plane.routes.test_registry import post, promote, sweep
@@ -52,7 +52,7 @@ def test_an_imported_model_lives_as_others_do(server: Server, tmp_path: Path, sp
     assert server.get(f"/models/{model['id']}") == server.get("/models")["data"][0] == model
     prefix = f"models/{model['id']}"
     assert model["artifact_uri"] == f"{server.parts.objects.uri}/{prefix}"
-    assert model["manifest_digest"] == compute_manifest_digest(read_manifest(server.parts.objects, prefix))
+    assert model["manifest_digest"] == hash_manifest(read_manifest(server.parts.objects, prefix))
     lineage = server.get(f"/models/{model['id']}/lineage")
     assert (lineage["job_id"], lineage["ancestors"]) == (None, [])
     other = server.succeed()["distilled_model"]

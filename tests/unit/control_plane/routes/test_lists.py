@@ -55,7 +55,7 @@ def add_events(server: Server) -> tuple[str, list[str]]:
     """Messages, and metric events, whose points are stored apart from them."""
     jobs = server.parts.jobs
     job = jobs.get(add_job(server), tenant=TENANT)
-    [first] = jobs.list_events(job.id, paging.PageRequest(order="asc")).items
+    [first] = jobs.list_events(job.id, paging.PageQuery(order="asc")).items
     messages = [Event(new_id("evt"), job.id, 100, "message", "said", data={"text": LARGE}) for _ in range(NUMBER)]
     measured, points = [], []
     for number in range(NUMBER):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.control_plane.base import PageRequest, new_id
+from swiftkv_platform.control_plane.base import PageQuery, new_id
 from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms
@@ -123,7 +123,7 @@ class Plane:
         return FakeWorker(self.objects, job.id, attempt, writer)
 
     def events(self, job: Job) -> list[Event]:
-        return list(self.jobs.list_events(job.id, PageRequest(limit=1000, order="asc")).items)
+        return list(self.jobs.list_events(job.id, PageQuery(limit=1000, order="asc")).items)
 
     def statuses(self, job: Job) -> list[str]:
         """Every status the job has had, in order."""

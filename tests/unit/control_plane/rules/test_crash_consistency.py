@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.attempts import AttemptId
-from swiftkv_platform.control_plane.base import Caller, PageRequest
+from swiftkv_platform.control_plane.base import Caller, PageQuery
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
@@ -186,11 +186,11 @@ def test_a_kill_before_any_effect_changes_neither_the_outcome_nor_the_history(
         assert job.status is outcome, where
         assert plane.cluster.started == [f"{job.id}-{number}" for number in range(1, attempts + 1)], where
         assert plane.statuses(job) == history, where
-        models = plane.catalog.list_models(PageRequest(limit=1000), tenant=TENANT).items
+        models = plane.catalog.list_models(PageQuery(limit=1000), tenant=TENANT).items
         found = [model.id for model in models if model.job_id == job.id]
         assert found == ([job.distilled_model] if job.distilled_model else []), where
         told = [event for event in plane.events(job) if event.type == "metrics"]
-        assert len(told) == len(plane.jobs.list_points(job.id, PageRequest()).items) + (attempts - 1), where
+        assert len(told) == len(plane.jobs.list_points(job.id, PageQuery()).items) + (attempts - 1), where
 
 
 def test_a_run_found_again_after_a_kill_is_not_submitted_a_second_time_when_ray_forgets_it(plane: Plane) -> None:

@@ -11,7 +11,7 @@ from sqlalchemy import text
 from structlog.testing import capture_logs
 
 from swiftkv_platform.contract.attempts import AttemptId
-from swiftkv_platform.control_plane.base import PageRequest
+from swiftkv_platform.control_plane.base import PageQuery
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
@@ -166,7 +166,7 @@ def test_a_row_that_cannot_be_read_breaks_neither_lists_nor_the_queue(plane: Pla
     first, damaged, last = (plane.submit() for _ in range(3))
     with plane.database.begin_write() as session:
         session.execute(text(damage), {"id": damaged.id})
-    found = plane.jobs.list(PageRequest(order="asc"), tenant=first.tenant)
+    found = plane.jobs.list(PageQuery(order="asc"), tenant=first.tenant)
     assert [job.id for job in found.items] == [first.id, last.id]
     assert list(found.unreadable_ids) == [damaged.id]
     reconciler = plane.reconciler(max_running_jobs=2)

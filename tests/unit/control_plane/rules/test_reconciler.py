@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from swiftkv_platform.contract.attempts import MANIFEST, PROTOCOL, AttemptId
-from swiftkv_platform.control_plane.base import PageRequest
+from swiftkv_platform.control_plane.base import PageQuery
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
 from tests.support.fakes.attempt_store import METRICS
@@ -63,7 +63,7 @@ def test_a_job_is_submitted_followed_and_its_model_stored(plane: Plane) -> None:
     assert saved is not None
     assert b"".join(saved.stream()) == b"trained\n"
     assert plane.statuses(job) == ["queued", "starting", "running", "evaluating", "succeeded"]
-    assert [point.step for point in plane.jobs.list_points(job.id, PageRequest(order="asc")).items] == [1, 2, 3, 4]
+    assert [point.step for point in plane.jobs.list_points(job.id, PageQuery(order="asc")).items] == [1, 2, 3, 4]
     assert [event.type for event in plane.events(job)].count("metrics") == 2
 
 
@@ -223,7 +223,7 @@ def test_steps_repeated_after_a_worker_was_lost_count_once(plane: Plane) -> None
     second.step(5, time=1110)
     second.step(6, time=1120)
     plane.tick()
-    points = plane.jobs.list_points(job.id, PageRequest(order="asc")).items
+    points = plane.jobs.list_points(job.id, PageQuery(order="asc")).items
     assert [(point.step, point.time) for point in points][2:] == [(3, 1003), (4, 1100), (5, 1110), (6, 1120)]
     assert plane.get(job).progress.step == 6
     assert plane.get(job).progress.seconds_remaining == 40  # ten seconds a step since the restart, four are left
@@ -241,7 +241,7 @@ def test_an_event_that_makes_no_sense_becomes_a_warning(plane: Plane) -> None:
     warnings = [event for event in events if event.level == "warn" and event.data.get("action") is None]
     assert len(warnings) == 2
     assert all(word in warnings[0].message for word in ("/events/", "points"))
-    [point] = plane.jobs.list_points(job.id, PageRequest()).items
+    [point] = plane.jobs.list_points(job.id, PageQuery()).items
     assert point.values == {"loss": None, "name": "ab"}
     [turn] = [event for event in events if event.data.get("action") == "rollback"]
     assert (turn.type, turn.data["code"], turn.data["best_step"]) == ("message", "held_out_kl_diverged", 3)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
-from swiftkv_platform.control_plane.base import PageRequest, new_id
+from swiftkv_platform.control_plane.base import PageQuery, new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, start_attempt, transition
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
@@ -107,7 +107,7 @@ def test_an_ended_job_keeps_its_record_its_history_and_its_model(plane: Plane) -
     assert plane.get(job) == job
     assert plane.statuses(job) == ["queued", "starting", "running", "succeeded"]
     assert {event.type for event in plane.events(job)} == {"status"}
-    assert [point.step for point in plane.jobs.list_points(job.id, PageRequest(order="asc")).items] == [1, 6, 10]
+    assert [point.step for point in plane.jobs.list_points(job.id, PageQuery(order="asc")).items] == [1, 6, 10]
     assert keys(plane) == [
         f"{job.attempt_id.prefix}/artifact/data.bin",
         f"{job.attempt_id.prefix}/artifact/manifest.json",
@@ -156,17 +156,17 @@ def test_a_kill_between_any_two_changes_leaves_a_state_that_the_next_round_ends(
         except KeyboardInterrupt:
             deaths += 1
             # Rows go before objects: each model that has a row is whole.
-            for model in plane.catalog.list_models(PageRequest(limit=9), tenant=TENANT).items:
+            for model in plane.catalog.list_models(PageQuery(limit=9), tenant=TENANT).items:
                 job = plane.jobs.get(model.job_id, tenant=TENANT)
                 assert plane.store.read_artifact_manifest(job.attempt_id) is not None
                 assert f"{job.attempt_id.prefix}/artifact/data.bin" in keys(plane)
         else:
             break
     assert deaths > 3
-    assert [model.job_id for model in plane.catalog.list_models(PageRequest(limit=9), tenant=TENANT).items] == [new.id]
+    assert [model.job_id for model in plane.catalog.list_models(PageQuery(limit=9), tenant=TENANT).items] == [new.id]
     assert {key.split("/")[1] for key in keys(plane)} == {new.id}
     assert RetentionRepository(plane.database).list_due_deletions(now=plane.clock(), limit=9, after=None) == []
-    assert [job.id for job in plane.jobs.list(PageRequest(), tenant=TENANT).items] == [new.id], (old.id, failed.id)
+    assert [job.id for job in plane.jobs.list(PageQuery(), tenant=TENANT).items] == [new.id], (old.id, failed.id)
 
 
 def test_two_at_a_time_remove_each_thing_once(plane: Plane) -> None:
@@ -179,7 +179,7 @@ def test_two_at_a_time_remove_each_thing_once(plane: Plane) -> None:
             if next(each, None) is None:
                 rounds.remove(each)
     assert {key.split("/")[1] for key in keys(plane)} == {jobs[-1].id}
-    assert [job.id for job in plane.jobs.list(PageRequest(), tenant=TENANT).items] == [jobs[-1].id]
+    assert [job.id for job in plane.jobs.list(PageQuery(), tenant=TENANT).items] == [jobs[-1].id]
 
 
 class Refusing(InMemoryObjectStore):

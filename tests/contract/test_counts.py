@@ -158,7 +158,7 @@ def test_a_promotion_or_rollback_reads_little_of_a_long_history(
         "other": lambda: promotions.promote(models[2].id, "production", tenant=TENANT, by="ann", reason="x"),
         "back": lambda: promotions.roll_back("production", tenant=TENANT, by="ann", reason="x"),
         "further": lambda: promotions.roll_back("production", tenant=TENANT, by="ann", reason="x"),
-        "find": lambda: promotions.find("production", TENANT),
+        "find": lambda: promotions.find_model("production", TENANT),
     }
     for name, change in changes.items():
         with fetched(monkeypatch) as numbers:

@@ -162,7 +162,7 @@ def test_an_aliass_history_keeps_its_newest_changes(registry: ModelRepository, m
     ]
     with pytest.raises(ConflictError, match=f"has no model before {models[0].id}"):
         promotions.roll_back("production", tenant=TENANT, by="ann", reason="worse")
-    assert promotions.find("production", TENANT).id == models[0].id
+    assert promotions.find_model("production", TENANT).id == models[0].id
 
 
 def test_a_key_has_as_many_sessions_as_it_may(database: Database, tmp_path: Path) -> None:

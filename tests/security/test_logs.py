@@ -99,7 +99,7 @@ class RayWithRealLogs:
         self._commanded, self._real = commanded, real
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._real if name in ("logs", "follow_logs") else self._commanded, name)
+        return getattr(self._real if name in ("read_logs", "follow_logs") else self._commanded, name)
 
 
 @pytest.fixture

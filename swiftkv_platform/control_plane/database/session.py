@@ -323,7 +323,7 @@ def _begin_transaction(engine: Engine) -> Iterator[Session]:
         is_away = isinstance(error, (OperationalError, InterfaceError, PoolTimeoutError))
         # A server also closes connections with errors of other kinds, for example when a process was frozen.
         if is_away or getattr(error, "connection_invalidated", False):
-            raise DatabaseUnavailableError(f"the database is unavailable: {cause}; retry later") from error
+            raise DatabaseUnavailableError(f"the database does not answer: {cause}") from error
         raise
 
 

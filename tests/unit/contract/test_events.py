@@ -97,7 +97,7 @@ def test_keys_are_what_they_have_always_been() -> None:
     assert {name: getattr(ATTEMPT, name) for name in vars(AttemptId) if name.endswith(("_prefix", "_key"))} | {
         "event_key": ATTEMPT.event_key("driver-01", 7),
         "answers_key": ATTEMPT.answers_key("ab"),
-        "start_prefix": ATTEMPT.get_start_prefix("tiny"),
+        "get_start_prefix": ATTEMPT.get_start_prefix("tiny"),
         "evaluation_key": ATTEMPT.evaluation_key("0a1b", "task-000"),
     } == {
         "request_key": "jobs/job_1/attempts/2/attempt.json",

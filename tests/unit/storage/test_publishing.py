@@ -211,7 +211,7 @@ def test_no_checkpoint_looks_complete_while_its_files_go(store: ObjectStore) -> 
     names = [f"{place}/step-{step}" for step in (1, 2)]
     for name in names:
         put(store, f"{name}/a", f"{name}/b", f"{name}/manifest.json")
-    RetentionStore(store).remove(place, limit=1)
+    RetentionStore(store).remove_objects(place, limit=1)
     assert not any(is_complete(store, name) for name in names)
     assert len(keys(store)) == 3
 
@@ -242,13 +242,13 @@ def test_a_place_is_measured_and_emptied_in_batches_that_can_be_repeated(store: 
     objects, before, after = RetentionStore(store), keys(store), None
     batches, sizes = [], [(2, 6), (2, 6), (1, 3)]
     for _ in range(3):
-        batches.append(objects.measure(place, limit=2, after=after))
+        batches.append(objects.count_objects(place, limit=2, after=after))
         after = batches[-1].next
     assert ([(batch.objects, batch.bytes) for batch in batches], after) == (sizes, None)
     assert keys(store) == before
-    batches = [objects.remove(place, limit=2) for _ in range(4)]
+    batches = [objects.remove_objects(place, limit=2) for _ in range(4)]
     assert [(batch.objects, batch.bytes) for batch in batches] == [*sizes, (0, 0)]
     assert batches[2].next is None
-    assert objects.measure(log, limit=9, after=None).bytes == 3, "a single object can be measured too"
-    assert [objects.remove(log, limit=9).objects for _ in range(2)] == [1, 0]
+    assert objects.count_objects(log, limit=9, after=None).bytes == 3, "a single object can be measured too"
+    assert [objects.remove_objects(log, limit=9).objects for _ in range(2)] == [1, 0]
     assert keys(store) == others

@@ -110,7 +110,7 @@ def test_keys_are_what_they_have_always_been() -> None:
         "answers_prefix": "jobs/job_1/attempts/2/answers",
         "answers_key": "jobs/job_1/attempts/2/answers/ab.jsonl",
         "starts_prefix": "jobs/job_1/attempts/2/starts",
-        "start_prefix": "jobs/job_1/attempts/2/starts/tiny",
+        "get_start_prefix": "jobs/job_1/attempts/2/starts/tiny",
         "evaluation_prefix": "jobs/job_1/attempts/2/evaluation",
         "evaluation_key": "jobs/job_1/attempts/2/evaluation/0a1b/task-000.json",
         "artifact_prefix": "jobs/job_1/attempts/2/artifact",

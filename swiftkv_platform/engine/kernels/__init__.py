@@ -36,8 +36,11 @@ SOURCE_FILE = Path(__file__).with_name("cpu.cpp")
 HEADER_FILES = sorted(SOURCE_FILE.parent.glob("*.h"))
 CACHE_DIRECTORY_VARIABLE = "SWIFTKV_KERNEL_CACHE"
 """Environment variable: cache directory of compiled kernels. Default: `~/.cache/swiftkv/kernels`."""
-VECTOR_FLAGS = {"AVX512": ("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512")}
-"""Compiler flags for torch's vector headers, by the CPU capability that torch reports. bfloat16 needs AVX-512."""
+VECTOR_FLAGS = {
+    "AVX512": ("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"),
+    "AVX2": ("-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2", "-mno-avx512f"),
+}
+"""Compiler flags for torch's vector headers, by the CPU capability that torch reports."""
 COMPILER_FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-w")
 BUILD_TIMEOUT_S = 600
 HEAD_DIM_MULTIPLE = 32

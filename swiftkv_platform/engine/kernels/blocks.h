@@ -1,29 +1,17 @@
-// Products of rows with blocks of packed bfloat16 weights.
+// Sizes of blocks of packed weights, and of the parts of products.
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/native/CPUBlas.h>
-
+#include <cstdint>
 #include <utility>
-
-#include "vectors.h"
 
 namespace {
 
 constexpr int64_t kColumns = 32;            // outputs per block of packed weights
 constexpr int64_t kTogether = 2;            // blocks multiplied at once with few rows: two streams of memory
-constexpr int64_t kFewRows = 32;            // up to this many rows, products use the weights as they are loaded
-constexpr int64_t kFewRowsBesideTiles = 4;  // the same on processors with AMX tiles
-constexpr int64_t kFewRowsByGroups = 8;     // the same for int4; with more rows, a block is first widened to int8
-constexpr int64_t kSmallRowStep = 4;        // with tiles, rows after the last multiple of kRowStep
+constexpr int64_t kRowStep = 16;            // products have a multiple of this many rows: one kernel each
 constexpr int64_t kCachedBytes = 1 << 19;   // bytes of inputs that stay in the L2 cache together with a block of weights
 constexpr int64_t kMinCachedRows = 64;      // min rows that are multiplied by a block, even if they exceed that
-
-bool has_tiles() {
-  static const bool has = __builtin_cpu_supports("amx-tile");
-  return has;
-}
 
 // Calls use.operator()<count>() for a count of 1 to kMost.
 template <int kMost, typename Use>
@@ -32,88 +20,5 @@ void with_count(int64_t count, const Use& use) {
     ((count == kLess + 1 ? use.template operator()<kLess + 1>() : void()), ...);
   }(std::make_integer_sequence<int, kMost>());
 }
-
-// Divides rows between two functions: product(first row, number of rows) uses brgemm's kernels; few.operator()<rows>(first
-// row), for at most kMost rows, uses the weights as they are loaded. `few_beside_tiles`: max rows for which only `few` is used
-// on processors with tiles.
-template <int kMost, typename Product, typename Few>
-void divide_rows(int64_t num_rows, int64_t few_beside_tiles, const Product& product, const Few& few) {
-  int64_t row = 0;
-  if (num_rows > (has_tiles() ? few_beside_tiles : kFewRows)) {
-    if (num_rows >= kRowStep) product(0, row = num_rows / kRowStep * kRowStep);
-    const int64_t left = (num_rows - row) / kSmallRowStep * kSmallRowStep;
-    if (has_tiles() && left) product(row, left), row += left;
-  }
-  for (; row < num_rows; row += kMost) {
-    with_count<kMost>(std::min<int64_t>(kMost, num_rows - row), [&]<int kRows>() { few.template operator()<kRows>(row); });
-  }
-}
-
-// Weights in bfloat16 [num_blocks, size_in / 2, kColumns, 2].
-class Weights16 {
- public:
-  using Sum = float;
-  static constexpr int64_t kPlanes = 1;
-  static constexpr int64_t kCachedInputs = kCachedBytes / sizeof(BFloat16);
-  static constexpr int64_t kRowsTogether = 4;  // limited by the number of registers
-  struct Scratch {};
-
-  Weights16(const Tensor& x, const Tensor& packed)
-      : x_(x.const_data_ptr<BFloat16>()),
-        weights_(packed.const_data_ptr<BFloat16>()),
-        stride_(x.stride(0)),
-        size_in_(x.size(1)) {}
-
-  // Multiplies rows by a block: float32 [num_rows, kColumns].
-  void multiply(int64_t first, int64_t num_rows, int64_t block, float* sums, int64_t sums_stride, int64_t,
-                Scratch&) const {
-    const BFloat16 *rows = x_ + first * stride_, *of_block = weights_ + block * size_in_ * kColumns;
-    const auto product = [&](int64_t row, int64_t count) {
-      at::native::cpublas::brgemm(count, kColumns, size_in_, stride_, kColumns, sums_stride, false, rows + row * stride_,
-                                  of_block, sums + row * sums_stride);
-    };
-    divide_rows<8>(num_rows, kFewRowsBesideTiles, product, [&]<int kRows>(int64_t row) {
-      few<kRows, 1>(rows + row * stride_, of_block, sums + row * sums_stride, sums_stride);
-    });
-  }
-
-  // Multiplies at most kRowsTogether rows by kTogether blocks: float32 [num_rows, kTogether, kColumns].
-  void multiply_together(int64_t first, int64_t num_rows, int64_t block, float* sums, int64_t) const {
-    with_count<kRowsTogether>(num_rows, [&]<int kRows>() {
-      few<kRows, kTogether>(x_ + first * stride_, weights_ + block * size_in_ * kColumns, sums, kTogether * kColumns);
-    });
-  }
-
-  Floats result(const float* sums, int64_t, int64_t, int64_t, int64_t i) const { return Floats::loadu(sums + i); }
-
- private:
-  // Prefetches the weights, which a decode step waits for.
-  template <int kRows, int kBlocks>
-  void few(const BFloat16* rows, const BFloat16* block, float* sums, int64_t sums_stride) const {
-    constexpr int kVectors = 2 * kBlocks;
-    __m512 products[kRows][kVectors];
-    for (auto& of_row : products) {
-      for (auto& product : of_row) product = _mm512_setzero_ps();
-    }
-    for (int64_t k = 0; k < size_in_; k += 2, block += 2 * kColumns) {
-      __m512bh weights[kVectors];
-      for (int i = 0; i < kVectors; ++i) {
-        const BFloat16* here = block + i / 2 * size_in_ * kColumns + i % 2 * kColumns;
-        fetch<kBlocks>(here);
-        weights[i] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(here));
-      }
-      for (int r = 0; r < kRows; ++r) {
-        const auto inputs = reinterpret_cast<__m512bh>(broadcast(rows + r * stride_ + k));
-        for (int i = 0; i < kVectors; ++i) products[r][i] = _mm512_dpbf16_ps(products[r][i], weights[i], inputs);
-      }
-    }
-    for (int r = 0; r < kRows; ++r) {
-      for (int i = 0; i < kVectors; ++i) _mm512_storeu_ps(sums + r * sums_stride + i * kFloats, products[r][i]);
-    }
-  }
-
-  const BFloat16 *x_, *weights_;
-  int64_t stride_, size_in_;
-};
 
 }  // namespace

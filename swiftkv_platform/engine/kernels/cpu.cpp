@@ -4,7 +4,6 @@
 // `attend` needs a head size that is a multiple of 32, products an even number of inputs. A token's numbers, and a head's, are
 // contiguous.
 
-#include <ATen/native/CPUBlas.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -113,21 +112,15 @@ struct Softmax {
   float total = 0.0f;
 };
 
-void store(float* to, Floats low, Floats high) {
-  low.store(to);
-  high.store(to + kFloats);
-}
-
-// 2^x for x <= 0, by a polynomial on [-1/2, 1/2], with an error of 8e-8; 0 for minus infinity, NaN for NaN.
+// 2^x for x <= 0, by a polynomial on [-1/2, 1/2], with an error of 8e-8; 0 below -126, NaN for NaN.
 Floats power_of_two(Floats x) {
-  const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);
-  const __m512 whole = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 rest = _mm512_sub_ps(bounded, whole);
-  __m512 power = _mm512_set1_ps(0.001327645150013268f);
+  const Floats bounded = larger(Floats(-127.0f), x), whole = bounded.round(), rest = bounded - whole;
+  Floats power(0.001327645150013268f);
   for (const float next : {0.009675540961325169f, 0.05550713464617729f, 0.24022120237350464f, 0.6931469440460205f, 1.0f}) {
-    power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(next));
+    power = at::vec::fmadd(power, rest, Floats(next));
   }
-  return _mm512_scalef_ps(power, whole);
+  const Ints exponent = at::vec::convert_to_int_of_same_size(whole) + Ints(127);  // 0 for -127: the float is 0
+  return power * at::vec::cast<float>(exponent << Ints(23));
 }
 
 // Weights 2^(score - shift) of count scores (a multiple of kHalves). Returns their sum and the largest score.
@@ -135,27 +128,27 @@ template <typename Weight>
 std::tuple<float, float> weigh(const float* scores, Weight* weights, int64_t count, float scaling, float shift) {
   const Floats scale(scaling), less(-shift);
   Floats total(0.0f), other_total(0.0f);
-  __m512 top = _mm512_set1_ps(kMinusInfinity), other_top = top;
+  Floats top(kMinusInfinity), other_top = top;
   for (int64_t i = 0; i < count; i += kHalves) {
     const Floats first = Floats::loadu(scores + i), second = Floats::loadu(scores + i + kFloats);
-    top = _mm512_max_ps(top, first);
-    other_top = _mm512_max_ps(other_top, second);
+    top = larger(top, first);
+    other_top = larger(other_top, second);
     const Floats low = power_of_two(at::vec::fmadd(first, scale, less));
     const Floats high = power_of_two(at::vec::fmadd(second, scale, less));
     store(weights + i, low, high);
     total = total + low;
     other_total = other_total + high;
   }
-  return {sum(total + other_total), _mm512_reduce_max_ps(_mm512_max_ps(top, other_top))};
+  return {sum(total + other_total), largest_in(larger(top, other_top))};
 }
 
 float largest_of(const float* scores, int64_t count) {
-  __m512 top = _mm512_set1_ps(kMinusInfinity), other_top = top;
+  Floats top(kMinusInfinity), other_top = top;
   for (int64_t i = 0; i < count; i += kHalves) {
-    top = _mm512_max_ps(top, _mm512_loadu_ps(scores + i));
-    other_top = _mm512_max_ps(other_top, _mm512_loadu_ps(scores + i + kFloats));
+    top = larger(top, Floats::loadu(scores + i));
+    other_top = larger(other_top, Floats::loadu(scores + i + kFloats));
   }
-  return _mm512_reduce_max_ps(_mm512_max_ps(top, other_top));
+  return largest_in(larger(top, other_top));
 }
 
 // Exponentials of count scores (a multiple of kHalves; masked scores are minus infinity, but not all are masked). Returns the
@@ -226,11 +219,12 @@ class Tiles {
 struct Workspace {
   Tiles tiles;
   Numbers<float> scratch;
-  Numbers<BFloat16> queries, weights;
+  Numbers<Input> queries, weights;
 };
 
-// Sums of 16 vectors, one per lane.
-__m512 sum_each(const __m512* x) {
+// Sums of kFloats vectors, one per lane.
+Floats sum_each(const Floats* x) {
+#ifdef CPU_CAPABILITY_AVX512
   __m512 quarters[8], sums[4];
   for (int i = 0; i < 8; ++i) {
     quarters[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
@@ -244,6 +238,23 @@ __m512 sum_each(const __m512* x) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(first, second, 0x88), _mm512_shuffle_f32x4(first, second, 0xdd));
   };
   return halve(halve(sums[0], sums[1]), halve(sums[2], sums[3]));
+#else
+  const auto add_pairs = [](__m256 first, __m256 second) { return _mm256_hadd_ps(first, second); };
+  const __m256 first = add_pairs(add_pairs(x[0], x[1]), add_pairs(x[2], x[3]));
+  const __m256 second = add_pairs(add_pairs(x[4], x[5]), add_pairs(x[6], x[7]));
+  return _mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20), _mm256_permute2f128_ps(first, second, 0x31));
+#endif
+}
+
+// kHalves numbers of a row in any format, without its scale. 8-bit numbers are exact in bfloat16.
+template <Format kFormat>
+Pairs numbers(const uint8_t* row, int64_t d) {
+  if constexpr (kFormat == Format::kBFloat16) {
+    return load_pairs(reinterpret_cast<const BFloat16*>(row) + d);
+  } else {
+    const auto [low, high] = widen(row + d, kFormat);
+    return make_pairs(low, high);
+  }
 }
 
 // scores[r][j] = queries[r] * keys[j] for kRows rows r, padded with zeros to a multiple of kFloats. Prefetches the next keys,
@@ -252,64 +263,69 @@ template <Format kFormat, int kRows>
 void score(const BFloat16* const* queries, int64_t dim, const uint8_t* keys, const uint8_t* values, int64_t row_bytes,
            int64_t count, float* scores) {
   for (int64_t j = 0; j < count; j += kFloats) {
-    __m512 products[kRows][kFloats], scales = _mm512_setzero_ps();
+    Floats products[kRows][kFloats];
+    alignas(64) float scales[kFloats] = {};
     for (int64_t i = 0; i < kFloats; ++i) {
-      __m512 sums[kRows];
-      for (int r = 0; r < kRows; ++r) sums[r] = _mm512_setzero_ps();
+      Floats sums[kRows];
+      for (int r = 0; r < kRows; ++r) sums[r] = Floats(0.0f);
       if (const uint8_t* key = keys + (j + i) * row_bytes; j + i < count) {
-        if constexpr (kFormat != Format::kBFloat16) {
-          scales = _mm512_mask_mov_ps(scales, 1 << i, _mm512_set1_ps(scale_of(key, dim)));
-        }
+        if constexpr (kFormat != Format::kBFloat16) scales[i] = scale_of(key, dim);
         for (int64_t d = 0; d < dim; d += kHalves) {
           const uint8_t* here = key + d * (kFormat == Format::kBFloat16 ? sizeof(BFloat16) : 1);
           fetch(here);
           _mm_prefetch(values + (here - keys), _MM_HINT_T0);
-          const __m512bh some = numbers<kFormat>(key, d);
-          for (int r = 0; r < kRows; ++r) {
-            sums[r] = _mm512_dpbf16_ps(sums[r], some, reinterpret_cast<__m512bh>(_mm512_loadu_si512(queries[r] + d)));
-          }
+          const Pairs some = numbers<kFormat>(key, d);
+          for (int r = 0; r < kRows; ++r) sums[r] = add_products(sums[r], some, load_pairs(queries[r] + d));
         }
       }
       for (int r = 0; r < kRows; ++r) products[r][i] = sums[r];
     }
     for (int r = 0; r < kRows; ++r) {
-      const __m512 sums = sum_each(products[r]);
-      _mm512_storeu_ps(scores + r * kKeyBlock + j, kFormat == Format::kBFloat16 ? sums : _mm512_mul_ps(sums, scales));
+      const Floats sums = sum_each(products[r]);
+      (kFormat == Format::kBFloat16 ? sums : sums * Floats::loadu(scales)).store(scores + r * kKeyBlock + j);
     }
   }
 }
 
 // outputs[r] += sum over j of weights[r][j] * values[j], for kRows rows r. With an odd count, the weight after the last is 0.
 template <Format kFormat, int kRows>
-void add_values(float* outputs, int64_t dim, const BFloat16* weights, const uint8_t* values, int64_t row_bytes,
-                int64_t count) {
+void add_values(float* outputs, int64_t dim, const Input* weights, const uint8_t* values, int64_t row_bytes, int64_t count) {
+#ifdef HAS_DOT_PRODUCTS
   int16_t places[kHalves];  // 0, 32, 1, 33 ...: numbers of the first and second row alternate
   for (int16_t i = 0; i < kHalves; ++i) places[i] = i / 2 + i % 2 * kHalves;
   const __m512i ascending = _mm512_loadu_si512(places);
   const __m512i behind = _mm512_add_epi16(ascending, _mm512_set1_epi16(kHalves / 2));
+#endif
   for (int64_t d = 0; d < dim; d += kHalves) {
-    __m512 low[kRows], high[kRows];
+    Floats low[kRows], high[kRows];
     for (int r = 0; r < kRows; ++r) {
-      low[r] = _mm512_loadu_ps(outputs + r * dim + d);
-      high[r] = _mm512_loadu_ps(outputs + r * dim + d + kFloats);
+      low[r] = Floats::loadu(outputs + r * dim + d);
+      high[r] = Floats::loadu(outputs + r * dim + d + kFloats);
     }
+#ifdef HAS_DOT_PRODUCTS
     for (int64_t j = 0; j < count; j += 2) {
-      const __m512i first = reinterpret_cast<__m512i>(numbers<kFormat>(values + j * row_bytes, d));
-      const __m512i second =
+      const auto first = reinterpret_cast<__m512i>(numbers<kFormat>(values + j * row_bytes, d));
+      const auto second =
           j + 1 < count ? reinterpret_cast<__m512i>(numbers<kFormat>(values + (j + 1) * row_bytes, d)) : first;
       const auto pairs_low = reinterpret_cast<__m512bh>(_mm512_permutex2var_epi16(first, ascending, second));
       const auto pairs_high = reinterpret_cast<__m512bh>(_mm512_permutex2var_epi16(first, behind, second));
       for (int r = 0; r < kRows; ++r) {
-        const auto weight = reinterpret_cast<__m512bh>(
-            _mm512_set1_epi32(*reinterpret_cast<const Word*>(weights + r * kKeyBlock + j)));
-        low[r] = _mm512_dpbf16_ps(low[r], pairs_low, weight);
-        high[r] = _mm512_dpbf16_ps(high[r], pairs_high, weight);
+        const auto weight = reinterpret_cast<__m512bh>(broadcast(weights + r * kKeyBlock + j));
+        low[r] = add_products(low[r], pairs_low, weight);
+        high[r] = add_products(high[r], pairs_high, weight);
       }
     }
-    for (int r = 0; r < kRows; ++r) {
-      _mm512_storeu_ps(outputs + r * dim + d, low[r]);
-      _mm512_storeu_ps(outputs + r * dim + d + kFloats, high[r]);
+#else
+    for (int64_t j = 0; j < count; ++j) {
+      const auto [value_low, value_high] = numbers<kFormat>(values + j * row_bytes, d);
+      for (int r = 0; r < kRows; ++r) {
+        const Floats weight(weights[r * kKeyBlock + j]);
+        low[r] = at::vec::fmadd(value_low, weight, low[r]);
+        high[r] = at::vec::fmadd(value_high, weight, high[r]);
+      }
     }
+#endif
+    for (int r = 0; r < kRows; ++r) store(outputs + r * dim + d, low[r], high[r]);
   }
 }
 
@@ -345,11 +361,11 @@ void attend_few(const Attention& a, const Sequence& sequence, int64_t key_head, 
         for (int64_t r = 0; r < rows; ++r) {
           const int64_t row = row_of(first + r);
           float* own = scores + r * kKeyBlock;
-          BFloat16* weights = space.weights.data() + r * kKeyBlock;
+          Input* weights = space.weights.data() + r * kKeyBlock;
           const int64_t low = std::clamp<int64_t>(a.first_seen(row) - start, 0, count);
           const int64_t high = std::clamp<int64_t>(a.positions[row] + 1 - start, 0, count);
           if (low >= high) {
-            std::fill(weights, weights + padded, BFloat16(0.0f));
+            std::fill(weights, weights + padded, Input(0.0f));
             continue;
           }
           std::fill(own, own + low, kMinusInfinity);
@@ -378,7 +394,6 @@ void attend_few(const Attention& a, const Sequence& sequence, int64_t key_head, 
 // Attention for queries of a prompt's chunk and the query heads of one key head: tiles of scores by matrix products, with
 // online softmax (FlashAttention). The first tile starts at position `begin`.
 void attend_chunk(const Attention& a, const Sequence& sequence, int64_t key_head, int64_t begin, Workspace& space) {
-  using at::native::cpublas::brgemm;
   const int64_t dim = a.dim, last_query = sequence.first_query + sequence.num_queries;
   space.tiles.pack(a, sequence, key_head, begin, a.positions[last_query - 1] + 1);
   space.scratch.resize(kQueryBlock * (dim + kKeyBlock));
@@ -386,8 +401,8 @@ void attend_chunk(const Attention& a, const Sequence& sequence, int64_t key_head
   space.weights.resize(kQueryBlock * kKeyBlock);
   float* scores = space.scratch.data();                // [kQueryBlock, kKeyBlock]
   float* outputs = scores + kQueryBlock * kKeyBlock;   // [kQueryBlock, dim]
-  BFloat16* queries = space.queries.data();            // [kQueryBlock, dim]
-  BFloat16* weights = space.weights.data();            // [kQueryBlock, kKeyBlock]
+  Input* queries = space.queries.data();               // [kQueryBlock, dim]
+  Input* weights = space.weights.data();               // [kQueryBlock, kKeyBlock]
   for (int64_t first = sequence.first_query; first < last_query; first += kQueryBlock) {
     const int64_t num_queries = std::min(kQueryBlock, last_query - first);
     const int64_t end = a.positions[first + num_queries - 1] + 1;
@@ -401,21 +416,21 @@ void attend_chunk(const Attention& a, const Sequence& sequence, int64_t key_head
       }
       for (int64_t start = begin + skipped; start < end; start += kKeyBlock) {
         const int64_t count = std::min(kKeyBlock, (end - start + kKeyStep - 1) / kKeyStep * kKeyStep);
-        brgemm(num_rows, count, dim, dim, kKeyBlock, kKeyBlock, false, queries, space.tiles.keys(start), scores);
+        product(num_rows, count, dim, dim, kKeyBlock, kKeyBlock, false, queries, space.tiles.keys(start), scores);
         for (int64_t r = 0; r < num_queries; ++r) {
           float* own = scores + r * kKeyBlock;
-          BFloat16* to = weights + r * kKeyBlock;
+          Input* to = weights + r * kKeyBlock;
           const int64_t low = std::clamp<int64_t>(a.first_seen(first + r) - start, 0, count);
           const int64_t high = std::clamp<int64_t>(a.positions[first + r] + 1 - start, 0, count);
           if (low >= high) {
-            std::fill(to, to + count, BFloat16(0.0f));
+            std::fill(to, to + count, Input(0.0f));
             continue;
           }
           std::fill(own, own + low, kMinusInfinity);
           std::fill(own + high, own + count, kMinusInfinity);
           multiply(outputs + r * dim, dim, exponentiate(state[r], own, to, count, a.scaling));
         }
-        brgemm(num_rows, dim, count, kKeyBlock, dim, dim, true, weights, space.tiles.values(start), outputs);
+        product(num_rows, dim, count, kKeyBlock, dim, dim, true, weights, space.tiles.values(start), outputs);
       }
       for (int64_t r = 0; r < num_queries; ++r) {
         a.finish(a.output_at(first + r, head), outputs + r * dim, state[r].total);
@@ -480,7 +495,7 @@ Tensor attend(const Tensor& query, const Tensor& keys, const Tensor& values, con
     const auto& [sequence, key_head, begin, products] = tasks[i];
     if (products) {
       attend_chunk(attention, sequence, key_head, begin, space);
-      at::native::cpublas::brgemm_release();
+      release_products();
     } else {
       few(attention, sequence, key_head, space);
     }

@@ -103,7 +103,7 @@ enum class Format : int64_t {
   kInt8,    // likewise
 };
 
-constexpr float kFloat8Shift = 0x1p120f;  // factor between e4m3 and its bits read as bfloat16
+constexpr float kFloat8Shift = 0x1p120f;  // factor between e4m3 and its bits in those of a float
 constexpr float kLargest = 0x1.fep127f * (1.0f - 1.0f / 16.0f);  // larger numbers saturate, since scales are rounded up
 
 void quantize(const BFloat16* from, int64_t dim, Format format, uint8_t* row) {
@@ -127,17 +127,17 @@ void quantize(const BFloat16* from, int64_t dim, Format format, uint8_t* row) {
   std::memcpy(row + dim, &stored, sizeof stored);
 }
 
-// Widens kHalves numbers of a row in 8 bits, without its scale.
+// Widens kFloats numbers of a row in 8 bits, without its scale.
+Floats widen_some(const uint8_t* from, Format format) {
+  const Ints numbers = at::vec::convert_to_int32<int8_t>(reinterpret_cast<const int8_t*>(from));
+  if (format == Format::kInt8) return at::vec::convert_to_fp_of_same_size<float>(numbers);
+  const Ints bits = (numbers << Ints(20)) & Ints(static_cast<int32_t>(0x87F00000));
+  return at::vec::cast<float>(bits) * Floats(kFloat8Shift);
+}
+
+// Widens kHalves numbers.
 std::tuple<Floats, Floats> widen(const uint8_t* from, Format format) {
-  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-  if (format == Format::kFloat8) {
-    const __m512i bits = _mm512_slli_epi16(_mm512_cvtepi8_epi16(bytes), 4);
-    const auto [low, high] =
-        at::vec::convert_bfloat16_float(Halves(_mm512_and_si512(bits, _mm512_set1_epi16(-0x8000 | 0x07F0))));
-    return {low * Floats(kFloat8Shift), high * Floats(kFloat8Shift)};
-  }
-  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes))),
-          _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)))};
+  return {widen_some(from, format), widen_some(from + kFloats, format)};
 }
 
 float scale_of(const uint8_t* row, int64_t dim) {
@@ -151,17 +151,6 @@ void dequantize(const uint8_t* row, int64_t dim, Format format, BFloat16* to) {
   for (int64_t d = 0; d < dim; d += kHalves) {
     const auto [low, high] = widen(row + d, format);
     store(to + d, low * scale, high * scale);
-  }
-}
-
-// kHalves numbers of a row in any format, as bfloat16, without its scale. 8-bit numbers are exact in bfloat16.
-template <Format kFormat>
-__m512bh numbers(const uint8_t* row, int64_t d) {
-  if constexpr (kFormat == Format::kBFloat16) {
-    return reinterpret_cast<__m512bh>(_mm512_loadu_si512(row + d * sizeof(BFloat16)));
-  } else {
-    const auto [low, high] = widen(row + d, kFormat);
-    return _mm512_cvtne2ps_pbh(high, low);
   }
 }
 

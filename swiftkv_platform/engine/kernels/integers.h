@@ -1,14 +1,14 @@
-// Products of 16-bit inputs with 8-bit and 4-bit integer weights.
+// Products of 16-bit inputs with 8-bit and 4-bit integer weights by instructions that add the products of four bytes (AVX-512
+// VNNI), or of tiles (AMX).
 
 #pragma once
-
 
 #include <cmath>
 #include <optional>
 #include <utility>
 #include <vector>
 
-#include "blocks.h"
+#include "dot_products.h"
 #include "threads.h"
 
 namespace {

@@ -7,10 +7,13 @@
 #include <optional>
 #include <vector>
 
-#include "blocks.h"
 #include "heads.h"
-#include "integers.h"
 #include "threads.h"
+#ifdef HAS_DOT_PRODUCTS
+#include "integers.h"
+#else
+#include "vector_products.h"
+#endif
 
 namespace {
 
@@ -54,7 +57,7 @@ void multiply_blocks(const Weights& weights, int64_t num_tokens, int64_t size_in
         }
       }
     }
-    at::native::cpublas::brgemm_release();
+    release_products();
   });
 }
 
@@ -107,8 +110,7 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
   linear_to(input, packed, scales, offsets, multipliers, bias, size_out, [&](int64_t row, int64_t i, Floats low, Floats high) {
     const int64_t count = rest(size_out, i);
     if (more) {  // round the product to bfloat16 before the sum, as without a residual
-      const Halves product(reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
-      const auto [product_low, product_high] = at::vec::convert_bfloat16_float(product);
+      const auto [product_low, product_high] = at::vec::convert_bfloat16_float(round(low, high));
       const auto [more_low, more_high] = load(more + row * stride + i, count);
       low = product_low + more_low;
       high = product_high + more_high;

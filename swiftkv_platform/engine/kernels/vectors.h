@@ -2,9 +2,16 @@
 
 #pragma once
 
+// Whether the processor multiplies and adds pairs of bfloat16 numbers, and quadruples of bytes, in one instruction.
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#define HAS_DOT_PRODUCTS
+#endif
+
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
+
+#include <immintrin.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -19,12 +26,12 @@ using at::BFloat16;
 using at::Tensor;
 using Floats = at::vec::Vectorized<float>;
 using Halves = at::vec::Vectorized<BFloat16>;
+using Ints = at::vec::Vectorized<int32_t>;  // as many as Floats
 
 constexpr int64_t kFloats = Floats::size();
 constexpr int64_t kHalves = Halves::size();
 constexpr int64_t kGrain = 16384;  // min elements per thread
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-constexpr int64_t kRowStep = 16;         // products have a multiple of this many rows: one kernel each
 constexpr int64_t kFetchedAhead = 4096;  // prefetch distance in bytes
 constexpr int64_t kFetchedAheadInTurn = 1024;  // prefetch distance if several streams alternate
 
@@ -46,8 +53,21 @@ std::tuple<Floats, Floats> load(const BFloat16* from, int64_t count = kHalves) {
   return at::vec::convert_bfloat16_float(count < kHalves ? Halves::loadu(from, count) : Halves::loadu(from));
 }
 
+Halves round(Floats low, Floats high) {
+#ifdef HAS_DOT_PRODUCTS
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+#else
+  return at::vec::convert_float_bfloat16(low, high);
+#endif
+}
+
 void store(BFloat16* to, Floats low, Floats high, int64_t count = kHalves) {
-  Halves(reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low))).store(to, count);
+  round(low, high).store(to, count);
+}
+
+void store(float* to, Floats low, Floats high) {
+  low.store(to);
+  high.store(to + kFloats);
 }
 
 // Number of elements from i on that are in one vector.
@@ -59,16 +79,20 @@ float sum(Floats x) {
   return at::vec::vec_reduce_all<float>([](Floats a, Floats b) { return a + b; }, x);
 }
 
+// The larger numbers; b where a is NaN.
+Floats larger(Floats a, Floats b) {
+  return at::vec::clamp_min(b, a);
+}
+
+float largest_in(Floats x) {
+  return at::vec::vec_reduce_all<float>(larger, x);
+}
+
 int64_t rows_at_a_time(int64_t row_size) {
   return std::max<int64_t>(1, kGrain / row_size);
 }
 
 using Word [[gnu::may_alias]] = int32_t;  // two adjacent inputs in bfloat16, or four in 8 bits
-
-template <typename Number>
-__m512i broadcast(const Number* from) {
-  return _mm512_set1_epi32(*reinterpret_cast<const Word*>(from));
-}
 
 // Prefetches memory. `kPlaces`: number of streams that alternate.
 template <int kPlaces = 1>

@@ -1,0 +1,408 @@
+// Products by multiplying and adding vectors (AVX2 or AVX-512): numbers in bfloat16 are widened to floats, integers to 16 bits.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "blocks.h"
+#include "threads.h"
+#include "vectors.h"
+
+namespace {
+
+using Input = float;                       // rows of `product`
+using Pairs = std::tuple<Floats, Floats>;  // kHalves numbers
+
+constexpr int kBlockVectors = kColumns / kFloats;        // vectors of a block's outputs
+constexpr int kStrip = 2;                                // vectors of outputs that are multiplied with many rows
+constexpr int kMostRows = kFloats == 16 ? 8 : 5;         // rows that are multiplied with them at once; limited by registers
+constexpr int kFewRows = kFloats == 16 ? 4 : 2;          // rows that are multiplied with whole blocks at once
+constexpr int64_t kDepth = 256;                          // inputs whose products are added before the next rows
+
+#ifdef CPU_CAPABILITY_AVX512
+using Register = __m512i;
+#else
+using Register = __m256i;
+#endif
+
+// The bits of a register as integers of another size, for the compiler's operators.
+template <typename Number>
+using Bits [[gnu::vector_size(sizeof(Register))]] = Number;
+
+template <typename Number>
+Bits<Number> as_bits(Ints x) {
+  return reinterpret_cast<Bits<Number>>(static_cast<Register>(x));
+}
+
+template <typename Vector>
+Ints as_ints(Vector bits) {
+  return Ints(reinterpret_cast<Register>(bits));
+}
+
+Pairs load_pairs(const BFloat16* from) {
+  return load(from);
+}
+
+Pairs make_pairs(Floats low, Floats high) {
+  return {low, high};
+}
+
+Floats add_products(Floats sums, const Pairs& a, const Pairs& b) {
+  sums = at::vec::fmadd(std::get<0>(a), std::get<0>(b), sums);
+  return at::vec::fmadd(std::get<1>(a), std::get<1>(b), sums);
+}
+
+// Widens the first or second numbers of kFloats pairs.
+Floats widen(const BFloat16* pairs, int second) {
+  const Bits<uint32_t> bits = as_bits<uint32_t>(Ints::loadu(pairs));
+  return at::vec::cast<float>(as_ints(second ? bits & 0xFFFF0000u : bits << 16));
+}
+
+// sums [kRows, kVectors * kFloats] (+)= rows [kRows, depth] * packed [depth / 2, ..., 2]; strides are in numbers. The vectors are
+// of kBlocks blocks, whose distance is `block_stride`. `fetches`: prefetch the packed numbers of whole blocks.
+template <int kRows, int kVectors, int kBlocks = 1>
+void multiply_rows(const float* rows, int64_t stride, const BFloat16* packed, int64_t packed_stride, int64_t block_stride,
+                   int64_t depth, bool add, bool fetches, float* sums, int64_t sums_stride) {
+  constexpr int kOfBlock = kVectors / kBlocks;
+  Floats products[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r) {
+    const float* own = sums + r * sums_stride;
+    for (int i = 0; i < kVectors; ++i) products[r][i] = add ? Floats::loadu(own + i * kFloats) : Floats(0.0f);
+  }
+  for (int64_t k = 0; k < depth; k += 2, packed += 2 * packed_stride) {
+    if (fetches) {
+      for (int block = 0; block < kBlocks; ++block) {
+        for (int64_t i = 0; i < 2 * kColumns; i += 32) fetch<kBlocks>(packed + block * block_stride + i);
+      }
+    }
+    for (int odd = 0; odd < 2; ++odd) {
+      Floats weights[kVectors];
+      for (int i = 0; i < kVectors; ++i) {
+        weights[i] = widen(packed + i / kOfBlock * block_stride + i % kOfBlock * 2 * kFloats, odd);
+      }
+      for (int r = 0; r < kRows; ++r) {
+        const Floats input(rows[r * stride + k + odd]);
+        for (int i = 0; i < kVectors; ++i) products[r][i] = at::vec::fmadd(weights[i], input, products[r][i]);
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kVectors; ++i) products[r][i].store(sums + r * sums_stride + i * kFloats);
+  }
+}
+
+// Calls use.operator()<rows>(first row) for all rows, in parts of at most kMost rows of about the same size.
+template <int kMost, typename Use>
+void divide_rows(int64_t num_rows, const Use& use) {
+  for (int64_t row = 0, parts = (num_rows + kMost - 1) / kMost; parts; --parts) {
+    const int64_t count = (num_rows - row + parts - 1) / parts;
+    with_count<kMost>(count, [&]<int kRows>() { use.template operator()<kRows>(row); });
+    row += count;
+  }
+}
+
+// sums [num_rows, columns] (+)= rows [num_rows, depth] * packed [depth / 2, columns, 2]; the strides of rows are in numbers.
+void product(int64_t num_rows, int64_t columns, int64_t depth, int64_t stride, int64_t packed_stride, int64_t sums_stride,
+             bool add, const float* rows, const BFloat16* packed, float* sums) {
+  for (int64_t k = 0; k < depth; k += kDepth, add = true) {
+    const int64_t size = std::min(kDepth, depth - k);
+    for (int64_t column = 0; column < columns; column += kStrip * kFloats) {
+      divide_rows<kMostRows>(num_rows, [&]<int kRows>(int64_t row) {
+        const bool fetches = row == 0 && column % kColumns == 0;
+        multiply_rows<kRows, kStrip>(rows + row * stride + k, stride, packed + k * packed_stride + 2 * column, packed_stride, 0,
+                                     size, add, fetches, sums + row * sums_stride + column, sums_stride);
+      });
+    }
+  }
+}
+
+void release_products() {}
+
+// Weights in bfloat16 [num_blocks, size_in / 2, kColumns, 2].
+class Weights16 {
+ public:
+  using Sum = float;
+  static constexpr int64_t kPlanes = 1;
+  static constexpr int64_t kCachedInputs = kCachedBytes / sizeof(float);
+  static constexpr int64_t kRowsTogether = 1;  // limited by the number of registers
+  struct Scratch {};
+
+  Weights16(const Tensor& x, const Tensor& packed)
+      : size_in_(x.size(1)), weights_(packed.const_data_ptr<BFloat16>()), inputs_(x.size(0) * size_in_) {
+    const auto* from = x.const_data_ptr<BFloat16>();
+    share(x.size(0), rows_at_a_time(size_in_), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        std::copy_n(from + row * x.stride(0), size_in_, inputs_.data() + row * size_in_);
+      }
+    });
+  }
+
+  // Multiplies rows by a block: float32 [num_rows, kColumns].
+  void multiply(int64_t first, int64_t num_rows, int64_t block, float* sums, int64_t sums_stride, int64_t, Scratch&) const {
+    const float* rows = inputs_.data() + first * size_in_;
+    const BFloat16* of_block = weights_ + block * size_in_ * kColumns;
+    if (num_rows > kFewRows) {
+      return product(num_rows, kColumns, size_in_, size_in_, kColumns, sums_stride, false, rows, of_block, sums);
+    }
+    with_count<kFewRows>(num_rows, [&]<int kRows>() {
+      multiply_rows<kRows, kBlockVectors>(rows, size_in_, of_block, kColumns, 0, size_in_, false, true, sums, sums_stride);
+    });
+  }
+
+  // Multiplies a row by kTogether blocks: float32 [kTogether, kColumns].
+  void multiply_together(int64_t first, int64_t, int64_t block, float* sums, int64_t) const {
+    const int64_t block_size = size_in_ * kColumns;
+    multiply_rows<1, kTogether * kBlockVectors, kTogether>(inputs_.data() + first * size_in_, size_in_,
+                                                           weights_ + block * block_size, kColumns, block_size, size_in_, false,
+                                                           true, sums, kTogether * kColumns);
+  }
+
+  Floats result(const float* sums, int64_t, int64_t, int64_t, int64_t i) const { return Floats::loadu(sums + i); }
+
+ private:
+  int64_t size_in_;
+  const BFloat16* weights_;
+  Numbers<float> inputs_;
+};
+
+// Adds the products of pairs of 16-bit integers to the sums.
+Ints add_products(Ints sums, Ints a, Ints b) {
+#if defined(__AVX512VNNI__)
+  return _mm512_dpwssd_epi32(sums, a, b);
+#elif defined(CPU_CAPABILITY_AVX512)
+  return sums + Ints(_mm512_madd_epi16(a, b));
+#else
+  Register added = _mm256_madd_epi16(a, b), total = sums;
+  asm("vpaddd %1, %0, %0" : "+x"(total) : "x"(added));
+  return total;
+#endif
+}
+
+// Integer weights, packed as `pack_weight` does. Rows of x are scaled so that the largest number of each is 32767, and rounded.
+// Sums of products are exact for up to kExact inputs, then added as floats: neither depends on the number of rows.
+template <bool kFourBits>
+class WeightsInteger {
+ public:
+  using Sum = float;
+  static constexpr int64_t kPlanes = 1;
+  static constexpr int64_t kCachedInputs = kCachedBytes / sizeof(int16_t);
+  static constexpr int64_t kRowsTogether = 1;
+  using Scratch = Numbers<int16_t>;
+
+  WeightsInteger(const Tensor& x, const Tensor& packed, const Tensor& scales, const Tensor&,
+                 const std::optional<Tensor>& multipliers)
+      : size_in_(x.size(1)),
+        group_(kFourBits ? size_in_ / multipliers->size(1) : size_in_),
+        weights_(static_cast<const uint8_t*>(packed.const_data_ptr())),
+        multipliers_(kFourBits ? multipliers->const_data_ptr<uint8_t>() : nullptr),
+        scales_(scales.const_data_ptr<float>()),
+        stride_((size_in_ + kHalves - 1) / kHalves * kHalves),
+        inputs_(x.size(0) * stride_),
+        sums_(kFourBits ? x.size(0) * num_units() : 0),
+        input_scales_(x.size(0)) {
+    share(x.size(0), rows_at_a_time(size_in_), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) quantize(x.const_data_ptr<BFloat16>() + row * x.stride(0), row);
+    });
+  }
+
+  // Multiplies rows by a block: float32 [num_rows, kColumns].
+  void multiply(int64_t first, int64_t num_rows, int64_t block, float* sums, int64_t sums_stride, int64_t,
+                Scratch& scratch) const {
+    if (num_rows <= kFewRows) {
+      return with_count<kFewRows>(num_rows, [&]<int kRows>() { multiply_packed<kRows, 1>(first, block, sums, sums_stride); });
+    }
+    scratch.resize(kExact * kColumns);
+    for (int64_t begin = 0; begin < size_in_; begin += kExact) {
+      const int64_t size = std::min(kExact, size_in_ - begin);
+      widen_block(block, begin, size, scratch.data());
+      for (int vector = 0; vector < kBlockVectors; vector += kStrip) {
+        divide_rows<kMostRows>(num_rows, [&]<int kRows>(int64_t row) {
+          multiply_widened<kRows>(inputs_.data() + (first + row) * stride_ + begin, scratch.data() + vector * 2 * kFloats, size,
+                                  begin > 0, sums + row * sums_stride + vector * kFloats, sums_stride);
+        });
+      }
+    }
+  }
+
+  // Multiplies a row by kTogether blocks: float32 [kTogether, kColumns].
+  void multiply_together(int64_t first, int64_t, int64_t block, float* sums, int64_t) const {
+    multiply_packed<1, kTogether>(first, block, sums, kTogether * kColumns);
+  }
+
+  // Converts a row's sums to kFloats results.
+  Floats result(const float* sums, int64_t, int64_t row, int64_t block, int64_t i) const {
+    return Floats::loadu(sums + i) * Floats::loadu(scales_ + block * kColumns + i) * Floats(input_scales_[row]);
+  }
+
+ private:
+  static constexpr float kTop = 32767.0f;
+  static constexpr int64_t kExact = 256;  // inputs whose products with weights of up to 128 fit into int32
+  static constexpr int64_t kUnit = 32;    // inputs whose sums are kept; groups are a multiple of it
+  static constexpr int64_t kInputs = kFourBits ? 8 : 4;  // inputs whose weights are adjacent
+  static constexpr int64_t kVectorBytes = sizeof(Register), kStepBytes = kBlockVectors * kVectorBytes;
+
+  int64_t num_units() const { return size_in_ / kUnit + 1; }
+  int64_t block_bytes() const { return size_in_ / kInputs * kStepBytes; }
+
+  // Each four inputs in the order 0, 2, 1, 3: pairs have the order of the bytes of weights with the same parity. A row that is
+  // not finite gets the scale NaN, so that all its results are NaN.
+  void quantize(const BFloat16* from, int64_t row) {
+    using Half [[gnu::vector_size(2 * kFloats)]] = int16_t;
+    Floats top(0.0f);
+    for (int64_t i = 0; i < size_in_; i += kHalves) {
+      const auto [low, high] = load(from + i, rest(size_in_, i));
+      top = at::vec::maximum(top, at::vec::maximum(low.abs(), high.abs()));  // NaN if any is
+    }
+    const float largest = at::vec::vec_reduce_all<float>([](Floats a, Floats b) { return at::vec::maximum(a, b); }, top);
+    const bool finite = std::isfinite(largest);
+    input_scales_[row] = finite ? largest / kTop : std::numeric_limits<float>::quiet_NaN();
+    const Floats inverse(finite && largest >= 0x1p-110f ? kTop / largest : 0.0f);
+    int16_t* to = inputs_.data() + row * stride_;
+    const auto put = [&](Floats some, int16_t* to) {
+      Half half = __builtin_convertvector(as_bits<int32_t>(at::vec::convert_to_int_of_same_size((some * inverse).round())), Half);
+      for (int j = 1; j < kFloats; j += 4) std::swap(half[j], half[j + 1]);
+      std::memcpy(to, &half, sizeof half);
+    };
+    for (int64_t i = 0; i < size_in_; i += kHalves) {
+      const auto [low, high] = load(from + i, rest(size_in_, i));
+      put(low, to + i);
+      put(high, to + i + kFloats);
+    }
+    for (int64_t unit = 0; kFourBits && unit < size_in_ / kUnit; ++unit) {
+      int32_t* sums = sums_.data() + row * num_units() + unit;
+      sums[1] = std::accumulate(to + unit * kUnit, to + (unit + 1) * kUnit, sums[0]);
+    }
+  }
+
+  // Weights of a pair of inputs: bytes 0 and 2 of four, or bytes 1 and 3; in int4 of their low or high bits, with 8 added.
+  static Ints widen(Ints bytes, int pair) {
+    if constexpr (kFourBits) {
+      return as_ints((as_bits<uint16_t>(bytes) >> (pair % 2 * 8 + pair / 2 * 4)) & uint16_t{15});
+    }
+    const Bits<int16_t> both = as_bits<int16_t>(bytes);
+    return as_ints(pair ? both >> 8 : (both << 8) >> 8);
+  }
+
+  // Multipliers of kFloats outputs from `vector` on, for the group of input k.
+  Ints multipliers(int64_t block, int64_t k, int vector) const {
+    const int64_t at = block * (size_in_ / group_) + k / group_;
+    return at::vec::convert_to_int32<uint8_t>(multipliers_ + at * kColumns + vector * kFloats);
+  }
+
+  // Widens weights of inputs `begin` to `begin` + size - 1 to int16 [size / 2, kColumns, 2].
+  void widen_block(int64_t block, int64_t begin, int64_t size, int16_t* to) const {
+    const uint8_t* packed = weights_ + block * block_bytes() + begin / kInputs * kStepBytes;
+    for (int64_t k = begin; k < begin + size; k += kInputs, packed += kStepBytes) {
+      for (int vector = 0; vector < kBlockVectors; ++vector, to += 2 * kFloats) {
+        fetch(packed + vector * kVectorBytes);
+        const Ints bytes = Ints::loadu(packed + vector * kVectorBytes);
+        Bits<int16_t> by;
+        if constexpr (kFourBits) by = as_bits<int16_t>(multipliers(block, k, vector) * Ints(0x10001));
+#pragma GCC unroll 4
+        for (int pair = 0; pair < kInputs / 2; ++pair) {
+          Ints weights = widen(bytes, pair);
+          if constexpr (kFourBits) weights = as_ints((as_bits<int16_t>(weights) - int16_t{8}) * by);
+          weights.store(to + pair * 2 * kColumns);
+        }
+      }
+      to += (kInputs / 2 - 1) * 2 * kColumns;
+    }
+  }
+
+  // sums [kRows, kStrip * kFloats] (+)= rows [kRows, size] * widened [size / 2, kColumns, 2].
+  template <int kRows>
+  void multiply_widened(const int16_t* rows, const int16_t* widened, int64_t size, bool add, float* sums,
+                        int64_t sums_stride) const {
+    Ints products[kRows][kStrip];
+    for (auto& of_row : products) {
+      for (auto& product : of_row) product = Ints(0);
+    }
+    for (int64_t k = 0; k < size; k += 2, widened += 2 * kColumns) {
+      Ints inputs[kRows];
+      for (int r = 0; r < kRows; ++r) inputs[r] = Ints(*reinterpret_cast<const Word*>(rows + r * stride_ + k));
+#pragma GCC unroll 2
+      for (int i = 0; i < kStrip; ++i) {
+        Register weights = Ints::loadu(widened + i * 2 * kFloats);
+        asm("" : "+x"(weights));  // otherwise the compiler loads them again for each row
+        for (int r = 0; r < kRows; ++r) products[r][i] = add_products(products[r][i], weights, inputs[r]);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      for (int i = 0; i < kStrip; ++i) add_exact(products[r][i], add, sums + r * sums_stride + i * kFloats);
+    }
+  }
+
+  static void add_exact(Ints product, bool add, float* to) {
+    const Floats rounded = at::vec::convert_to_fp_of_same_size<float>(product);
+    (add ? Floats::loadu(to) + rounded : rounded).store(to);
+  }
+
+  // Multiplies kRows rows by kBlocks blocks as they are packed.
+  template <int kRows, int kBlocks>
+  void multiply_packed(int64_t first, int64_t block, float* sums, int64_t sums_stride) const {
+    constexpr int kVectors = kBlocks * kBlockVectors;
+    const int16_t* rows = inputs_.data() + first * stride_;
+    const uint8_t* packed = weights_ + block * block_bytes();
+    for (int64_t begin = 0; begin < size_in_; begin += kExact) {
+      Ints totals[kRows][kVectors];
+      for (int64_t k = begin, end = std::min(begin + kExact, size_in_); k < end;) {
+        const int64_t group_end = kFourBits ? std::min(end, (k / group_ + 1) * group_) : end, group_begin = k;
+        Ints products[kRows][kVectors];
+        for (int r = 0; r < kRows; ++r) {
+          int32_t start = 0;
+          if constexpr (kFourBits) {  // weights are stored with 8 added
+            const int32_t* of_row = sums_.data() + (first + r) * num_units();
+            start = -8 * (of_row[group_end / kUnit] - of_row[k / kUnit]);
+          }
+          for (auto& product : products[r]) product = Ints(start);
+        }
+        for (; k < group_end; k += kInputs, packed += kStepBytes) {
+          Ints bytes[kVectors];
+          for (int i = 0; i < kVectors; ++i) {
+            const uint8_t* here = packed + i / kBlockVectors * block_bytes() + i % kBlockVectors * kVectorBytes;
+            if (i * kVectorBytes % 64 == 0) fetch<kBlocks>(here);
+            bytes[i] = Ints::loadu(here);
+          }
+#pragma GCC unroll 4
+          for (int pair = 0; pair < kInputs / 2; ++pair) {
+            Ints weights[kVectors];
+            for (int i = 0; i < kVectors; ++i) weights[i] = widen(bytes[i], pair);
+            for (int r = 0; r < kRows; ++r) {
+              const Ints input(*reinterpret_cast<const Word*>(rows + r * stride_ + k + 2 * pair));
+              for (int i = 0; i < kVectors; ++i) products[r][i] = add_products(products[r][i], weights[i], input);
+            }
+          }
+        }
+        for (int i = 0; i < kVectors; ++i) {
+          Ints by(1);
+          if constexpr (kFourBits) by = multipliers(block + i / kBlockVectors, group_begin, i % kBlockVectors);
+          for (int r = 0; r < kRows; ++r) {
+            const Ints product = kFourBits ? products[r][i] * by : products[r][i];
+            totals[r][i] = group_begin == begin ? product : totals[r][i] + product;
+          }
+        }
+      }
+      for (int r = 0; r < kRows; ++r) {
+        for (int i = 0; i < kVectors; ++i) add_exact(totals[r][i], begin > 0, sums + r * sums_stride + i * kFloats);
+      }
+    }
+  }
+
+  int64_t size_in_, group_;
+  const uint8_t *weights_, *multipliers_;
+  const float* scales_;
+  int64_t stride_;  // of rows of inputs
+  Numbers<int16_t> inputs_;
+  Numbers<int32_t> sums_;  // of inputs up to each multiple of kUnit, [num_rows, num_units]
+  std::vector<float> input_scales_;
+};
+
+}  // namespace

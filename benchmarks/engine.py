@@ -5,7 +5,7 @@
     python -m benchmarks.engine --vllm-python VENV/bin/python    # one that has vLLM, for the dense model there
     python -m benchmarks.engine --vllm-python VENV/bin/python --systems vllm vllm-swiftkv    # one with our plugin too
     python -m benchmarks.engine --vllm-python VENV/bin/python --systems vllm-int8 vllm-swiftkv-int8    # W8A8
-    python -m benchmarks.engine --openvino-python VENV/bin/python --systems swiftkv swiftkv-int8 openvino-int8
+    python -m benchmarks.engine --peers-python VENV/bin/python --systems swiftkv-int8 openvino-int8 llama.cpp-q8_0
 
 One random model, one run. Systems take turns within each round, so that all see the same noise of the machine; figures
 are medians over rounds. FLOPs are counted on real steps, KV blocks are those of real caches.
@@ -43,7 +43,6 @@ from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.engine.memory import make_cache
 from swiftkv_platform.model import export
 
-OPENVINO_WORKER = Path(__file__).with_name("openvino_worker.py")
 KV_CACHE_BYTES = 99 << 20
 """Bytes for 3,168 tokens of either model of this shape, a whole number of blocks in bfloat16 and in 8 bits; longer
 loads use multiples."""
@@ -62,9 +61,12 @@ VLLM_SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
 """Model that vLLM serves, and options, by system; the dense model in int8 is the quantized student's teacher."""
 INTEGER_SYSTEMS = {f"{name}-{form}": (name, form) for name in NATIVE_SYSTEMS for form in ("int8", "int4")}
 """Model and `EngineConfig.weights` of our engine with weights rounded on loading, by system."""
-OPENVINO_SYSTEMS = {f"openvino-{form}": form for form in ("bfloat16", "int8", "int4")}
-"""Weights of the dense model in OpenVINO GenAI, by system."""
-SYSTEMS = [*NATIVE_SYSTEMS, *INTEGER_SYSTEMS, "huggingface", *VLLM_SYSTEMS, *OPENVINO_SYSTEMS]
+PEER_SYSTEMS = {
+    **{f"openvino-{form}": ("openvino_worker.py", form) for form in ("bfloat16", "int8", "int4")},
+    **{f"llama.cpp-{form}": ("llama_cpp_worker.py", form) for form in ("bf16", "q8_0", "q4_0")},
+}
+"""Worker and weights of the dense model in OpenVINO GenAI and llama.cpp, by system."""
+SYSTEMS = [*NATIVE_SYSTEMS, *INTEGER_SYSTEMS, "huggingface", *VLLM_SYSTEMS, *PEER_SYSTEMS]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -100,10 +102,19 @@ def main(argv: list[str] | None = None) -> None:
             model, options = VLLM_SYSTEMS[name]
             workers[name] = stack.enter_context(start_vllm_worker(args, directory / model, config, options))
             systems[name] = make_vllm_system(workers[name])
-        for name in [name for name in args.systems if name in OPENVINO_SYSTEMS]:
-            arguments = {"model": str(paths["dense"]), "form": OPENVINO_SYSTEMS[name]}
+        for name in [name for name in args.systems if name in PEER_SYSTEMS]:
+            script, form = PEER_SYSTEMS[name]
+            arguments = {
+                "model": str(paths["dense"]),
+                "form": form,
+                "max_tokens": count_caches(args) * TOKENS_PER_CACHE,
+                "max_sequences": args.batch_size,
+            }
             worker = EngineWorker(
-                args.openvino_python, arguments, num_threads=torch.get_num_threads(), script=OPENVINO_WORKER
+                args.peers_python,
+                arguments,
+                num_threads=torch.get_num_threads(),
+                script=Path(__file__).with_name(script),
             )
             workers[name] = stack.enter_context(worker)
             systems[name] = make_vllm_system(worker)
@@ -145,7 +156,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0, help="0: torch's default")
     add_vllm_python_argument(parser)
     parser.add_argument(
-        "--openvino-python", type=Path, metavar="PATH", help="Python interpreter with openvino-genai (`make peers-env`)"
+        "--peers-python",
+        type=Path,
+        metavar="PATH",
+        help="Python interpreter with OpenVINO GenAI and llama.cpp (`make peers-env`)",
     )
     add_shape_arguments(parser)
     args = parser.parse_args(argv)
@@ -153,8 +167,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         args.systems = [*NATIVE_SYSTEMS, "huggingface", *(["vllm"] if args.vllm_python else [])]
     if any(name in VLLM_SYSTEMS for name in args.systems) != (args.vllm_python is not None):
         parser.error("give --systems vllm and --vllm-python PATH together, or neither")
-    if any(name in OPENVINO_SYSTEMS for name in args.systems) != (args.openvino_python is not None):
-        parser.error("give --systems openvino-... and --openvino-python PATH together, or neither")
+    if any(name in PEER_SYSTEMS for name in args.systems) != (args.peers_python is not None):
+        parser.error("give --systems openvino-... or llama.cpp-... and --peers-python PATH together, or neither")
     if args.short:
         args.rounds = args.prefill_rounds = 2
     return args

@@ -148,9 +148,11 @@ class Metrics:
     def collect(self) -> Iterable[Metric]:
         # Serve's proxy sends each scrape to any replica, so the page names its replica.
         info = GaugeMetricFamily(
-            "swiftkv:replica_info", "1, labeled with the replica that these metrics are from.", labels=["replica"]
+            "swiftkv:replica_info",
+            "1, labeled with the replica that these metrics are from, and what computes its model.",
+            labels=["replica", "operators"],
         )
-        info.add_metric([self.replica], 1)
+        info.add_metric([self.replica, "" if self.version is None else self.version.engine.model.operators], 1)
         yield info
         for name, description, value in self.read_gauges():
             yield GaugeMetricFamily(f"swiftkv:{name}", description, value=value)

@@ -36,7 +36,7 @@ from swiftkv_platform.errors import (
 )
 from swiftkv_platform.installing import DISTRIBUTION, make_install_command
 from swiftkv_platform.local.stack import Stack, StackOptions
-from swiftkv_platform.planning.machines import has_fast_bfloat16
+from swiftkv_platform.planning.machines import describe_processor, has_fast_bfloat16
 from swiftkv_platform.settings import Settings
 
 if TYPE_CHECKING:
@@ -302,12 +302,13 @@ def check_compiler(context: CheckContext) -> Finding:
         reason = next((line for line in run.stderr.splitlines() if "error" in line), f"exit status {run.returncode}")
         message = f"{compiler} cannot compile C++20 with OpenMP ({reason.strip()}); {slower}."
         return warn(message, f"install a newer compiler: {advice}")
-    if not has_fast_bfloat16():
-        return ok(
-            f"{compiler} works. This processor has no AVX-512: the engine uses PyTorch operators, and float32 is much "
-            "faster than bfloat16 (model.dtype in jobs, engine.dtype in deployments)."
+    _, instructions = describe_processor()
+    if instructions is None:
+        return warn(
+            f"{compiler} works, but this processor has no AVX2; {slower}.", "engine.dtype float32, or another processor"
         )
-    return ok(f"{compiler} compiles C++20 with OpenMP.")
+    training = "" if has_fast_bfloat16() else "; train with model.dtype float32, which is much faster here"
+    return ok(f"{compiler} works: the engine's kernels use {instructions}{training}.")
 
 
 def _run_command(context: CheckContext, *command: str) -> subprocess.CompletedProcess[str]:

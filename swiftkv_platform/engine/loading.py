@@ -15,10 +15,18 @@ from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, 
 from swiftkv_platform.configs.adapter import ADAPTER_FILE
 from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.integer_weights import attach_stored_integers, drop_integers, round_weights
+from swiftkv_platform.engine.native_layers import NativeLinear
 from swiftkv_platform.engine.ranks import TensorParallelGroup, get_rank_device
 from swiftkv_platform.engine.sharding import check_divisible, load_shard
-from swiftkv_platform.engine.weights import align_weights, fuse_weights, use_kernels
+from swiftkv_platform.engine.weights import (
+    align_weights,
+    fuse_weights,
+    has_onednn_bfloat16,
+    has_onednn_float16,
+    use_kernels,
+)
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.logs import get_logger
 from swiftkv_platform.model.configuration import read_config, read_generation_config
 from swiftkv_platform.model.conversion import resolve_dense_model
 from swiftkv_platform.model.decoder import LENGTH_DEPENDENT_ROPE, read_rope_parameters
@@ -54,6 +62,11 @@ class ModelDescription:
         return min(max(find_highest_token_id(self.tokenizer)[1], *self.eos_token_ids, 0) + 1, vocab_size)
 
     @property
+    def operators(self) -> str:
+        """What computes the model, such as `native kernels (AVX2), bfloat16`; empty for a model of another engine."""
+        return ""
+
+    @property
     def has_exit_head(self) -> bool:
         return StudentShape.from_config(self.config).has_exit_head
 
@@ -71,6 +84,10 @@ class LoadedModel(ModelDescription):
     model: PreTrainedModel
     digest: str
     """Digest that identifies the weights, for the hashes of cached blocks."""
+
+    @cached_property
+    def operators(self) -> str:
+        return describe_operators(self.model)
 
 
 def load_model(
@@ -228,18 +245,69 @@ def prepare_model(model: PreTrainedModel, config: EngineConfig, device: Any = No
         raise ModelError.for_field(
             "weights", config.weights, ", but the device is a GPU, which accepts auto or bfloat16"
         )
-    # 2. move the model, and round its weights
     module: torch.nn.Module = model  # nn.Module's `to` is typed, transformers' wrapper is not
     module.to(device)
+    # 2. choose the operators, and round the weights
+    problem = _find_kernel_problem(model, config)
+    if problem is None and not config.fuse_weights:
+        problem = "fuse_weights is false"
     if config.weights in BITS:
         round_weights(model, config.weights)
+    if problem is not None:
+        _widen_slow_dtype(model, config)
     # 3. fuse and pack weights, and use the native kernels
-    native = config.native_kernels and config.fuse_weights and kernels.supports_model(model)
-    if not native:
+    if problem is not None:
         drop_integers(model)
     if config.fuse_weights:
-        fuse_weights(model, native=native)
-    if config.native_kernels and kernels.supports_model(model):
+        fuse_weights(model, native=problem is None)
+    if problem is None:
         use_kernels(model)
     align_weights(model)
+    if model.device.type == "cpu":
+        _log_operators(model, config, problem)
     return model
+
+
+def _find_kernel_problem(model: Any, config: EngineConfig) -> str | None:
+    """Return why the native kernels cannot compute a model, or None if they can."""
+    if model.device.type != "cpu":
+        return "the model is on a GPU"
+    if not config.native_kernels:
+        return "native_kernels is false"
+    if model.dtype != torch.bfloat16:
+        return f"the model's dtype is {model.dtype}, and they need torch.bfloat16"
+    return kernels.find_problem()
+
+
+def _widen_slow_dtype(model: Any, config: EngineConfig) -> None:
+    """Convert a model with `dtype: auto` to float32 if PyTorch multiplies matrices of its dtype on this CPU without
+    vector instructions, which takes several times as long."""
+    if config.dtype != "auto" or model.device.type != "cpu":
+        return
+    is_slow = {torch.bfloat16: not has_onednn_bfloat16(), torch.float16: not has_onednn_float16()}
+    if is_slow.get(model.dtype, False):
+        model.float()
+
+
+def _log_operators(model: Any, config: EngineConfig, problem: str | None) -> None:
+    operators, log = describe_operators(model), get_logger()
+    if problem is None:
+        log.info("cpu_operators", operators=operators, reason="they are the fastest for this processor")
+        return
+    reason = f"no native kernels: {problem}"
+    if config.weights in BITS:
+        reason += (
+            f"; weights {config.weights!r} are rounded but multiplied as floats, which saves no time: use weights "
+        )
+        reason += "'auto'"
+    log.warning("cpu_operators", operators=operators, reason=reason)
+
+
+def describe_operators(model: Any) -> str:
+    """As `ModelDescription.operators`, for a prepared model."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    packed = [module for module in model.modules() if isinstance(module, NativeLinear)]
+    if not packed:
+        return f"PyTorch, {dtype}"
+    integers = sorted({form for module in packed if (form := module.weight.integer_form) is not None})
+    return ", ".join([f"native kernels ({kernels.describe_instructions()})", dtype, *integers])

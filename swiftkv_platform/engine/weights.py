@@ -119,6 +119,12 @@ def has_onednn_bfloat16() -> bool:
     return supported
 
 
+def has_onednn_float16() -> bool:
+    """Whether oneDNN multiplies float16 matrices on this processor; it needs AVX-512 FP16."""
+    supported: bool = torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return supported
+
+
 def _replace_modules(root: nn.Module, predicate: Callable[[Any], bool], make: Callable[[Any], nn.Module]) -> None:
     """Replace all modules below `root` for which `predicate` is True by `make(module)`."""
     for parent in list(root.modules()):

@@ -45,11 +45,13 @@ class EngineConfig(FiniteModel):
     """Engine of a deployment's replicas: `native` (this project's engine) or `vllm` (vLLM with this project's plugin).
     `auto`: vLLM on a GPU if it is installed and supports the model and these options, otherwise native."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the weights in memory; `auto`: that of the checkpoint."""
+    """Dtype of the weights in memory; `auto`: that of the checkpoint, or float32 on a CPU that has neither kernels nor
+    instructions for it."""
     weights: Literal["auto", "bfloat16", "int8", "int4"] = "auto"
     """Format of linear weights on a CPU. `auto`: integer matrix products for a quantized checkpoint; `bfloat16`:
     dequantize it. `int8` and `int4` quantize float weights on loading (output heads, and with `int4` also q, k and v,
-    to int8). `swiftkv export --quantize --calibration` preserves more quality."""
+    to int8), and save time only with the native kernels. `swiftkv export --quantize --calibration` preserves more
+    quality."""
     swiftkv: bool = True
     """False: serve the teacher that a student's checkpoint contains. No effect on a dense model."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -76,8 +78,8 @@ class EngineConfig(FiniteModel):
     """Fuse the projections q, k, v and gate, up into one matrix product each; on a CPU in bfloat16, also prepack the
     weights in place."""
     native_kernels: bool = True
-    """On a CPU in bfloat16, use this project's kernels for attention, norms, RoPE and SiLU, compiled on first use.
-    False, without a C++ compiler or without AVX-512: use PyTorch's."""
+    """On a CPU in bfloat16, use this project's kernels for matrix products, attention, norms, RoPE and SiLU, compiled
+    on first use. False, without a C++ compiler or without AVX2: use PyTorch's."""
     max_num_waiting: NumWaiting = WAITING_SEQUENCES.default
     """Max waiting sequences per caller, less half of all other callers' waiting ones; further ones are refused. Each of
     a request's `n` samples counts."""

@@ -1,10 +1,11 @@
-"""C++ operators for what the engine computes on a CPU in bfloat16 (`cpu.cpp`).
+"""C++ operators for what the engine computes on a CPU in bfloat16 (`cpu.cpp`), on processors with AVX2 or AVX-512.
 
 Between matrix products, PyTorch runs many small operators. Each is a call and a pass over memory, and together they
 cost as much as the products. The kernels fuse them, and prefetch weights for the products of decode steps.
 
-The source is compiled for this processor on first use, within seconds, and cached in a directory. Without a compiler or
-bfloat16 instructions, the engine uses PyTorch's operators.
+Numbers are stored in bfloat16, which halves what a decode step reads. Without bfloat16 instructions, products widen
+them to floats as they are loaded. The source is compiled for this processor on first use, within seconds, and cached in
+a directory. Without a compiler, the engine uses PyTorch's operators.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from torch.nn import functional as F
 from torch.utils import cpp_extension
 
 from swiftkv_platform.engine.kernels.packing import BLOCK_COLUMNS, PackedWeight, pack_weight
-from swiftkv_platform.logs import get_logger
 from swiftkv_platform.model.weights.quantization import IntegerWeight
 from swiftkv_platform.private_directories import ensure_private_directory, is_private
 
@@ -55,17 +55,26 @@ def supports_model(model: Any) -> bool:
     return bool(model.device.type == "cpu" and model.dtype == torch.bfloat16) and is_available()
 
 
-@functools.cache
 def is_available() -> bool:
-    """Compile and load the kernels, once per process. If that fails, log the reason and return False."""
+    return find_problem() is None
+
+
+@functools.cache
+def find_problem() -> str | None:
+    """Compile and load the kernels, once per process. Returns why they are unavailable, or None."""
     try:
         torch.ops.load_library(str(_find_or_build_library()))
         _verify_kernels()
         _get_num_threads()
     except (_UnavailableError, OSError, RuntimeError) as error:
-        get_logger().warning("native_kernels_unavailable", reason=str(error), instead="PyTorch's operators")
-        return False
-    return True
+        return str(error)
+    return None
+
+
+def describe_instructions() -> str:
+    """Return the vector or matrix instructions that the kernels use: AVX2, AVX-512, AVX-512 BF16 or AMX."""
+    names: str = torch.ops.swiftkv_cpu.instructions()
+    return names
 
 
 class _UnavailableError(Exception):

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <limits>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -583,7 +584,18 @@ void use_threads(int64_t count) {
   threads_of_kernels = count;
 }
 
+std::string instructions() {
+#ifdef HAS_DOT_PRODUCTS
+  return has_tiles() ? "AMX" : "AVX-512 BF16";
+#elif defined(CPU_CAPABILITY_AVX512)
+  return "AVX-512";
+#else
+  return "AVX2";
+#endif
+}
+
 TORCH_LIBRARY(swiftkv_cpu, library) {
+  library.def("instructions() -> str", instructions);
   library.def("use_threads(int count) -> ()", use_threads);
   library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
   library.def(

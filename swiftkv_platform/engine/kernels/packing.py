@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from swiftkv_platform.model.weights.quantization import IntegerWeight
+from swiftkv_platform.model.weights.quantization import IntegerWeight, WeightFormat
 
 HUGE_PAGE_BYTES = 2 << 20
 TENSOR_ALIGNMENT = 64
@@ -78,6 +78,13 @@ class PackedWeight(NamedTuple):
     """128 times the sum of an output's integers, int32 [num_blocks, COLUMNS]."""
     multipliers: torch.Tensor | None = None
     """Multipliers of the groups of an output's inputs in int4, uint8 [num_blocks, size_in / group, COLUMNS]."""
+
+    @property
+    def integer_form(self) -> WeightFormat | None:
+        """None: bfloat16."""
+        if self.scales is None:
+            return None
+        return "int8" if self.multipliers is None else "int4"
 
     def move_into(self, arena: Arena) -> PackedWeight:
         return PackedWeight(arena.move(self.values), *(part if part is None else arena.move(part) for part in self[1:]))

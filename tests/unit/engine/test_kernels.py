@@ -2,18 +2,22 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from structlog.testing import capture_logs
 from torch import nn
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, kernels
@@ -299,10 +303,8 @@ def test_without_a_compiler_they_are_not_available(
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv(kernels.CACHE_DIRECTORY_VARIABLE, str(tmp_path))
-    with capture_logs() as logs:
-        assert not kernels.is_available.__wrapped__()
-    assert [line["event"] for line in logs] == ["native_kernels_unavailable"]
-    assert "C++ compiler" in logs[0]["reason"] or "false failed" in logs[0]["reason"]
+    problem = kernels.find_problem.__wrapped__()
+    assert "C++ compiler" in problem or "false failed" in problem
     assert list(tmp_path.iterdir()) == []
 
 
@@ -327,22 +329,66 @@ def test_a_library_that_others_could_have_placed_is_built_again(
     assert kernels._find_or_build_library().read_text() == "built\n"
     if os.geteuid() == 0:
         os.chown(cache, 12345, 12345)
-        with capture_logs() as logs:
-            assert not kernels.is_available.__wrapped__()
-        assert "belongs to user 12345" in logs[0]["reason"]
+        assert "belongs to user 12345" in kernels.find_problem.__wrapped__()
 
 
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 @pytest.mark.parametrize("packs", [True, False], ids=["oneDNN packs", "oneDNN does not"])
-def test_an_engine_does_without(packs: bool, swiftkv_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    with capture_logs() as logs:
-        assert not kernels.is_available.__wrapped__()
-    assert "the processor has AVX2; the kernels need AVX512" in logs[0]["reason"]
-    monkeypatch.setattr(kernels, "is_available", lambda: False)
+def test_an_engine_does_without(
+    dtype: Any, packs: bool, swiftkv_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose dtype PyTorch multiplies slowly becomes float32, unless its dtype is given."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    problem = kernels.find_problem.__wrapped__()
+    assert problem == "the processor has DEFAULT; the kernels need AVX512 or AVX2"
+    monkeypatch.setattr(kernels, "find_problem", lambda: problem)
     if not packs:
-        monkeypatch.setattr("swiftkv_platform.engine.weights.has_onednn_bfloat16", lambda: False)
-    engine = LLMEngine.from_pretrained(swiftkv_dir, EngineConfig(dtype="bfloat16"))
-    assert len(engine.generate(["abc"], SamplingParams(max_tokens=5, ignore_eos=True))[0].token_ids) == 5
+        for module in ("loading", "weights"):
+            monkeypatch.setattr(f"swiftkv_platform.engine.{module}.has_onednn_bfloat16", lambda: False)
+    AutoModelForCausalLM.from_pretrained(swiftkv_dir, dtype=BF16).save_pretrained(tmp_path)
+    with capture_logs() as logs:
+        engine = LLMEngine.from_pretrained(tmp_path, EngineConfig(dtype=dtype, weights="int8"))
+    operators = "PyTorch, float32" if dtype == "auto" and not packs else "PyTorch, bfloat16"
+    assert engine.description.operators == operators
+    (line,) = [line for line in logs if line["event"] == "cpu_operators"]
+    assert line["operators"] == operators
+    assert line["reason"] == (
+        f"no native kernels: {problem}; weights 'int8' are rounded but multiplied as floats, which saves no time: use "
+        "weights 'auto'"
+    )
+    assert len(engine.generate([[5, 6, 7]], SamplingParams(max_tokens=5, ignore_eos=True))[0].token_ids) == 5
+
+
+@pytest.mark.parametrize(("weights", "operators"), [("auto", "bfloat16"), ("int4", "bfloat16, int4, int8")])
+def test_an_engine_states_what_computes_its_model(
+    weights: Any, operators: str, swiftkv_dir: Path, native_kernels: None
+) -> None:
+    engine = LLMEngine.from_pretrained(swiftkv_dir, EngineConfig(dtype="bfloat16", weights=weights))
+    assert engine.description.operators == f"native kernels ({kernels.describe_instructions()}), {operators}"
+
+
+OTHER_PROCESSORS = {
+    "AVX2": ({"ATEN_CPU_CAPABILITY": "avx2"}, ""),
+    "AVX-512": ({}, " -mno-avx512bf16 -mno-avx512vnni"),
+}
+"""Environment and compiler flags that leave out instructions which this processor may have."""
+
+
+@pytest.mark.parametrize("instructions", OTHER_PROCESSORS)
+def test_kernels_of_other_processors_compute_the_same(instructions: str, tmp_path: Path, native_kernels: None) -> None:
+    """All tests of kernels and attention, with kernels for processors that have fewer instructions."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or kernels.describe_instructions() == instructions:
+        pytest.skip("this processor has no further instructions to leave out")
+    environment, flags = OTHER_PROCESSORS[instructions]
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "g++")} "$@"{flags}\n')
+    compiler.chmod(0o755)
+    environment |= {"CXX": str(compiler), kernels.CACHE_DIRECTORY_VARIABLE: str(tmp_path / "cache")}
+    files = [__file__, str(Path(__file__).with_name("test_attention.py"))]
+    command = [sys.executable, "-m", "pytest", *files, "-q", "-p", "no:cacheprovider", "-k", "not other_processors"]
+    run = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert "skipped" not in run.stdout.splitlines()[-1]
 
 
 def test_packed_weights_state_their_sizes(swiftkv_dir: Path, native_kernels: None) -> None:

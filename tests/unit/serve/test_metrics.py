@@ -49,7 +49,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
 @pytest.fixture
 def metrics() -> Metrics:
     metrics = Metrics(RayMetricsExport("dep_1", "one"))
-    idle = SimpleNamespace(state=EngineState(0, 0, {}, 0, 0.0), model=SimpleNamespace(config=None))
+    model = SimpleNamespace(config=None, operators="PyTorch, float32")
+    idle = SimpleNamespace(state=EngineState(0, 0, {}, 0, 0.0), model=model)
     metrics.version = version_of(idle, "mdl_now")
     return metrics
 

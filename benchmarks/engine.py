@@ -107,6 +107,7 @@ def main(argv: list[str] | None = None) -> None:
             arguments = {
                 "model": str(paths["dense"]),
                 "form": form,
+                "precision": "bf16" if torch.backends.cpu.get_cpu_capability() == "AVX512" else "f32",
                 "max_tokens": count_caches(args) * TOKENS_PER_CACHE,
                 "max_sequences": args.batch_size,
             }

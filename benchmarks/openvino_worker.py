@@ -1,8 +1,8 @@
 """OpenVINO GenAI behind a pipe, for benchmarks that compare with it: run as a script by an interpreter that has
 openvino-genai, optimum-intel and nncf.
 
-It has the protocol of `vllm_worker.py`. The first input line is {"model", "form"}: a transformers directory, and
-`bfloat16`, `int8` or `int4` (groups of 128, symmetric). The pipeline returns whole batches only: the time of the first
+It has the protocol of `vllm_worker.py`. The first input line is {"model", "form", "precision"}: a transformers
+directory, `bfloat16`, `int8` or `int4` (groups of 128, symmetric), and OpenVINO's type of activations. The pipeline returns whole batches only: the time of the first
 tokens is measured on equally long prompts with one token, and the rest of the time is divided evenly among the other
 tokens.
 """
@@ -37,7 +37,7 @@ def main() -> None:
         )
         model.save_pretrained(directory)
         del model
-        options = {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": threads}
+        options = {"INFERENCE_PRECISION_HINT": arguments["precision"], "INFERENCE_NUM_THREADS": threads}
         pipeline = openvino_genai.LLMPipeline(directory, "CPU", **options)
     _write_response(answers, {"openvino": openvino.__version__, "threads": threads, "form": arguments["form"]})
     for line in sys.stdin:

@@ -5,9 +5,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
-#include <numeric>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -186,7 +186,16 @@ Ints add_products(Ints sums, Ints a, Ints b) {
 #endif
 }
 
-// Integer weights, packed as `pack_weight` does. Rows of x are scaled so that the largest number of each is 32767, and rounded.
+// Sums of adjacent products of unsigned and signed bytes, as 16-bit integers.
+Bits<int16_t> multiply_bytes(Ints a, Ints b) {
+#ifdef CPU_CAPABILITY_AVX512
+  return reinterpret_cast<Bits<int16_t>>(_mm512_maddubs_epi16(a, b));
+#else
+  return reinterpret_cast<Bits<int16_t>>(_mm256_maddubs_epi16(a, b));
+#endif
+}
+
+// Integer weights, packed as `pack_weight` does. Rows of x are scaled so that the largest number of each is kTop, and rounded.
 // Sums of products are exact for up to kExact inputs, then added as floats: neither depends on the number of rows.
 template <bool kFourBits>
 class WeightsInteger {
@@ -206,7 +215,8 @@ class WeightsInteger {
         scales_(scales.const_data_ptr<float>()),
         stride_((size_in_ + kHalves - 1) / kHalves * kHalves),
         inputs_(x.size(0) * stride_),
-        sums_(kFourBits ? x.size(0) * num_units() : 0),
+        bytes_(kFourBits ? 2 * x.size(0) * stride_ : 0),
+        starts_(kFourBits ? 2 * x.size(0) * stride_ / kUnit : 0),
         input_scales_(x.size(0)) {
     share(x.size(0), rows_at_a_time(size_in_), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) quantize(x.const_data_ptr<BFloat16>() + row * x.stride(0), row);
@@ -243,13 +253,12 @@ class WeightsInteger {
   }
 
  private:
-  static constexpr float kTop = 32767.0f;
+  static constexpr float kTop = 127 * 256 + 127;  // its high and low bytes are 127
   static constexpr int64_t kExact = 256;  // inputs whose products with weights of up to 128 fit into int32
-  static constexpr int64_t kUnit = 32;    // inputs whose sums are kept; groups are a multiple of it
+  static constexpr int64_t kUnit = 32;    // inputs whose products of bytes and 4 bits fit into int16; a part of each group
   static constexpr int64_t kInputs = kFourBits ? 8 : 4;  // inputs whose weights are adjacent
   static constexpr int64_t kVectorBytes = sizeof(Register), kStepBytes = kBlockVectors * kVectorBytes;
 
-  int64_t num_units() const { return size_in_ / kUnit + 1; }
   int64_t block_bytes() const { return size_in_ / kInputs * kStepBytes; }
 
   // Each four inputs in the order 0, 2, 1, 3: pairs have the order of the bytes of weights with the same parity. A row that is
@@ -276,10 +285,20 @@ class WeightsInteger {
       put(low, to + i);
       put(high, to + i + kFloats);
     }
-    for (int64_t unit = 0; kFourBits && unit < size_in_ / kUnit; ++unit) {
-      int32_t* sums = sums_.data() + row * num_units() + unit;
-      sums[1] = std::accumulate(to + unit * kUnit, to + (unit + 1) * kUnit, sums[0]);
+    if constexpr (kFourBits) split_bytes(to, row);
+  }
+
+  // Signed high and low bytes of a row's inputs, in their order, and -8 times the sums of the inputs of a unit that are first or
+  // second, and third or fourth, of four: weights are stored with 8 added.
+  void split_bytes(const int16_t* from, int64_t row) {
+    int8_t* bytes = bytes_.data() + 2 * row * stride_;
+    int16_t* starts = starts_[2 * row * stride_ / kUnit].data();
+    for (int64_t i = 0; i < size_in_; ++i) {
+      const int16_t x = from[i / 4 * 4 + i % 2 * 2 + i % 4 / 2];
+      bytes[i] = static_cast<int8_t>((x + 128) >> 8);
+      bytes[stride_ + i] = static_cast<int8_t>(x);
     }
+    for (int64_t i = 0; i < 2 * stride_; ++i) starts[i / kUnit * 2 + i % 4 / 2] -= 8 * bytes[i];
   }
 
   // Weights of a pair of inputs: bytes 0 and 2 of four, or bytes 1 and 3; in int4 of their low or high bits, with 8 added.
@@ -348,50 +367,77 @@ class WeightsInteger {
   // Multiplies kRows rows by kBlocks blocks as they are packed.
   template <int kRows, int kBlocks>
   void multiply_packed(int64_t first, int64_t block, float* sums, int64_t sums_stride) const {
+    if constexpr (kFourBits) {
+      for (int r = 0; r < kRows; ++r) {
+        for (int i = 0; i < kBlocks; ++i) multiply_nibbles(first + r, block + i, sums + r * sums_stride + i * kColumns);
+      }
+      return;
+    }
     constexpr int kVectors = kBlocks * kBlockVectors;
     const int16_t* rows = inputs_.data() + first * stride_;
     const uint8_t* packed = weights_ + block * block_bytes();
     for (int64_t begin = 0; begin < size_in_; begin += kExact) {
-      Ints totals[kRows][kVectors];
-      for (int64_t k = begin, end = std::min(begin + kExact, size_in_); k < end;) {
-        const int64_t group_end = kFourBits ? std::min(end, (k / group_ + 1) * group_) : end, group_begin = k;
-        Ints products[kRows][kVectors];
-        for (int r = 0; r < kRows; ++r) {
-          int32_t start = 0;
-          if constexpr (kFourBits) {  // weights are stored with 8 added
-            const int32_t* of_row = sums_.data() + (first + r) * num_units();
-            start = -8 * (of_row[group_end / kUnit] - of_row[k / kUnit]);
-          }
-          for (auto& product : products[r]) product = Ints(start);
-        }
-        for (; k < group_end; k += kInputs, packed += kStepBytes) {
-          Ints bytes[kVectors];
-          for (int i = 0; i < kVectors; ++i) {
-            const uint8_t* here = packed + i / kBlockVectors * block_bytes() + i % kBlockVectors * kVectorBytes;
-            if (i * kVectorBytes % 64 == 0) fetch<kBlocks>(here);
-            bytes[i] = Ints::loadu(here);
-          }
-#pragma GCC unroll 4
-          for (int pair = 0; pair < kInputs / 2; ++pair) {
-            Ints weights[kVectors];
-            for (int i = 0; i < kVectors; ++i) weights[i] = widen(bytes[i], pair);
-            for (int r = 0; r < kRows; ++r) {
-              const Ints input(*reinterpret_cast<const Word*>(rows + r * stride_ + k + 2 * pair));
-              for (int i = 0; i < kVectors; ++i) products[r][i] = add_products(products[r][i], weights[i], input);
-            }
-          }
-        }
+      Ints products[kRows][kVectors];
+      for (auto& of_row : products) {
+        for (auto& product : of_row) product = Ints(0);
+      }
+      for (int64_t k = begin; k < std::min(begin + kExact, size_in_); k += kInputs, packed += kStepBytes) {
+        Ints bytes[kVectors];
         for (int i = 0; i < kVectors; ++i) {
-          Ints by(1);
-          if constexpr (kFourBits) by = multipliers(block + i / kBlockVectors, group_begin, i % kBlockVectors);
+          const uint8_t* here = packed + i / kBlockVectors * block_bytes() + i % kBlockVectors * kVectorBytes;
+          if (i * kVectorBytes % 64 == 0) fetch<kBlocks>(here);
+          bytes[i] = Ints::loadu(here);
+        }
+        for (int pair = 0; pair < kInputs / 2; ++pair) {
+          Ints weights[kVectors];
+          for (int i = 0; i < kVectors; ++i) weights[i] = widen(bytes[i], pair);
           for (int r = 0; r < kRows; ++r) {
-            const Ints product = kFourBits ? products[r][i] * by : products[r][i];
-            totals[r][i] = group_begin == begin ? product : totals[r][i] + product;
+            const Ints input(*reinterpret_cast<const Word*>(rows + r * stride_ + k + 2 * pair));
+            for (int i = 0; i < kVectors; ++i) products[r][i] = add_products(products[r][i], weights[i], input);
           }
         }
       }
       for (int r = 0; r < kRows; ++r) {
-        for (int i = 0; i < kVectors; ++i) add_exact(totals[r][i], begin > 0, sums + r * sums_stride + i * kFloats);
+        for (int i = 0; i < kVectors; ++i) add_exact(products[r][i], begin > 0, sums + r * sums_stride + i * kFloats);
+      }
+    }
+  }
+
+  // Multiplies a row by a block of int4: the bytes of inputs by four bits, and sums of a unit by the multipliers of its group.
+  void multiply_nibbles(int64_t row, int64_t block, float* sums) const {
+    const int8_t* inputs = bytes_.data() + 2 * row * stride_;
+    const uint8_t* packed = weights_ + block * block_bytes();
+    const Ints four_bits(0x0f0f0f0f);
+    for (int64_t begin = 0; begin < size_in_; begin += kExact) {
+      Ints totals[2][kBlockVectors] = {};  // of high and of low bytes
+      for (int64_t unit = begin; unit < std::min(begin + kExact, size_in_); unit += kUnit) {
+        Bits<int16_t> products[2][kBlockVectors];
+        for (int byte = 0; byte < 2; ++byte) {
+          const Ints start(*reinterpret_cast<const Word*>(&starts_[(2 * row + byte) * stride_ / kUnit + unit / kUnit]));
+          for (auto& product : products[byte]) product = as_bits<int16_t>(start);
+        }
+#pragma GCC unroll 1
+        for (int64_t k = unit; k < unit + kUnit; k += kInputs, packed += kStepBytes) {
+          for (int64_t i = 0; i < kStepBytes; i += 64) fetch(packed + i);
+#pragma GCC unroll 2
+          for (int half = 0; half < 2; ++half) {
+            const Ints high(*reinterpret_cast<const Word*>(inputs + k + 4 * half));
+            const Ints low(*reinterpret_cast<const Word*>(inputs + stride_ + k + 4 * half));
+            for (int i = 0; i < kBlockVectors; ++i) {
+              const Ints bytes = Ints::loadu(packed + i * kVectorBytes);
+              const Ints weights = (half ? as_ints(as_bits<uint16_t>(bytes) >> 4) : bytes) & four_bits;
+              products[0][i] += multiply_bytes(weights, high);
+              products[1][i] += multiply_bytes(weights, low);
+            }
+          }
+        }
+        for (int i = 0; i < kBlockVectors; ++i) {
+          const Ints by = multipliers(block, unit, i) * Ints(0x10001);
+          for (int byte = 0; byte < 2; ++byte) totals[byte][i] = add_products(totals[byte][i], as_ints(products[byte][i]), by);
+        }
+      }
+      for (int i = 0; i < kBlockVectors; ++i) {
+        add_exact((totals[0][i] << Ints(8)) + totals[1][i], begin > 0, sums + i * kFloats);
       }
     }
   }
@@ -401,7 +447,8 @@ class WeightsInteger {
   const float* scales_;
   int64_t stride_;  // of rows of inputs
   Numbers<int16_t> inputs_;
-  Numbers<int32_t> sums_;  // of inputs up to each multiple of kUnit, [num_rows, num_units]
+  Numbers<int8_t> bytes_;  // of inputs, [num_rows, high and low, stride_]
+  std::vector<std::array<int16_t, 2>> starts_;  // of sums, [num_rows, high and low, units]
   std::vector<float> input_scales_;
 };
 

@@ -161,20 +161,22 @@ judges: install-dev vllm-env judges-env  # only the judges of `make outside`
 
 PEERS_VENV ?= .venv-peers
 PEERS_STAMP := $(PEERS_VENV)/.installed
-peers-env: $(PEERS_STAMP)  # a separate environment with OpenVINO GenAI for benchmarks.engine, without this project
+peers-env: $(PEERS_STAMP)  # a separate environment with OpenVINO GenAI and llama.cpp (compiled here), without this project
 
 $(PEERS_STAMP): Makefile
 	$(PYTHON) -m venv $(PEERS_VENV)
-	$(PEERS_VENV)/bin/python -m pip install --quiet 'torch==2.13.0' openvino-genai==2026.4.1.0 optimum-intel==2.2.0 nncf==3.4.0
+	$(PEERS_VENV)/bin/python -m pip install --quiet 'torch==2.13.0' openvino-genai==2026.4.1.0 optimum-intel==2.2.0 nncf==3.4.0 \
+	  gguf==0.19.0 llama-cpp-python==0.3.36
 	$(PEERS_VENV)/bin/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
-PEERS = $(BIN)/python -m benchmarks.engine --rounds 5 --openvino-python $(PEERS_VENV)/bin/python \
-  --systems swiftkv swiftkv-int8 swiftkv-int4 openvino-bfloat16 openvino-int8 openvino-int4
-peers: install peers-env  # our engine compared to OpenVINO GenAI in bfloat16, int8 and int4; half an hour on an idle machine
+PEERS = $(BIN)/python -m benchmarks.engine --rounds 5 --results benchmarks/peers --peers-python $(PEERS_VENV)/bin/python \
+  --vllm-python $(VLLM_VENV)/bin/python --systems swiftkv swiftkv-int8 swiftkv-int4 vllm openvino-bfloat16 openvino-int8 \
+  openvino-int4 llama.cpp-q8_0 llama.cpp-q4_0
+peers: install peers-env vllm-env  # our engine compared to OpenVINO GenAI, llama.cpp and vLLM; an hour on an idle machine
 	for length in 512 2048 8192; do $(PEERS) --loads prefill --prompt-length $$length || exit 1; done
 	for size in 1 8 32; do $(PEERS) --loads decode --batch-size $$size || exit 1; done
-	$(PEERS) --loads decode --batch-size 1 --context-length 4096
+	$(BIN)/python -m benchmarks.peers_table
 
 clean:
 	rm -rf $(VENV) .venv-lock .venv-vllm-* .venv-judges .venv-peers $(JUDGES)/node/node_modules site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

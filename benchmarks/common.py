@@ -35,6 +35,17 @@ def format_markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]])
     return "\n".join([head, "|---" * len(columns) + "|", *body])
 
 
+def replace_table(file: Path, markers: tuple[str, str], table: str) -> str:
+    """Return the text of `file` with `table` between the lines of the markers."""
+    before, begin, rest = file.read_text(encoding="utf-8").partition(markers[0])
+    _, end, after = rest.partition(markers[1])
+    if not begin or not end:
+        raise SystemExit(
+            f"{file.name} lacks the markers {' and '.join(markers)}; add both lines, and the table is written between"
+        )
+    return f"{before}{begin}\n\n{table}\n\n{end}{after}"
+
+
 def describe_conditions(args: argparse.Namespace) -> dict[str, Any]:
     """Return arguments, processor, threads and torch version, for the head of a report."""
     return {

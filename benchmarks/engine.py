@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, ker
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.engine.memory import make_cache
 from swiftkv_platform.model import export
+from swiftkv_platform.planning.machines import describe_processor
 
 KV_CACHE_BYTES = 99 << 20
 """Bytes for 3,168 tokens of either model of this shape, a whole number of blocks in bfloat16 and in 8 bits; longer
@@ -134,6 +136,8 @@ def main(argv: list[str] | None = None) -> None:
             )
             report[name], report["speedups"][name] = results, compute_speedups(results)
             print_table(name, results)
+            if args.results is not None:
+                append_result(args, name, shape[1] if name == "prefill" else shape[0], results)
         report["workers"] = {name: worker.settings for name, worker in workers.items()}
     write_report(report, args.output)
 
@@ -162,6 +166,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="PATH",
         help="Python interpreter with OpenVINO GenAI and llama.cpp (`make peers-env`)",
     )
+    parser.add_argument("--results", type=Path, metavar="DIRECTORY", help="append the medians to a file per processor")
     add_shape_arguments(parser)
     args = parser.parse_args(argv)
     if args.systems is None:
@@ -173,6 +178,27 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.short:
         args.rounds = args.prefill_rounds = 2
     return args
+
+
+def append_result(args: argparse.Namespace, load: str, size: int, results: dict[str, Figures]) -> None:
+    """Append the medians of a load to the file of this class of processors, for `benchmarks.peers_table`."""
+    processor, _ = describe_processor()
+    instructions = kernels.describe_instructions()
+    latency = "median_ttft_ms" if load == "prefill" else "median_tpot_ms"
+    line = {
+        "load": load,
+        "size": size,
+        "medians_ms": {name: round(row[latency], 3) for name, row in results.items()},
+        "machine": {
+            "processor": processor,
+            "threads": torch.get_num_threads(),
+            "capability": instructions if "ATEN_CPU_CAPABILITY" in os.environ else None,
+            "torch": torch.__version__,
+        },
+    }
+    args.results.mkdir(exist_ok=True)
+    with (args.results / f"{instructions}.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def save_models(args: argparse.Namespace, directory: Path) -> dict[str, Path]:

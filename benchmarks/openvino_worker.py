@@ -2,9 +2,9 @@
 openvino-genai, optimum-intel and nncf.
 
 It has the protocol of `vllm_worker.py`. The first input line is {"model", "form", "precision"}: a transformers
-directory, `bfloat16`, `int8` or `int4` (groups of 128, symmetric), and OpenVINO's type of activations. The pipeline returns whole batches only: the time of the first
-tokens is measured on equally long prompts with one token, and the rest of the time is divided evenly among the other
-tokens.
+directory; `bfloat16`, `int8` or `int4` (groups of 128, symmetric); and OpenVINO's type of activations. The pipeline
+returns whole batches only: the time of the first tokens is measured on equally long prompts with one token, and the
+rest of the time is divided evenly among the other tokens.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import format_markdown_table
+from benchmarks.common import format_markdown_table, replace_table
 
 ROOT = Path(__file__).parents[1]
 STORED_REPORT = Path(__file__).with_name("demo_report.json")
-BEGIN, END = "<!-- demo: python -m benchmarks.readme_table demo-report.json -->", "<!-- end of demo -->"
+MARKERS = ("<!-- demo: python -m benchmarks.readme_table demo-report.json -->", "<!-- end of demo -->")
 _MAX_LINE_LENGTH = 150
 SUMMARY_COLUMNS = ("model", "perplexity", "KL to the teacher (nats)", "time to first token")
 COLUMNS = (
@@ -38,7 +38,7 @@ def main() -> None:
     options = parser.parse_args()
     report = read_report(options.report or STORED_REPORT)
     # Check the markers of all pages before anything is overwritten.
-    pages = {file: replace_table(file, format_table(report)) for file, format_table in PAGES.items()}
+    pages = {file: replace_table(file, MARKERS, format_table(report)) for file, format_table in PAGES.items()}
     STORED_REPORT.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     for file, page in pages.items():
         file.write_text(page, encoding="utf-8")
@@ -48,17 +48,6 @@ def main() -> None:
 def read_report(path: Path) -> dict[str, Any]:
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return report
-
-
-def replace_table(file: Path, table: str) -> str:
-    """Return the text of `file` with `table` between the markers."""
-    before, begin, rest = file.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(
-            f"{file.name} lacks the markers {BEGIN} and {END}; add both lines, and the table is written between them"
-        )
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
 
 
 def format_summary(report: dict[str, Any]) -> str:

@@ -13,14 +13,14 @@ import argparse
 import json
 from pathlib import Path
 
-from benchmarks.common import format_markdown_table
+from benchmarks.common import format_markdown_table, replace_table
 from swiftkv_platform.control_plane.jobs.estimates import Prices, add_time_and_cost, estimate, find_speed
 from swiftkv_platform.specs import JobSpec, load_spec
 from tests.support.recipes import RECIPES, teacher_config
 
 PAGE = Path(__file__).parents[1] / "docs" / "training.md"
 DRY_RUNS = Path(__file__).with_name("dry_runs.json")
-BEGIN, END = "<!-- recipes: python -m benchmarks.recipe_table -->", "<!-- end of recipes -->"
+MARKERS = ("<!-- recipes: python -m benchmarks.recipe_table -->", "<!-- end of recipes -->")
 TOKENS_PER_EPOCH = 160_000_000
 _ACCELERATOR_OF_SUFFIX = {"24gb": "L4", "80gb": "H100"}
 
@@ -33,17 +33,8 @@ def main() -> None:
     price: float | None = parser.parse_args().gpu_hour_price
     table = format_table(price)
     if price is None:
-        PAGE.write_text(replace_table(PAGE.read_text(encoding="utf-8"), table), encoding="utf-8")
+        PAGE.write_text(replace_table(PAGE, MARKERS, table), encoding="utf-8")
     print(table)
-
-
-def replace_table(page: str, table: str) -> str:
-    """Return the page with `table` between the markers."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"{PAGE} lacks the markers {BEGIN} and {END}; add both lines")
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
 
 
 def format_table(gpu_hour_price: float | None = None) -> str:

@@ -5,15 +5,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common import replace_table
 from benchmarks.readme_table import (
-    BEGIN,
-    END,
+    MARKERS,
     PAGES,
     STORED_REPORT,
     format_details,
     format_summary,
     read_report,
-    replace_table,
 )
 from swiftkv_platform.local.demo import build_report
 from tests.unit.cli.test_demo import EVALUATION
@@ -22,7 +21,7 @@ from tests.unit.cli.test_demo import EVALUATION
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_shows_the_stored_run(page: Path) -> None:
     table = PAGES[page](read_report(STORED_REPORT))
-    assert replace_table(page, table) == page.read_text(encoding="utf-8"), "python -m benchmarks.readme_table"
+    assert replace_table(page, MARKERS, table) == page.read_text(encoding="utf-8"), "python -m benchmarks.readme_table"
 
 
 def demo_report(**changes: Any) -> dict[str, Any]:
@@ -34,10 +33,10 @@ def demo_report(**changes: Any) -> dict[str, Any]:
 
 def test_every_figure_of_a_report_is_written(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"# Title\n{BEGIN}\nold\n{END}\nrest\n")
-    written = replace_table(page, format_details(demo_report()))
-    assert written.startswith(f"# Title\n{BEGIN}\n\n| model |")
-    assert written.endswith(f"\n\n{END}\nrest\n")
+    page.write_text(f"# Title\n{MARKERS[0]}\nold\n{MARKERS[1]}\nrest\n")
+    written = replace_table(page, MARKERS, format_details(demo_report()))
+    assert written.startswith(f"# Title\n{MARKERS[0]}\n\n| model |")
+    assert written.endswith(f"\n\n{MARKERS[1]}\nrest\n")
     assert "old" not in written
     assert [line for line in written.splitlines() if line.startswith("| ")][1:] == [
         "| built-in teacher | 8.00 |  |  | 1 | 1 | 1 |",
@@ -72,4 +71,4 @@ def test_a_page_without_markers_is_left_alone(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Title\n")
     with pytest.raises(SystemExit, match=r"page\.md lacks the markers"):
-        replace_table(page, "| a |")
+        replace_table(page, MARKERS, "| a |")

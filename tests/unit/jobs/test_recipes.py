@@ -13,7 +13,8 @@ import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
-from benchmarks.recipe_table import PAGE, format_table, replace_table
+from benchmarks.common import replace_table
+from benchmarks.recipe_table import MARKERS, PAGE, format_table
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.control_plane.jobs.estimates import estimate
 from swiftkv_platform.errors import InvalidInputError
@@ -134,7 +135,7 @@ def test_a_recipe_is_planned_as_it_was_run_dry(path: Path) -> None:
 def test_the_page_shows_what_is_planned_and_was_run_dry() -> None:
     page = PAGE.read_text(encoding="utf-8")
     table = format_table()
-    assert replace_table(page, table) == page, "write it again: python -m benchmarks.recipe_table"
+    assert replace_table(PAGE, MARKERS, table) == page, "write it again: python -m benchmarks.recipe_table"
     for path in (path for path in RECIPES if path.stem in DRY_RUNS and load_spec(path).resources.gpus_per_worker):
         [*_, minutes, _] = next(row for row in table.splitlines() if f"`{path.stem}`" in row).split(" | ")
         _, time = split_description(read_description(path.read_text(encoding="utf-8")))

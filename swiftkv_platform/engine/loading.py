@@ -290,6 +290,7 @@ def _widen_slow_dtype(model: Any, config: EngineConfig) -> None:
 
 
 def _log_operators(model: Any, config: EngineConfig, problem: str | None) -> None:
+    """Log what computes a model and why: a warning where this machine, or rounded weights, make it slow."""
     operators, log = describe_operators(model), get_logger()
     if problem is None:
         log.info("cpu_operators", operators=operators, reason="they are the fastest for this processor")
@@ -300,7 +301,8 @@ def _log_operators(model: Any, config: EngineConfig, problem: str | None) -> Non
             f"; weights {config.weights!r} are rounded but multiplied as floats, which saves no time: use weights "
         )
         reason += "'auto'"
-    log.warning("cpu_operators", operators=operators, reason=reason)
+    is_slow = config.weights in BITS or problem == kernels.find_problem()
+    (log.warning if is_slow else log.info)("cpu_operators", operators=operators, reason=reason)
 
 
 def describe_operators(model: Any) -> str:

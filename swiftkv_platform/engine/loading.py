@@ -275,7 +275,8 @@ def _find_kernel_problem(model: Any, config: EngineConfig) -> str | None:
     if not config.native_kernels:
         return "native_kernels is false"
     if model.dtype != torch.bfloat16:
-        return f"the model's dtype is {model.dtype}, and they need torch.bfloat16"
+        dtype = str(model.dtype).removeprefix("torch.")
+        return f"the model's dtype is {dtype}; dtype 'bfloat16' stores half of the bytes and uses them"
     return kernels.find_problem()
 
 

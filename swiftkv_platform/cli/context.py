@@ -214,7 +214,9 @@ def find_job_id(client: Client, job: str) -> str:
     """Return the id of the job with an id or name. Raises `InvalidInputError` if several have the name."""
     if job.startswith("job_"):
         return job
-    return _choose_id("job", job, [(each.id, each.status, {each.name}) for each in client.jobs.list()])
+    # A name that no job has is compared with recent ones, for a suggestion.
+    found = client.jobs.list(name=job) or client.jobs.list(limit=_MAX_COMPLETIONS)
+    return _choose_id("job", job, [(each.id, each.status, {each.name}) for each in found])
 
 
 def find_file_id(client: Client, file: str) -> str:

@@ -39,7 +39,7 @@ def list_deployments(url: Url = None, json: Json = False) -> None:
     columns: Columns = {
         "deployment": "id",
         "model": "model",
-        "status": "status",
+        "status": _format_status,
         "replicas": _format_replicas,
         "url": "url",
     }
@@ -92,7 +92,7 @@ def _format_deployment(deployment: Resource) -> dict[str, Any]:
     return {
         "deployment": deployment.id,
         "model": f"{deployment.model} (alias {deployment.alias})" if deployment.alias else deployment.model,
-        "status": deployment.status,
+        "status": _format_status(deployment),
         "message": deployment.message,
         "url": deployment.url,
         "replicas": _format_replicas(deployment),
@@ -104,6 +104,12 @@ def _format_deployment(deployment: Resource) -> dict[str, Any]:
         "version": deployment.version,
         "created": format_local_time(deployment.created_at),
     }
+
+
+def _format_status(deployment: Resource) -> str:
+    """Return the status, as the last known one while Ray Serve reports none."""
+    since = format_local_time(deployment.unknown_since)
+    return str(deployment.status) if since is None else f"unknown since {since} (last known: {deployment.status})"
 
 
 def _format_replicas(deployment: Resource) -> str | None:

@@ -583,11 +583,13 @@ class Jobs(Collection):
         *,
         status: str | None = None,
         model: str | None = None,
+        name: str | None = None,
         metadata: dict[str, str] | None = None,
         limit: int | None = None,
     ) -> list[Job]:
         """List jobs, newest first; all without `limit`."""
-        params = {"status": status, "model": model, **{f"metadata.{k}": v for k, v in (metadata or {}).items()}}
+        params = {"status": status, "model": model, "name": name}
+        params |= {f"metadata.{key}": value for key, value in (metadata or {}).items()}
         return [self._update_known_job(job) for job in self._transport.list(Job, "/jobs", _drop_none(params), limit)]
 
     def send(self, method: str, path: str, **options: Any) -> Job:

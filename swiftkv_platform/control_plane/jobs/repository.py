@@ -77,6 +77,7 @@ class JobFilter:
     status: JobStatus | None = None
     model: str | None = None
     """The teacher's `name_or_path`."""
+    name: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Pairs that a job must all have."""
 
@@ -230,6 +231,8 @@ class JobRepository(Repository):
             wanted.append(JobRow.status == where.status.value)
         if where.model is not None:
             wanted.append(JobRow.model == where.model)
+        if where.name is not None:
+            wanted.append(JobRow.spec["name"].as_string() == where.name)
         with self._database.begin_read() as session:
             rows = fetch_page(session, JobRow, page, tenant, *wanted)
             jobs, left_out = parse_readable_rows(rows.items, _parse_job)

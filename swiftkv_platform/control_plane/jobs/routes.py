@@ -200,9 +200,10 @@ def list_jobs(
     page: NewestFirst,
     status: Annotated[JobStatus | None, Query()] = None,
     model: Annotated[str | None, Query(description="the teacher's `name_or_path`")] = None,
+    name: Annotated[str | None, Query(description="the job's name")] = None,
 ) -> ListResponse[JobResponse]:
     """Jobs, newest first. `metadata.{key}={value}` filters by metadata."""
-    where = JobFilter(status, model, parse_metadata_filter(request, _METADATA_PREFIX))
+    where = JobFilter(status, model, name, parse_metadata_filter(request, _METADATA_PREFIX))
     found = parts.jobs.list(page, tenant=caller.tenant, where=where)
     return make_list_response(found, presenter.render, order=page.order)
 

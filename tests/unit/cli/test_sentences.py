@@ -170,6 +170,17 @@ def test_a_job_that_waits_for_the_cluster(run: Run, script: Script) -> None:
     assert reason["message"] in watched
 
 
+def test_a_deployment_that_ray_serve_does_not_report(run: Run, script: Script) -> None:
+    row = {"id": "dep_1", "model": "mdl_1", "status": "running", "replicas": 2, "created_at": 0, "unknown_since": 60}
+    script.on("GET", "/deployments", list_answer([row, {**row, "id": "dep_2", "unknown_since": None}]))
+    script.on("GET", "/deployments/dep_1", json_answer(row))
+    unknown = f"unknown since {format_local_time(60)} (last known: running)"
+    assert lines(run("deployments", "get", "dep_1"))["status"] == unknown
+    listed = " ".join(run("deployments", "list").stdout.split())
+    assert listed.count("unknown since") == 1
+    assert "dep_2 mdl_1 running" in listed
+
+
 def test_a_watched_job_says_when_what_it_waits_for_has_changed(
     run: Run, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -324,10 +324,6 @@ def print_table(load: str, results: dict[str, Figures]) -> None:
         print(f"{load:8} speed relative to {other}: {shown}", flush=True)
 
 
-def _linear_flops(x: Sequence[int], _weight: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> int:
-    return 2 * torch.Size(x).numel() * out_shape[-1]
-
-
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     return int(sdpa_flop_count(query, key, value))
 
@@ -353,7 +349,6 @@ _layers_flops._get_raw = True  # type: ignore[attr-defined]  # torch passes tens
 def make_flop_formulas() -> dict[Any, Any]:
     """Return FLOP formulas for our operators on a CPU, which torch's counter does not know."""
     formulas: dict[Any, Any] = {
-        torch.ops.mkldnn._linear_pointwise: _linear_flops,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     }
     if kernels.is_available():

@@ -18,13 +18,7 @@ from swiftkv_platform.engine.integer_weights import attach_stored_integers, drop
 from swiftkv_platform.engine.native_layers import NativeLinear
 from swiftkv_platform.engine.ranks import TensorParallelGroup, get_rank_device
 from swiftkv_platform.engine.sharding import check_divisible, load_shard
-from swiftkv_platform.engine.weights import (
-    align_weights,
-    fuse_weights,
-    has_onednn_bfloat16,
-    has_onednn_float16,
-    use_kernels,
-)
+from swiftkv_platform.engine.weights import align_weights, fuse_weights, use_kernels
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.model.configuration import read_config, read_generation_config
@@ -285,9 +279,15 @@ def _widen_slow_dtype(model: Any, config: EngineConfig) -> None:
     vector instructions, which takes several times as long."""
     if config.dtype != "auto" or model.device.type != "cpu":
         return
-    is_slow = {torch.bfloat16: not has_onednn_bfloat16(), torch.float16: not has_onednn_float16()}
-    if is_slow.get(model.dtype, False):
+    if model.dtype in (torch.bfloat16, torch.float16) and not has_fast_products(model.dtype):
         model.float()
+
+
+def has_fast_products(dtype: torch.dtype) -> bool:
+    """Whether PyTorch multiplies matrices of bfloat16 or float16 with instructions of this CPU."""
+    mkldnn = torch.ops.mkldnn
+    is_supported = mkldnn._is_mkldnn_bf16_supported if dtype == torch.bfloat16 else mkldnn._is_mkldnn_fp16_supported
+    return bool(is_supported())
 
 
 def _log_operators(model: Any, config: EngineConfig, problem: str | None) -> None:

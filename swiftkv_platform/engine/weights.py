@@ -2,14 +2,14 @@
 request.
 
 The model's code stays unchanged: each projection is replaced by a part of a fused projection, which computes all parts
-on the first part's call. On a CPU in bfloat16, weights are also packed once for the native kernels or for oneDNN (which
-would otherwise pack them in every call), and the original weights are dropped. `Native` modules replace a family's
-modules and use the native kernels.
+on the first part's call. Weights are also packed once for the native kernels, and the original weights are dropped.
+`Native` modules replace a family's modules and use the native kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,8 +47,9 @@ FUSED_PROJECTIONS = (
 SILU_CLASSES = (nn.SiLU, SiLUActivation)
 PACKING_OVERHEAD = 1 << 14
 """Max bytes by which a packed weight exceeds its parameter: padding to a whole block, scales, alignment."""
-ONEDNN_BATCH_HINT = 16
-"""Approximate number of tokens of a decode step, for which oneDNN chooses a layout."""
+
+
+MakeLinear = Callable[[Any, torch.Tensor | None], nn.Module]
 
 
 def fuse_weights(model: Any, *, native: bool = False) -> None:
@@ -58,7 +59,7 @@ def fuse_weights(model: Any, *, native: bool = False) -> None:
     decoder = model.model
     _drop_teacher_projections(decoder)
     arena = Arena(sum(parameter.nbytes + PACKING_OVERHEAD for parameter in model.parameters())) if native else None
-    make_linear = _choose_linear_class(model, arena)
+    make_linear: MakeLinear = _FloatLinear if arena is None else partial(NativeLinear, arena=arena)
     if arena is not None:
         _replace_modules(model, _is_gated_mlp, lambda mlp: NativeMLP(mlp, arena))
         _pack_heads(model, arena)
@@ -72,12 +73,12 @@ def fuse_weights(model: Any, *, native: bool = False) -> None:
             _fuse_projections(module, siblings, make_linear)
     # 3. replace norms, and pack the other projections
     _replace_norms(model)
-    if make_linear is not _FloatLinear:
+    if arena is not None:
         embedding = decoder.embed_tokens.weight
         _replace_modules(
             model,
             lambda child: type(child) is nn.Linear and not (child.weight is embedding and get_integers(child) is None),
-            lambda linear: make_linear(get_common_weights([linear])[0], linear.bias),
+            lambda linear: NativeLinear(get_common_weights([linear])[0], linear.bias, arena),
         )
 
 
@@ -101,28 +102,6 @@ def _pack_heads(model: Any, arena: Arena) -> None:
         if head.weight is embedding.weight and get_integers(head) is None:
             model.model.embed_tokens = NativeEmbedding(embedding, packed)
         setattr(model, name, packed)
-
-
-MakeLinear = Callable[[Any, torch.Tensor | None], Any]
-
-
-def _choose_linear_class(model: Any, arena: Arena | None) -> MakeLinear:
-    if arena is not None:
-        return lambda weight, bias: NativeLinear(weight, bias, arena)
-    packs = model.device.type == "cpu" and model.dtype == torch.bfloat16 and has_onednn_bfloat16()
-    return _OneDNNLinear if packs else _FloatLinear
-
-
-def has_onednn_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 matrices on this processor; it needs AVX-512."""
-    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return supported
-
-
-def has_onednn_float16() -> bool:
-    """Whether oneDNN multiplies float16 matrices on this processor; it needs AVX-512 FP16."""
-    supported: bool = torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    return supported
 
 
 def _replace_modules(root: nn.Module, predicate: Callable[[Any], bool], make: Callable[[Any], nn.Module]) -> None:
@@ -201,18 +180,6 @@ class _FloatLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
-
-
-class _OneDNNLinear(_FloatLinear):
-    """A linear module with a weight in oneDNN's packed layout."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__(weight, bias)
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, ONEDNN_BATCH_HINT)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return y
 
 
 class _RMSNorm(nn.Module):

@@ -75,7 +75,7 @@ class EngineConfig(FiniteModel):
     enable_prefix_caching: bool = True
     """Reuse the KV cache of prompts with a common prefix."""
     fuse_weights: bool = True
-    """Fuse the projections q, k, v and gate, up into one matrix product each; on a CPU in bfloat16, also prepack the
+    """Fuse the projections q, k, v and gate, up into one matrix product each; for the native kernels, also prepack the
     weights in place."""
     native_kernels: bool = True
     """On a CPU in bfloat16, use this project's kernels for matrix products, attention, norms, RoPE and SiLU, compiled

@@ -21,11 +21,11 @@ namespace {
 using Input = float;                       // rows of `product`
 using Pairs = std::tuple<Floats, Floats>;  // kHalves numbers
 
-constexpr int kBlockVectors = kColumns / kFloats;        // vectors of a block's outputs
-constexpr int kStrip = 2;                                // vectors of outputs that are multiplied with many rows
-constexpr int kMostRows = kFloats == 16 ? 8 : 5;         // rows that are multiplied with them at once; limited by registers
-constexpr int kFewRows = kFloats == 16 ? 4 : 2;          // rows that are multiplied with whole blocks at once
-constexpr int64_t kDepth = 256;                          // inputs whose products are added before the next rows
+constexpr int kBlockVectors = kColumns / kFloats;  // vectors of a block's outputs
+constexpr int kStrip = 2;                          // vectors of outputs that are multiplied by many rows
+constexpr int kMostRows = kFloats == 16 ? 8 : 5;   // rows that are multiplied by them at once; limited by registers
+constexpr int kFewRows = kFloats == 16 ? 4 : 2;    // rows that are multiplied by whole blocks at once
+constexpr int64_t kDepth = 256;                    // inputs of a part of a product, whose weights stay in the L1 cache
 
 #ifdef CPU_CAPABILITY_AVX512
 using Register = __m512i;
@@ -181,6 +181,7 @@ Ints add_products(Ints sums, Ints a, Ints b) {
   return sums + Ints(_mm512_madd_epi16(a, b));
 #else
   Register added = _mm256_madd_epi16(a, b), total = sums;
+  // In place: otherwise the compiler keeps the sums twice, and has too few registers.
   asm("vpaddd %1, %0, %0" : "+x"(total) : "x"(added));
   return total;
 #endif
@@ -196,7 +197,7 @@ Bits<int16_t> multiply_bytes(Ints a, Ints b) {
 }
 
 // Integer weights, packed as `pack_weight` does. Rows of x are scaled so that the largest number of each is kTop, and rounded.
-// Sums of products are exact for up to kExact inputs, then added as floats: neither depends on the number of rows.
+// Sums of products are exact for up to kDepth inputs, then added as floats: neither depends on the number of rows.
 template <bool kFourBits>
 class WeightsInteger {
  public:
@@ -229,9 +230,9 @@ class WeightsInteger {
     if (num_rows <= kFewRows) {
       return with_count<kFewRows>(num_rows, [&]<int kRows>() { multiply_packed<kRows, 1>(first, block, sums, sums_stride); });
     }
-    scratch.resize(kExact * kColumns);
-    for (int64_t begin = 0; begin < size_in_; begin += kExact) {
-      const int64_t size = std::min(kExact, size_in_ - begin);
+    scratch.resize(kDepth * kColumns);
+    for (int64_t begin = 0; begin < size_in_; begin += kDepth) {
+      const int64_t size = std::min(kDepth, size_in_ - begin);
       widen_block(block, begin, size, scratch.data());
       for (int vector = 0; vector < kBlockVectors; vector += kStrip) {
         divide_rows<kMostRows>(num_rows, [&]<int kRows>(int64_t row) {
@@ -254,7 +255,7 @@ class WeightsInteger {
 
  private:
   static constexpr float kTop = 127 * 256 + 127;  // its high and low bytes are 127
-  static constexpr int64_t kExact = 256;  // inputs whose products with weights of up to 128 fit into int32
+  static_assert(kDepth * int64_t{128} * (127 * 256 + 127) <= std::numeric_limits<int32_t>::max());
   static constexpr int64_t kUnit = 32;    // inputs whose products of bytes and 4 bits fit into int16; a part of each group
   static constexpr int64_t kInputs = kFourBits ? 8 : 4;  // inputs whose weights are adjacent
   static constexpr int64_t kVectorBytes = sizeof(Register), kStepBytes = kBlockVectors * kVectorBytes;
@@ -376,12 +377,12 @@ class WeightsInteger {
     constexpr int kVectors = kBlocks * kBlockVectors;
     const int16_t* rows = inputs_.data() + first * stride_;
     const uint8_t* packed = weights_ + block * block_bytes();
-    for (int64_t begin = 0; begin < size_in_; begin += kExact) {
+    for (int64_t begin = 0; begin < size_in_; begin += kDepth) {
       Ints products[kRows][kVectors];
       for (auto& of_row : products) {
         for (auto& product : of_row) product = Ints(0);
       }
-      for (int64_t k = begin; k < std::min(begin + kExact, size_in_); k += kInputs, packed += kStepBytes) {
+      for (int64_t k = begin; k < std::min(begin + kDepth, size_in_); k += kInputs, packed += kStepBytes) {
         Ints bytes[kVectors];
         for (int i = 0; i < kVectors; ++i) {
           const uint8_t* here = packed + i / kBlockVectors * block_bytes() + i % kBlockVectors * kVectorBytes;
@@ -408,9 +409,9 @@ class WeightsInteger {
     const int8_t* inputs = bytes_.data() + 2 * row * stride_;
     const uint8_t* packed = weights_ + block * block_bytes();
     const Ints four_bits(0x0f0f0f0f);
-    for (int64_t begin = 0; begin < size_in_; begin += kExact) {
+    for (int64_t begin = 0; begin < size_in_; begin += kDepth) {
       Ints totals[2][kBlockVectors] = {};  // of high and of low bytes
-      for (int64_t unit = begin; unit < std::min(begin + kExact, size_in_); unit += kUnit) {
+      for (int64_t unit = begin; unit < std::min(begin + kDepth, size_in_); unit += kUnit) {
         Bits<int16_t> products[2][kBlockVectors];
         for (int byte = 0; byte < 2; ++byte) {
           const Ints start(*reinterpret_cast<const Word*>(&starts_[(2 * row + byte) * stride_ / kUnit + unit / kUnit]));

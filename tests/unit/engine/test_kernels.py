@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, kernels
+from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, kernels, loading
 from swiftkv_platform.engine.kernels import packing
 from swiftkv_platform.engine.kernels.packing import Arena
 from swiftkv_platform.engine.loading import load_model
@@ -333,22 +333,20 @@ def test_a_library_that_others_could_have_placed_is_built_again(
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-@pytest.mark.parametrize("packs", [True, False], ids=["oneDNN packs", "oneDNN does not"])
+@pytest.mark.parametrize("is_fast", [True, False])
 def test_an_engine_does_without(
-    dtype: Any, packs: bool, swiftkv_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: Any, is_fast: bool, swiftkv_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model whose dtype PyTorch multiplies slowly becomes float32, unless its dtype is given."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     problem = kernels.find_problem.__wrapped__()
     assert problem == "the processor has DEFAULT; the kernels need AVX512 or AVX2"
     monkeypatch.setattr(kernels, "find_problem", lambda: problem)
-    if not packs:
-        for module in ("loading", "weights"):
-            monkeypatch.setattr(f"swiftkv_platform.engine.{module}.has_onednn_bfloat16", lambda: False)
+    monkeypatch.setattr(loading, "has_fast_products", lambda dtype: is_fast)
     AutoModelForCausalLM.from_pretrained(swiftkv_dir, dtype=BF16).save_pretrained(tmp_path)
     with capture_logs() as logs:
         engine = LLMEngine.from_pretrained(tmp_path, EngineConfig(dtype=dtype, weights="int8"))
-    operators = "PyTorch, float32" if dtype == "auto" and not packs else "PyTorch, bfloat16"
+    operators = "PyTorch, float32" if dtype == "auto" and not is_fast else "PyTorch, bfloat16"
     assert engine.description.operators == operators
     (line,) = [line for line in logs if line["event"] == "cpu_operators"]
     assert line["operators"] == operators

@@ -60,7 +60,7 @@ from swiftkv_platform.evaluation.parts import NoResultStore, measure_once
 from swiftkv_platform.evaluation.quality import DEFAULT_WORKERS, HeldOutTotals
 from swiftkv_platform.evaluation.report import build_exit_bins, build_quality_bins
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
-from swiftkv_platform.jobs.worker.measure import Evaluation
+from swiftkv_platform.jobs.worker.measure import StudentEvaluator
 from swiftkv_platform.jobs.worker.prepare import AttemptAnswers, prepare_run, write_worker_answers
 from swiftkv_platform.jobs.worker.setup import (
     calibrate,
@@ -173,7 +173,7 @@ class TrainingRuns:
         measured = EvaluationModel(lazy, spec.distillation, sharded=False, device=device)
         measured.load_tensors(tensors)
         totals: HeldOutTotals = measured(
-            lambda student: Evaluation(student, self.data.held_out, spec.evaluation).compare_modes("")
+            lambda student: StudentEvaluator(student, self.data.held_out, spec.evaluation).compare_modes("")
         )
         return totals
 

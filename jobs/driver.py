@@ -427,19 +427,19 @@ def _join_evaluation(
         if workspace.is_downloader:
             stored.fetch_rows(rows)
         workers.gather(None)  # the others wait
-        _ensure_calibrated_start(request, store_uri, stored, rows, workspace)
+        _recalibrate_student_if_needed(request, store_uri, stored, rows, workspace)
         if workspace.is_downloader:
             stored.fetch_calibrated_start(rows)
         workers.gather(None)
         yield stored.open(rows)
 
 
-def _ensure_calibrated_start(
+def _recalibrate_student_if_needed(
     request: AttemptRequest, store_uri: str, stored: StoredInputs, rows: Path, workspace: Workspace
 ) -> None:
     """Calibrate again if an earlier attempt has deleted the calibrated start after its training."""
     from swiftkv_platform.jobs.worker.setup import (
-        ensure_calibrated_start,
+        calibrate_student_if_needed,
         get_access,
         get_task_device,
         resolve_shared_teacher,
@@ -452,4 +452,4 @@ def _ensure_calibrated_start(
         set_up_process(spec)
         path = resolve_shared_teacher(spec.model, workspace, access=get_access(request))
         progress = make_progress_callback(open_store(store_uri), request, "calibrate", "layers")
-        ensure_calibrated_start(spec, stored, path, rows, device=get_task_device(spec), progress=progress)
+        calibrate_student_if_needed(spec, stored, path, rows, device=get_task_device(spec), progress=progress)

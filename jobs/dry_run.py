@@ -37,7 +37,7 @@ from swiftkv_platform.distillation.strategy import EvaluationModel
 from swiftkv_platform.distillation.trainer import Trainer, parallelize
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.jobs.worker.measure import Evaluation
+from swiftkv_platform.jobs.worker.measure import StudentEvaluator
 from swiftkv_platform.jobs.worker.setup import get_compute_dtype
 from swiftkv_platform.model import packed_attention
 from swiftkv_platform.model.calibration import calibrate_layerwise, heads
@@ -393,7 +393,7 @@ def _run_evaluate(spec: JobSpec, config: Any, fakes: FakeInputs) -> Memory:
     settings = spec.evaluation.model_copy(update={"max_tokens": size * _HELD_OUT_TOKENS})
     with fakes.use_fakes(tracker):
         workers = FakeWorkers(in_step=True)
-        model(lambda student: Evaluation(student, rows, settings, workers=workers).compare_modes("distilled"))
+        model(lambda student: StudentEvaluator(student, rows, settings, workers=workers).compare_modes("distilled"))
     return Memory(peak=tracker.peak, parameters=parameters, passing=tracker.peak - parameters)
 
 

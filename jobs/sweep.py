@@ -85,8 +85,8 @@ def run_sweep(store: ObjectStore, request: AttemptRequest, reporter: EventReport
     reporter.send_message(f"{len(trials)} trials finished", sweep=_build_table(report), recommended=report.recommended)
     # 3. choose a trial and publish its model
     trial = _choose_trial(report, trials)
-    within = report.recommended_result is not None and report.recommended_result.is_within_budget
-    why = "cheapest trial within the budget" if within else "lowest KL of the trials that pass all gates"
+    passed = report.recommended_result is not None and report.recommended_result.has_passed_gates
+    why = "cheapest trial that passed all gates" if passed else "undecided trial with the lowest KL"
     reporter.send_message(f"selected trial {trial.name}: {why}")
     reporter.send_status("evaluating")
     manifest = outcomes[trial.name].manifest
@@ -258,7 +258,7 @@ def _build_table(report: SweepReport) -> list[dict[str, object]]:
             row |= {"prefill_flops_ratio": prefill, "kv_bytes_ratio": cache, "kl": kl}
             row |= {
                 "perplexity_ratio": candidate.report["perplexity_ratio"],
-                "within_budget": candidate.is_within_budget,
+                "within_budget": candidate.has_passed_gates,
             }
         rows.append(row)
     return rows

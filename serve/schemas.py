@@ -266,7 +266,7 @@ class SamplingFields(FrozenModel, strict=True):
     """Keep the stop string, or the text of the stop token, at the end of the completion."""
     stop_token_ids: Annotated[list[WholeNumber], FailFast()] = []
     allowed_token_ids: Annotated[list[WholeNumber], Field(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
-    """The only allowed tokens of the completion."""
+    """Only these tokens are generated, and end of sequence only if listed."""
     skip_special_tokens: bool = SamplingParams.skip_special_tokens
     """Leave special tokens out of the completion's text."""
     ignore_eos: bool = SamplingParams.ignore_eos

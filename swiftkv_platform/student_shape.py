@@ -127,7 +127,7 @@ class StudentShape(FrozenModel):
                 "swiftkv.prefill_layers",
                 list(listed),
                 ", which is only for students whose generated tokens have their own K and V; use "
-                "swiftkv.decode_key_value own",
+                "swiftkv.decode_key_value: own",
             )
 
 
@@ -419,7 +419,7 @@ def _check_deep_tail(size: object, *, has_own_decode_kv: bool) -> None:
         raise InvalidInputError.for_field("swiftkv.deep_tail", size, f"; 1..{MAX_DEEP_TAIL} tokens are accepted")
     if size != 1 and not has_own_decode_kv:
         raise InvalidInputError.for_field(
-            "swiftkv.deep_tail", size, ", which needs swiftkv.decode_key_value own; with shared, only 1 is accepted"
+            "swiftkv.deep_tail", size, "; a value above 1 requires swiftkv.decode_key_value: own"
         )
 
 

@@ -79,7 +79,7 @@ class SystemFactory:
         engine = LLMEngine(
             self._load_model("dense"), config.model_copy(update={"kv_cache_bytes": config.kv_cache_bytes * num_layers})
         )
-        cache = engine._runner._cache
+        cache = engine._runner.kv_cache
         cache.layers = cache.layers[:1] * num_layers
         return engine
 

@@ -24,7 +24,7 @@ from swiftkv_platform.evaluation.report import Report, TrainingOutcome
 from swiftkv_platform.jobs.attempt.events import make_progress_callback
 from swiftkv_platform.jobs.attempt.stored import CHOSEN_STEP_KEY, PreparedInputs, StoredResults
 from swiftkv_platform.jobs.attempt.tracking import TrackedRun, read_loss_curve
-from swiftkv_platform.jobs.worker.measure import Evaluation
+from swiftkv_platform.jobs.worker.measure import StudentEvaluator
 from swiftkv_platform.jobs.worker.setup import (
     Workspace,
     create_shared_workspace,
@@ -227,7 +227,7 @@ class _TrainedStudent:
 
         def compare(name: str) -> HeldOutTotals:
             totals: HeldOutTotals = model(
-                lambda student: Evaluation(student, rows, spec, workers=workers, parts=parts).compare_modes(name)
+                lambda student: StudentEvaluator(student, rows, spec, workers=workers, parts=parts).compare_modes(name)
             )
             return totals
 
@@ -237,7 +237,7 @@ class _TrainedStudent:
             calibrated = compare("calibrated")
         model.load_tensors(self._fetch_trained(sharded=sharded))
         report: Report = model(
-            lambda student: Evaluation(student, rows, spec, workers=workers, parts=parts).build_report(
+            lambda student: StudentEvaluator(student, rows, spec, workers=workers, parts=parts).build_report(
                 self.tokenizer,
                 tasks,
                 rewired=rewired,

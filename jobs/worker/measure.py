@@ -50,7 +50,7 @@ _MAX_ROW_LENGTH = 2048
 """Max tokens of a row of text named by `--data`; fewer if the context is shorter."""
 
 
-class Evaluation:
+class StudentEvaluator:
     """Measurements of one student on the workers that hold it. Each is stored when it is done.
 
     Args:
@@ -201,7 +201,7 @@ def evaluate_directory(
         progress("Preparing text")
         rows = _prepare_rows(student, tokenizer, job, data, workspace)
         progress("Measuring tasks and held-out text")
-        return Evaluation(student, rows, spec, parts=_ProgressReporter(progress)).build_report(
+        return StudentEvaluator(student, rows, spec, parts=_ProgressReporter(progress)).build_report(
             tokenizer, tasks
         ), lineage
 

@@ -277,7 +277,7 @@ def distribute_model(spec: JobSpec, path: str, start: Mapping[str, Tensor] | Non
     return parallelize(model, spec, dtype=get_compute_dtype(spec), device=device, weights=lazy)
 
 
-def ensure_calibrated_start(
+def calibrate_student_if_needed(
     spec: JobSpec,
     stored: StoredInputs,
     path: str,

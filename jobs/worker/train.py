@@ -51,8 +51,8 @@ from swiftkv_platform.jobs.attempt.stored import (
 from swiftkv_platform.jobs.attempt.tracking import LossCurve, TrackedRun
 from swiftkv_platform.jobs.values import STOP_REASONS, TrainingResult, WorkerConfig
 from swiftkv_platform.jobs.worker.setup import (
+    calibrate_student_if_needed,
     distribute_model,
-    ensure_calibrated_start,
     get_access,
     resolve_teacher,
     set_up_process,
@@ -126,7 +126,7 @@ def _fetch_calibrated_start(worker: WorkerConfig, stored: StoredInputs, path: st
     spans = get_job_spans() if dist.get_rank() == 0 else NO_SPANS
     with spans.span("calibrate", request.traceparent, job_id=request.job_id, attempt=request.attempt):
         progress = make_progress_callback(open_store(worker.store_uri), request, "calibrate", "layers")
-        ensure_calibrated_start(
+        calibrate_student_if_needed(
             request.spec, stored, path, rows, device=ray.train.torch.get_device(), progress=progress
         )
     if local_rank == 0:

@@ -333,7 +333,8 @@ class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=limit_schema("chat
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    """The conversation. Parts without text, such as images, are replaced in all but a new message of the user."""
+    """The conversation. Parts without text, such as images, are refused in instructions and in the user's new message;
+    in other messages, a placeholder such as `[image_url omitted]` replaces them."""
     max_tokens: WholeNumber | None = None
     max_completion_tokens: WholeNumber | None = None
     """Default: the rest of the context."""

@@ -188,10 +188,8 @@ def backup(
     with _open_database(chosen) as database, get_error_console().status("Copying"):
         made = back_up(database, open_store(chosen.resolved_storage_uri), directory, objects=objects)
     rows = sum(table.lines for table in made.tables.values())
-    copied = "copied" if made.has_objects else "listed"
-    line = (
-        f"{directory} holds {rows} rows; {made.objects.lines} objects ({format_size(made.object_bytes)}) are {copied}."
-    )
+    copied, size = "copied" if made.has_objects else "listed", format_size(made.object_bytes)
+    line = f"Wrote {rows} database rows to {directory} and {copied} {made.objects.lines} stored objects ({size})."
     if keys := chosen.api_keys_file:
         line += f" The backup has no API keys: also copy {keys}."
     print_result(made, line, json=json)
@@ -213,4 +211,4 @@ def restore(
         store = open_store(chosen.resolved_storage_uri)
         found = restore_backup(database, store, directory, allow_missing=allow_missing)
     rows = sum(table.lines for table in found.tables.values())
-    print_result(found, f"Restored {rows} rows and {found.objects.lines} objects.", json=json)
+    print_result(found, f"Restored {rows} database rows and {found.objects.lines} stored objects.", json=json)

@@ -86,12 +86,12 @@ class TrialResult(FrozenModel):
     """Whether no other trial is better in prefill compute or KL and at least equal in the other."""
 
     @property
-    def verdict(self) -> Verdict:
+    def worst_gate_verdict(self) -> Verdict:
         return "failed" if self.report is None else find_worst_verdict(self.report)
 
     @property
-    def is_within_budget(self) -> bool:
-        return self.verdict == "passed"
+    def has_passed_gates(self) -> bool:
+        return self.worst_gate_verdict == "passed"
 
     @property
     def ranking_key(self) -> tuple[float, float, float]:
@@ -130,9 +130,9 @@ def make_trial_result(
 def summarize_trials(points: Sequence[TrialResult]) -> SweepReport:
     """Mark the frontier and choose the recommended trial."""
     measured = [result for result in points if result.report is not None]
-    within_limits = [result for result in measured if result.is_within_budget]
-    undecided = [result for result in measured if result.verdict == "undecided"]
-    chosen = min(within_limits, key=lambda result: result.ranking_key) if within_limits else None
+    passed = [result for result in measured if result.has_passed_gates]
+    undecided = [result for result in measured if result.worst_gate_verdict == "undecided"]
+    chosen = min(passed, key=lambda result: result.ranking_key) if passed else None
     if chosen is None and undecided:
         chosen = min(undecided, key=lambda result: result.ranking_key[-1])
     return SweepReport(

@@ -13,7 +13,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from swiftkv_platform.contract.attempts import is_file_id
-from swiftkv_platform.control_plane.database.tables import JobRow, ReferenceRow
+from swiftkv_platform.control_plane.database.tables import JobReferenceRow, JobRow
 from swiftkv_platform.control_plane.jobs.job import LIVE_STATUSES, JobStatus
 from swiftkv_platform.errors import ConflictError
 
@@ -61,9 +61,9 @@ def check_publication(session: Session, spec: Any, tenant: str) -> None:
     place = hash_publish_target(spec)
     if place is None:
         return
-    others = select(JobRow.id).join(ReferenceRow, ReferenceRow.job_id == JobRow.id)
+    others = select(JobRow.id).join(JobReferenceRow, JobReferenceRow.job_id == JobRow.id)
     others = others.where(
-        ReferenceRow.used == place, JobRow.tenant != tenant, JobRow.status.in_(_TARGET_HOLDING_STATUSES)
+        JobReferenceRow.used == place, JobRow.tenant != tenant, JobRow.status.in_(_TARGET_HOLDING_STATUSES)
     )
     if session.scalar(others.limit(1)) is not None:
         to = spec["publish"]["to"]
@@ -77,7 +77,7 @@ def find_referencing_jobs(
 
     `without`: a job that does not count.
     """
-    named = select(ReferenceRow.job_id).where(ReferenceRow.used.in_(names))
+    named = select(JobReferenceRow.job_id).where(JobReferenceRow.used.in_(names))
     jobs = select(JobRow.id).where(
         JobRow.id.in_(named), JobRow.tenant == tenant, JobRow.status.in_(LIVE_STATUSES), JobRow.id != without
     )

@@ -35,11 +35,11 @@ from swiftkv_platform.control_plane.database.tables import (
     DeploymentRow,
     EventRow,
     IdempotencyRow,
+    JobReferenceRow,
     JobRow,
     MetricRow,
     ModelRow,
     PromotionRow,
-    ReferenceRow,
     SessionRow,
 )
 from swiftkv_platform.control_plane.deployments.repository import make_deployments_lock_key
@@ -58,7 +58,7 @@ _PARENT_NAME = JobRow.spec["training"]["from"].as_string()
 """Name of the checkpoint or model that a job is trained from."""
 _BATCH_ROWS = 500
 """Rows of a job that are deleted per transaction."""
-_TABLES_OF_JOB = (DeliveryRow, EventRow, MetricRow, IdempotencyRow, ReferenceRow, ModelRow)
+_TABLES_OF_JOB = (DeliveryRow, EventRow, MetricRow, IdempotencyRow, JobReferenceRow, ModelRow)
 """Tables with rows of a job, in order of removal."""
 
 

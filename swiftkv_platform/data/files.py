@@ -198,11 +198,11 @@ def _count_lines(file: Path, field: str) -> int:
 
 
 def _read_json_array(file: Path, _columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
-    for number, row in enumerate(_parse_elements(file, field), start=1):
+    for number, row in enumerate(_parse_json_array(file, field), start=1):
         yield number, _require_object(row, file, number, "row", field)
 
 
-def _parse_elements(file: Path, field: str) -> Iterator[Any]:
+def _parse_json_array(file: Path, field: str) -> Iterator[Any]:
     parser = _JsonParser(file, field)
     parser.expect_character("[")
     if parser.peek() == "]":

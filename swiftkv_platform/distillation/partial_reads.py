@@ -54,7 +54,7 @@ class StoredChunk:
     file: str
     start: int
     length: int
-    """Bytes of the archive, including header and trailer."""
+    """Bytes of the chunk's torch archive, including its header and trailer."""
     sizes: torch.Size
     dtype: torch.dtype
 
@@ -69,7 +69,7 @@ class StoredChunk:
 
     @property
     def _overhead(self) -> int:
-        """Bytes of header and trailer."""
+        """Bytes of the archive's header and trailer."""
         return self.length - self.sizes.numel() * self.dtype.itemsize
 
     def _get_byte_range(self, rows: slice) -> tuple[int, int]:
@@ -256,7 +256,7 @@ class RangeReader(FileSystemReader):
         self._index: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index, which is parsed once."""
+        """Return the checkpoint's index. Overrides torch's method, to parse the file only once."""
         if self._index is None:
             self._index = super().read_metadata(*args, **kwargs)
         return self._index

@@ -137,7 +137,7 @@ class Trainer:
         stop_request = StopRequest.NONE
         try:
             # 2. at step 0: warm-up, first validation, search of the learning rate
-            progress = self._prepare_run(progress)
+            progress = self._validate_and_set_learning_rate(progress)
             # 3. train, validate and save
             while not self._is_finished(progress) and stop_request < StopRequest.LEAVE:
                 progress = self._train_and_validate(progress)
@@ -163,9 +163,9 @@ class Trainer:
     def _is_finished(self, progress: Progress) -> bool:
         return progress.step >= self._total_steps or bool(progress.steering.ended)
 
-    def _prepare_run(self, progress: Progress) -> Progress:
-        """Set warm-up and learning rate, validate the untrained student and save it. Does nothing if the run resumes
-        later."""
+    def _validate_and_set_learning_rate(self, progress: Progress) -> Progress:
+        """Before the first step: validate the student, set warm-up and peak learning rate, and save a checkpoint. Does
+        nothing if the run resumes later."""
         if progress.steering.is_measured or self._is_finished(progress):
             return progress
         if progress.step == 0:

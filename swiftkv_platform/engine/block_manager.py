@@ -104,13 +104,13 @@ class BlockManager:
         table.num_committed_blocks = len(matched)
         self._append_blocks(table, self.count_blocks(num_tokens))
 
-    def can_grow(self, table: BlockTable, num_tokens: int) -> bool:
+    def can_extend_table(self, table: BlockTable, num_tokens: int) -> bool:
         return self.count_blocks(num_tokens) - len(table.blocks) <= self.num_free_blocks
 
-    def grow(self, table: BlockTable, num_tokens: int) -> None:
+    def extend_table(self, table: BlockTable, num_tokens: int) -> None:
         self._append_blocks(table, self.count_blocks(num_tokens))
 
-    def shrink(self, table: BlockTable, num_tokens: int) -> None:
+    def truncate_table(self, table: BlockTable, num_tokens: int) -> None:
         """Free the blocks that `num_tokens` tokens do not need, except committed ones."""
         while len(table.blocks) > max(self.count_blocks(num_tokens), table.num_committed_blocks):
             block = table.pop_block()

@@ -66,8 +66,8 @@ class LLMEngine:
         )
         if self._runner.device.type == "cuda" and config.kv_cache_bytes is None:
             num_blocks = self._measure_num_blocks(loaded, config)
-            self._runner.replace_cache(lambda: self._make_cache(loaded, config, num_blocks))
-        cache = self._runner.cache
+            self._runner.replace_kv_cache(lambda: self._make_cache(loaded, config, num_blocks))
+        cache = self._runner.kv_cache
         self.num_blocks = cache.num_blocks
         self.block_size = cache.block_size
         self._blocks = BlockManager(
@@ -124,7 +124,7 @@ class LLMEngine:
 
     def _measure_num_blocks(self, loaded: LoadedModel, config: EngineConfig) -> int:
         """Run the largest step, measure its memory, and return the number of blocks that fit on the GPU."""
-        cache = self._runner.cache
+        cache = self._runner.kv_cache
         memory = measure_memory(lambda: self._runner.run(make_largest_step(loaded, config, cache)), cache.device)
         return compute_num_blocks(loaded, config, cache, memory)
 

@@ -55,7 +55,7 @@ class ModelRunner:
     """Runs steps of a model with its KV cache."""
 
     def __init__(
-        self, model: Any, cache: KVCache, drafting: DraftPlanner, decoder: Any = None, *, num_token_ids: int
+        self, model: Any, kv_cache: KVCache, drafting: DraftPlanner, decoder: Any = None, *, num_token_ids: int
     ) -> None:
         """Switch the model to paged attention.
 
@@ -66,7 +66,7 @@ class ModelRunner:
         model.set_attn_implementation(PAGED_ATTENTION)
         self._model = model
         self._decoder = decoder or model.model
-        self._cache = cache
+        self._kv_cache = kv_cache
         self._drafting = drafting
         self._num_token_ids = num_token_ids
         self._has_own_deep_kv = bool(model.config.layer_map.deep_leaders)
@@ -78,13 +78,13 @@ class ModelRunner:
         return torch.device(self._model.device)
 
     @property
-    def cache(self) -> KVCache:
-        return self._cache
+    def kv_cache(self) -> KVCache:
+        return self._kv_cache
 
-    def replace_cache(self, make: Callable[[], KVCache]) -> None:
+    def replace_kv_cache(self, make: Callable[[], KVCache]) -> None:
         """Free the cache with its contents, then make a new one."""
-        del self._cache
-        self._cache = make()
+        del self._kv_cache
+        self._kv_cache = make()
 
     @torch.inference_mode()
     def run(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
@@ -94,7 +94,7 @@ class ModelRunner:
 
     def _run_step(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
         # 1. run layers < l over all tokens
-        batch = make_batch(scheduled, self._cache)
+        batch = make_batch(scheduled, self._kv_cache)
         context = self._make_context(batch.inputs)
         bypass = BypassRows.make_for_rows(self._decoder, batch.deep_rows, context.num_tokens)
         x = self._decoder.run_lower_layers(context, bypass)  # [1, num_tokens, hidden_size]
@@ -120,7 +120,7 @@ class ModelRunner:
     def _make_context(self, inputs: ModelInputs, hidden: torch.Tensor | None = None) -> DecoderContext:
         """Make the decoder's context of a pass. `hidden`: hidden states of its tokens; None: embed them."""
         hidden = self._decoder.embed_tokens(inputs.input_ids) if hidden is None else hidden
-        return make_pass_context(self._decoder, inputs, self._cache, hidden)
+        return make_pass_context(self._decoder, inputs, self._kv_cache, hidden)
 
     def _draft_tokens(self, x: torch.Tensor, scheduled: Sequence[ScheduledSequence], batch: Batch) -> ExitDrafts:
         """Draft with the exit head, for the sequences with a draft from the scheduler."""
@@ -132,7 +132,7 @@ class ModelRunner:
                 write_and_read_shared_key_values(self._decoder, drafted, context)
             return drafted
 
-        return draft_from_exit_head(self._model, x, scheduled, batch, self._drafting.costs, run_lower, self._cache)
+        return draft_from_exit_head(self._model, x, scheduled, batch, self._drafting.costs, run_lower, self._kv_cache)
 
     def _write_shared_kv(self, x: torch.Tensor, context: DecoderContext, deep: set[int]) -> Sequence[Any]:
         """Write K and V of all layers >= l from x to the cache, except for `deep` rows with their own K and V. Returns
@@ -196,7 +196,7 @@ class ModelRunner:
                 rows += [*own, *(num_rows + row for row in drafted)]
         # 2. run layers >= l over them
         hidden = select_entries(torch.cat([x, *drafts.hidden], dim=1), rows, dim=1)
-        context = self._make_context(make_inputs(spans, self._cache), hidden)
+        context = self._make_context(make_inputs(spans, self._kv_cache), hidden)
         if self._has_own_deep_kv:
             writing = {at for at, row in enumerate(rows) if row >= num_rows or row in deep}
             writer = DeepRowsWriter.make_for_pass(self._decoder, context, range(len(rows)), writing)

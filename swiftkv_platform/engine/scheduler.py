@@ -140,7 +140,7 @@ class Scheduler:
                 break
             if sequence.constraint is not None and not may_step_grammar(sequence.constraint.cpu_time):
                 continue
-            if sequence.status is SequenceStatus.RUNNING and self._grow_or_preempt(sequence, scheduled):
+            if sequence.status is SequenceStatus.RUNNING and self._extend_table_or_preempt(sequence, scheduled):
                 scheduled[sequence] = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
         if num_preemptions == self.num_preemptions:
             self._start_waiting(scheduled)
@@ -152,7 +152,7 @@ class Scheduler:
         assert sequence.num_computed_tokens <= sequence.num_tokens
         num_shared = min(sequence.num_computed_tokens, sequence.num_shareable_tokens)
         self._blocks.cache_blocks(sequence.block_table, sequence.token_ids, num_shared, sequence.sender.tenant)
-        self._blocks.shrink(sequence.block_table, sequence.num_tokens)
+        self._blocks.truncate_table(sequence.block_table, sequence.num_tokens)
 
     def assert_consistent(self) -> None:
         """Assert that each block is free or belongs to a running sequence."""
@@ -174,17 +174,17 @@ class Scheduler:
         """Sort key of prompts that start or run: priority, fair order of senders, arrival; the lowest is first."""
         return sequence.priority, *self._order.get_rank(sequence.sender), sequence.arrival
 
-    def _grow_or_preempt(self, sequence: Sequence, scheduled: dict[Sequence, int]) -> bool:
+    def _extend_table_or_preempt(self, sequence: Sequence, scheduled: dict[Sequence, int]) -> bool:
         """Allocate the block that the sequence's last token may need. If none is free, preempt other sequences. Returns
         False if the sequence itself was preempted."""
         table = sequence.block_table
-        while not self._blocks.can_grow(table, sequence.num_tokens):
+        while not self._blocks.can_extend_table(table, sequence.num_tokens):
             victim = self._choose_victim()
             scheduled.pop(victim, None)
             self._preempt(victim)
             if victim is sequence:
                 return False
-        self._blocks.grow(table, sequence.num_tokens)
+        self._blocks.extend_table(table, sequence.num_tokens)
         return True
 
     def _choose_victim(self) -> Sequence:
@@ -213,10 +213,10 @@ class Scheduler:
         granted: dict[Sequence, Draft] = {}
         for sequence, draft in wanted.items():
             size = min(draft.size, self._max_num_batched_tokens - num_tokens)
-            while size > 0 and not self._blocks.can_grow(sequence.block_table, sequence.num_tokens + size):
+            while size > 0 and not self._blocks.can_extend_table(sequence.block_table, sequence.num_tokens + size):
                 size -= 1
             if size > 0:
-                self._blocks.grow(sequence.block_table, sequence.num_tokens + size)
+                self._blocks.extend_table(sequence.block_table, sequence.num_tokens + size)
                 granted[sequence] = draft.truncate(size)
                 num_tokens += size
         return granted

@@ -293,7 +293,7 @@ def _sum_by_sample(
     return tuple(
         SampleSums(sample, text, int(positions), teacher_nll, student_nll, kl, int(agreements))
         for sample, text, (teacher_nll, student_nll, kl, agreements, positions) in zip(
-            sample_layout.samples, sample_layout.texts, _sum_by_group(owner, number, figures), strict=True
+            sample_layout.samples, sample_layout.texts, _sum_over_positions(owner, number, figures), strict=True
         )
         if positions
     )
@@ -303,14 +303,14 @@ def _sum_by_bin(values: torch.Tensor, figures: torch.Tensor) -> BinnedSums:
     """Sum `figures` [4, num_positions], see `_compute_figures`, by the bins of `values` [num_positions]."""
     bins = torch.bucketize(values, torch.tensor(BIN_BOUNDS[1:], device=values.device), right=True)
     teacher_nll, student_nll, kl, agreements, positions = zip(
-        *_sum_by_group(bins, len(BIN_BOUNDS), figures), strict=True
+        *_sum_over_positions(bins, len(BIN_BOUNDS), figures), strict=True
     )
     return BinnedSums(tuple(map(int, positions)), teacher_nll, student_nll, kl, tuple(map(int, agreements)))
 
 
-def _sum_by_group(groups: torch.Tensor, number: int, figures: torch.Tensor) -> list[list[float]]:
-    """Sum `figures` [4, num_positions] and count positions for each of `number` groups; `groups` [num_positions]."""
-    none = torch.zeros(number, len(figures) + 1, dtype=torch.double, device=figures.device)
+def _sum_over_positions(groups: torch.Tensor, num_groups: int, figures: torch.Tensor) -> list[list[float]]:
+    """Sum `figures` [4, num_positions] and count positions for each group; `groups`: index of each position's group."""
+    none = torch.zeros(num_groups, len(figures) + 1, dtype=torch.double, device=figures.device)
     sums: list[list[float]] = none.index_add_(0, groups, torch.cat([figures, torch.ones_like(figures[:1])]).T).tolist()
     return sums
 

@@ -166,8 +166,8 @@ class Report(FrozenModel):
     """Figure D.1 of the paper; None for a model without an exit head."""
     tasks: tuple[TaskScore, ...] = ()
     tasks_left_out: tuple[str, ...] = ()
-    """Tasks that did not start within `evaluation.max_minutes`, and needles if the harness is not installed. They have
-    no gates."""
+    """Names of skipped tasks, which have no gates: those not started within `evaluation.max_minutes`, and the
+    needle-in-a-haystack tasks if lm-evaluation-harness is not installed."""
     gates: tuple[Gate, ...] = ()
 
     @classmethod

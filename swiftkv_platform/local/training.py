@@ -95,7 +95,7 @@ def run_job_locally(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptE
                 with _start_local_ray(spec), follow_events(AttemptStore(store), request, on_event):
                     _distill_or_keep_results(store, request, output)
             except BaseException:
-                _delete_untrained_run(store, request.job_id, output)
+                _delete_run_without_progress(store, request.job_id, output)
                 raise
         _move_artifact(store, request.attempt_id, output)
     return output
@@ -149,7 +149,7 @@ def _plan_local_attempt(spec: JobSpec, store: ObjectStore, output: Path) -> Atte
     """
     attempts = AttemptStore(store)
     job_id = next(iter(store.list_directories(JOBS_PREFIX)), None)
-    if job_id is not None and not _has_trained(store, job_id):
+    if job_id is not None and not _has_training_progress(store, job_id):
         store.delete_prefix(JOBS_PREFIX)  # nothing is lost, and the user may have corrected spec or data
         job_id = None
     if job_id is None:
@@ -177,7 +177,7 @@ def _plan_local_attempt(spec: JobSpec, store: ObjectStore, output: Path) -> Atte
     return last.model_copy(update={"attempt": number + 1, "spec": spec, "resume_from": newest})
 
 
-def _has_trained(store: ObjectStore, job_id: str) -> bool:
+def _has_training_progress(store: ObjectStore, job_id: str) -> bool:
     """Whether the job has an artifact, or it or a trial of its sweep a checkpoint after a step."""
     trials = trials_prefix(job_id)
     stores = [store, *(open_store(join_key(store.uri, f"{trials}/{name}")) for name in store.list_directories(trials))]
@@ -187,9 +187,9 @@ def _has_trained(store: ObjectStore, job_id: str) -> bool:
     )
 
 
-def _delete_untrained_run(store: ObjectStore, job_id: str, output: Path) -> None:
-    """Delete the run unless it has trained."""
-    if not _has_trained(store, job_id):
+def _delete_run_without_progress(store: ObjectStore, job_id: str, output: Path) -> None:
+    """Delete the run unless it has training progress."""
+    if not _has_training_progress(store, job_id):
         shutil.rmtree(output / LOCAL_STORE)
         (output / LOCAL_FAILURE).unlink()
         if not any(output.iterdir()):

@@ -31,7 +31,7 @@ _FRONT_MATTER = re.compile(r"\A\s*---[ \t]*\r?\n(.*?)\r?\n---", re.DOTALL)
 _BRACKETS, _MAX_DEPTH = re.compile(rb"[\[\]{}]"), 100
 _PICKLE_SUFFIXES = (".pkl", ".pickle", ".pt", ".pth")
 _PROSE_KEYS = frozenset({"config_name", "description"})
-"""Keys of a configuration whose text names no file."""
+"""Keys in `configs` of a card whose values are text, not file names."""
 
 
 def check_hub_layout(directory: Path, field: str) -> None:

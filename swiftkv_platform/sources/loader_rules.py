@@ -128,13 +128,13 @@ def is_token(value: Any) -> bool:
     return value is None or (isinstance(value, str) and len(value) <= _MAX_TOKEN_LENGTH)
 
 
-def _is_token_collection(value: Any) -> bool:
+def _is_token_list_or_map(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(map(is_token, value.values()))
     return value is None or (isinstance(value, list) and all(map(is_token, value)))
 
 
-def _is_token_by_id(value: Any) -> bool:
+def _is_token_map_by_id(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
         str(key).isascii() and str(key).isdigit() and isinstance(item, Mapping) and is_token(item)
         for key, item in value.items()
@@ -204,7 +204,7 @@ _REFUSED_TOKENIZER_KEYS = {
 _TOKEN_KEYS = {
     **dict.fromkeys((f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")), is_token),
     **dict.fromkeys(
-        ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"), _is_token_collection
+        ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"), _is_token_list_or_map
     ),
 }
 _FLAG_KEYS = (
@@ -220,7 +220,7 @@ _TOKENIZER_RULES = FileRules(
         **dict.fromkeys(("model_max_length", "max_length", "stride", "pad_to_multiple_of"), _is_scalar),
         "pad_token_type_id": _is_scalar,
         "model_input_names": _is_word_list,
-        "added_tokens_decoder": _is_token_by_id,
+        "added_tokens_decoder": _is_token_map_by_id,
         "chat_template": _is_chat_template,
     },
     refused=_REFUSED_TOKENIZER_KEYS,

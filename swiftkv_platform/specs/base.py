@@ -128,8 +128,8 @@ Weight = Annotated[float, Range(0.0, 1e6)]
 Positive = Annotated[float, Range(1e-30, 1e30)]
 """A positive rate, temperature or limit within the range of float32."""
 NonNegative = Annotated[float, Range(0.0, 1e30)]
-Rate = Annotated[float, Range(1e6, 1e24)]
-"""FLOPs per second of a device."""
+PeakFlopsPerSecond = Annotated[float, Range(1e6, 1e24)]
+"""Peak FLOPs per second of a worker's device in the model's dtype, for the metric `mfu`."""
 
 NumWorkers = Annotated[int, Range(1, MAX_WORKERS)]
 NumCores = Annotated[float, Range(MIN_CORES, 10_000.0)]

@@ -22,7 +22,7 @@ BUILTIN_TASKS: Mapping[str, tuple[str, ...]] = {
 }
 """Files of the built-in tasks in `find_task_directory`, as glob patterns; empty for a generated task."""
 INSTRUCTION_TASKS = frozenset({"builtin:ifeval", "builtin:humaneval", "builtin:tool-calls"})
-"""Built-in tasks with instructions as prompts."""
+"""Built-in tasks whose prompts are instructions, which instruction-tuned models get in their chat template."""
 
 
 class TaskSpec(Spec):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import model_validator
 
-from swiftkv_platform.specs.base import HostMemory, NumCores, NumGpus, NumWorkers, Range, Rate, Spec, Word
+from swiftkv_platform.specs.base import HostMemory, NumCores, NumGpus, NumWorkers, PeakFlopsPerSecond, Range, Spec, Word
 
 
 class ShardingSpec(Spec):
@@ -51,7 +51,7 @@ class ResourcesSpec(Spec):
     """Bytes of host memory that Ray reserves per worker, and per task of the job; null: none."""
     accelerator_type: Word | None = None
     """GPU type by Ray's name, e.g. `H100`."""
-    peak_flops_per_second: Rate | None = None
+    peak_flops_per_second: PeakFlopsPerSecond | None = None
     """Peak FLOPs per second of a worker's device in `model.dtype`, for the metric `mfu`. Default: known for current
     GPUs; no `mfu` for others."""
 

@@ -149,7 +149,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Stop tokens in addition to the model's end of sequence; counted, but not part of the text."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """Only tokens that may be generated, end of sequence included; None: all."""
+    """Only these tokens are generated, and end of sequence only if listed; None: all tokens."""
     ignore_eos: bool = False
     """Continue after the model's end of sequence."""
     skip_special_tokens: bool = True

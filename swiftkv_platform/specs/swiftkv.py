@@ -95,7 +95,7 @@ class SwiftKVSpec(Spec):
                 "remove num_key_value_layers"
             )
         elif self.request.has_bypassed_layers and self.decode_key_value != "own":
-            problem = f"it cannot be combined with decode_key_value {self.decode_key_value!r}; use own"
+            problem = "it skips layers below l, which requires swiftkv.decode_key_value: own"
         else:
             return self
         raise _make_layer_list_error(layers, problem)
@@ -106,8 +106,7 @@ class SwiftKVSpec(Spec):
             raise make_field_error(
                 "swiftkv.deep_tail",
                 self.deep_tail,
-                f"swiftkv.deep_tail is {self.deep_tail}: it needs decode_key_value own; with "
-                f"{self.decode_key_value!r} only 1 is accepted",
+                f"swiftkv.deep_tail is {self.deep_tail}; a value above 1 requires swiftkv.decode_key_value: own",
             )
         return self
 

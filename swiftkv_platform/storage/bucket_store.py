@@ -318,7 +318,7 @@ class BucketStore:
         except BaseError as error:
             if bounds is None or "non-partial" not in str(error):
                 raise
-            yield self._get_range_without_206(key, *bounds)
+            yield self._read_range_from_200_response(key, *bounds)
             return
         try:
             yield from found.stream(size)
@@ -327,7 +327,7 @@ class BucketStore:
                 raise
             raise StorageError(f"object {key!r} in {self.uri} was replaced while it was read; retry") from error
 
-    def _get_range_without_206(self, key: str, start: int, stop: int) -> bytes:
+    def _read_range_from_200_response(self, key: str, start: int, stop: int) -> bytes:
         """Read a range from a server that returns it with status 200 (rclone, lakeFS), which obstore refuses."""
         # No retries by the client, which would resume at a wrong offset.
         client = make_bucket_client(*self._location, retries=0, headers={"Range": f"bytes={start}-{stop - 1}"})

@@ -158,13 +158,13 @@ class SwiftKVDecoder(nn.Module):
         make = partial(_make_layer, family, vllm_config, prefix)
         heads, windows = Heads.from_config(config), get_layer_windows(config)
 
-        def make_cache(layers: Sequence[int]) -> SeparateKVCache:
+        def make_kv_cache(layers: Sequence[int]) -> SeparateKVCache:
             name = f"{prefix}.layers.{layers[0]}.group"
             return SeparateKVCache(vllm_config, heads, [windows[layer] for layer in layers], name)
 
         layers = {layer: make(OwnKVAttention, layer) for layer in layer_map.prefill_layers}
-        self.bypass_caches = {layer: make_cache([layer]) for layer in layer_map.bypassed_layers}
-        self.group_caches = {leader: make_cache(layer_map.get_group(leader)) for leader in layer_map.leaders}
+        self.bypass_caches = {layer: make_kv_cache([layer]) for layer in layer_map.bypassed_layers}
+        self.group_caches = {leader: make_kv_cache(layer_map.get_group(leader)) for leader in layer_map.leaders}
         self.caches = nn.ModuleList([*self.bypass_caches.values(), *self.group_caches.values()])
         self.selector = RowSelector(vllm_config, layer_map.deep_tail, self.embed_tokens.weight.device)
         for layer, cache in self.bypass_caches.items():

@@ -30,7 +30,7 @@ from swiftkv_platform.contract.attempts import new_file_id
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import PageQuery
 from swiftkv_platform.control_plane.database.session import Database, get_newest_revision, make_alembic_config
-from swiftkv_platform.control_plane.database.tables import Base, DeploymentRow, JobRow, ReferenceRow
+from swiftkv_platform.control_plane.database.tables import Base, DeploymentRow, JobReferenceRow, JobRow
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, ResolvedDeployment
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
@@ -118,7 +118,7 @@ def fill(database: Database) -> None:
         file_id = new_file_id()
         written = {"data": {"sources": [{"name_or_path": file_id, "unknown": [1, None]}]}}
         session.execute(update(JobRow).where(JobRow.id == older.id).values(spec=written))
-        session.add(ReferenceRow(used=file_id, job_id=older.id))
+        session.add(JobReferenceRow(used=file_id, job_id=older.id))
     resources = {"num_workers": {"min": 1, "max": 3}, "gpus_per_worker": 1, "cpus_per_worker": 3}
     sweep = {"learning_rate": [1e-4, 2e-4], "key_value_group_size": [1, 2], "max_concurrent": 3}
     store(jobs, make_job(resources=resources, sweep=sweep, evaluation={"max_kl": 1}, limits={"priority": "high"}))

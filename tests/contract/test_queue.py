@@ -19,7 +19,7 @@ from swiftkv_platform.control_plane.base import FencingToken
 from swiftkv_platform.control_plane.database.session import (
     Database,
 )
-from swiftkv_platform.control_plane.database.tables import JobRow, ReferenceRow
+from swiftkv_platform.control_plane.database.tables import JobReferenceRow, JobRow
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, start_attempt, transition
 from swiftkv_platform.control_plane.jobs.repository import Claim, JobRepository
 from swiftkv_platform.control_plane.loops import Leases
@@ -172,9 +172,9 @@ def test_only_typed_references_of_the_same_tenant_use_an_object(database: Databa
         theirs = store(jobs, make_job(tenant="other", **spec))
         own = store(jobs, make_job(**spec))
         with database.begin_write() as session:  # as earlier versions stored the uses of any text
-            session.execute(delete(ReferenceRow))
+            session.execute(delete(JobReferenceRow))
             session.add_all(
-                ReferenceRow(used=each, job_id=job) for job in session.scalars(select(JobRow.id)) for each in ids
+                JobReferenceRow(used=each, job_id=job) for job in session.scalars(select(JobRow.id)) for each in ids
             )
             assert list(find_referencing_jobs(session, [used], tenant=TENANT, limit=9)) == [own.id], spec
             assert list(find_referencing_jobs(session, ids, tenant="other", limit=9)) == [theirs.id], spec

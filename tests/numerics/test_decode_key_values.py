@@ -327,7 +327,7 @@ def test_a_checkpoint_says_what_prompts_run_through(tmp_path: Path) -> None:
     ).state_dict().keys() | {f"model.layers.4.self_attn.{x}_proj_decode_swiftkv.weight" for x in "kv"}
     own: dict[str, Any] = {"decode_key_value": "own"}
     for given, message in (
-        ({"prefill_layers": [0, 2]}, "use swiftkv.decode_key_value own"),
+        ({"prefill_layers": [0, 2]}, "use swiftkv.decode_key_value: own"),
         ({"prefill_layers": [2, 0], **own}, "an ascending list of layers"),
         ({"prefill_layers": [], **own}, "an ascending list of layers"),
         ({"prefill_layers": [0, 4], **own}, "0..3 are accepted"),
@@ -353,12 +353,12 @@ def test_a_checkpoint_says_its_deep_tail(tmp_path: Path) -> None:
     for changes, message in (
         ({"swiftkv_deep_tail": 0}, "1..1048576 tokens are accepted"),
         ({"swiftkv_deep_tail": "9"}, "an integer is accepted"),
-        ({"swiftkv_decode_key_value": "shared"}, "needs swiftkv"),
+        ({"swiftkv_decode_key_value": "shared"}, "requires swiftkv"),
     ):
         (tmp_path / "served" / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises((ModelError, InvalidInputError), match=message):
             AutoModelForCausalLM.from_pretrained(tmp_path / "served")
-    with pytest.raises(InvalidInputError, match="needs swiftkv") as refused:
+    with pytest.raises(InvalidInputError, match="requires swiftkv") as refused:
         convert(family_teacher("llama"), num_key_value_layers=2, deep_tail=9)
     assert refused.value.field == "swiftkv.deep_tail"
 

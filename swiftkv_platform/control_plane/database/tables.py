@@ -257,13 +257,13 @@ class FileRow(Base):
     __table_args__ = (Index(None, "tenant", "id"), Index(None, "tenant", "size"))
 
 
-class ReferenceRow(Base):
-    """A reference from a job to an uploaded file, a model or another job."""
+class JobReferenceRow(Base):
+    """A reference from a job to an uploaded file, a model, another job or its publish target."""
 
     __tablename__ = "uses"
 
     used: Mapped[str] = mapped_column(String(40), primary_key=True)
-    """Id."""
+    """Id of the object, or the digest of the publish target."""
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True, index=True)
 
 

@@ -19,7 +19,7 @@ from swiftkv_platform.control_plane.ray.jobs import RayJobs
 from swiftkv_platform.control_plane.ray.placement import (
     Bundle,
     can_place,
-    compute_deployment_limit,
+    compute_max_deployment_resources,
     normalize_resources,
     reserve,
 )
@@ -55,7 +55,7 @@ class ReplicaScheduler:
         self._nodes = nodes
         self._policies = policies
         self._total = {name: sum(node.get(name, 0.0) for node in nodes) for name in _OPTIONS}
-        self._open = {name: compute_deployment_limit(most, share) for name, most in self._total.items()}
+        self._open = {name: compute_max_deployment_resources(most, share) for name, most in self._total.items()}
 
     def grant_replicas(
         self,

@@ -97,7 +97,7 @@ def derive_merge_patch(spec: type[BaseModel]) -> Callable[[type[Patch]], type[Pa
         fields: dict[str, Any] = {
             name: _make_patch_field(field)
             for name, field in spec.model_fields.items()
-            if _get_patch_rule(field).allowed
+            if _get_field_patch_rule(field).allowed
         }
         return create_model(
             patch.__name__, __base__=patch, __module__=patch.__module__, __doc__=patch.__doc__, **fields
@@ -106,13 +106,14 @@ def derive_merge_patch(spec: type[BaseModel]) -> Callable[[type[Patch]], type[Pa
     return derive
 
 
-def _get_patch_rule(field: FieldInfo) -> PatchRule:
+def _get_field_patch_rule(field: FieldInfo) -> PatchRule:
+    """Return whether `PATCH` may change a field, and with which effect. Without metadata it may."""
     return next((item for item in field.metadata if isinstance(item, PatchRule)), PatchRule())
 
 
 def _make_patch_field(field: FieldInfo) -> Any:
     """Return the field of a patch. Its default is never read and appears in no schema."""
-    description = " ".join(text for text in (field.description, _get_patch_rule(field).effect) if text)
+    description = " ".join(text for text in (field.description, _get_field_patch_rule(field).effect) if text)
     bounds = [item for item in field.metadata if not isinstance(item, PatchRule)]
     annotation: Any = _make_partial(field.annotation)
     for bound in bounds:

@@ -31,7 +31,7 @@ from swiftkv_platform.control_plane.ray.placement import (
     EmptyNodes,
     Node,
     can_place,
-    compute_deployment_limit,
+    compute_max_deployment_resources,
     normalize_resource_name,
     normalize_resources,
     reserve,
@@ -451,7 +451,7 @@ class Preemption:
     def _jobs_exceed_share(self, name: str, jobs: Sequence[Job], nodes: Sequence[Node]) -> bool:
         total = sum(node.total.get(name, 0.0) for node in nodes)
         used = sum(compute_max_resources(job.spec)[name] for job in jobs)
-        return used > total - compute_deployment_limit(total, self._deployments_share)
+        return used > total - compute_max_deployment_resources(total, self._deployments_share)
 
 
 def _make_placement_reason(job: Job) -> Reason:

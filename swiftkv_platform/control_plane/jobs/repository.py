@@ -37,10 +37,10 @@ from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import (
     EventRow,
     IdempotencyRow,
+    JobReferenceRow,
     JobRow,
     MetricRow,
     ModelRow,
-    ReferenceRow,
 )
 from swiftkv_platform.control_plane.deployments.repository import make_deployments_lock_key
 from swiftkv_platform.control_plane.files.repository import check_files_exist, lock_tenant_files
@@ -196,7 +196,7 @@ class JobRepository(Repository):
                 session.add(JobRow(**columns))
                 session.flush()
                 session.add_all(
-                    ReferenceRow(used=used, job_id=job.id) for used in sorted(find_references(columns["spec"]))
+                    JobReferenceRow(used=used, job_id=job.id) for used in sorted(find_references(columns["spec"]))
                 )
                 self._add_events(session, job, [event])
                 if idempotency is not None:

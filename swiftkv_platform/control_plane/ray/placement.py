@@ -52,7 +52,7 @@ class EmptyNodes:
         return reserve([dict(self._nodes[index]) for index in chosen], bundles)
 
 
-def compute_deployment_limit(total: float, share: float) -> float:
+def compute_max_deployment_resources(total: float, share: float) -> float:
     """Return the max amount of a cluster's resource for replicas: a share rounded up, so that one replica fits."""
     return min(math.ceil(total * share), total)
 

@@ -50,8 +50,8 @@ def test_random_schedules_give_the_tokens_of_the_plain_forward(form: str, tmp_pa
         arrivals = make_random_arrivals(draw, subject.plain.config.vocab_size, exits=form != "dense")
         engine = LLMEngine(subject.loaded, make_random_config(draw, subject, arrivals))
         if ON_GPU:
-            assert engine._runner.cache.varlen_settings is not None
-            assert engine._runner.cache.varlen_settings.operator is reference_varlen_attn, "float32"
+            assert engine._runner.kv_cache.varlen_settings is not None
+            assert engine._runner.kv_cache.varlen_settings.operator is reference_varlen_attn, "float32"
         finished = run_schedule(engine, arrivals)
         check_outputs(subject, arrivals, finished)
         seen["preemptions"] += engine.state.num_preemptions

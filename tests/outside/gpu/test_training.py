@@ -27,7 +27,7 @@ from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, build_mi
 from swiftkv_platform.engine.varlen import reference_varlen_attn
 from swiftkv_platform.evaluation.quality import HeldOutTotals
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
-from swiftkv_platform.jobs.worker.measure import Evaluation
+from swiftkv_platform.jobs.worker.measure import StudentEvaluator
 from swiftkv_platform.jobs.worker.setup import (
     calibrate,
     distribute_model,
@@ -342,7 +342,9 @@ def measured(
     lazy = open_lazy_student(spec, path, device=device)
     model = EvaluationModel(lazy, spec.distillation, sharded=sharded, device=device)
     model.load_tensors({name: p.detach() for name, p in disturbed(spec, path).swiftkv_parameters().items()})
-    totals: HeldOutTotals = model(lambda student: Evaluation(student, rows(), spec.evaluation).compare_modes("student"))
+    totals: HeldOutTotals = model(
+        lambda student: StudentEvaluator(student, rows(), spec.evaluation).compare_modes("student")
+    )
     assert totals.num_positions == rows().num_counted_tokens == sum(totals.exit_head.positions)
     sums = {name: getattr(totals, name) for name in ("teacher_nll", "student_nll", "kl", "agreements")}
     sums |= {"by position": totals.by_position.kl, "by prompt": totals.by_prompt_length.kl}

@@ -109,7 +109,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(tiny_teacher: Path, tmp_pat
     for options, message in (
         (["-l", "6"], "1..5 are accepted"),
         (["-l", "2", "--prefill-reduction", "0.5"], "use either --num-key-value-layers or --prefill-reduction"),
-        (["--prefill-layers", "0,2", "--decode-key-value", "shared"], "use swiftkv.decode_key_value own"),
+        (["--prefill-layers", "0,2", "--decode-key-value", "shared"], "use swiftkv.decode_key_value: own"),
         (["--prefill-layers", "0;2"], "'0;2'; ascending layers and ranges are accepted, as 0-2,4,6-16"),
         (["--prefill-layers", "0,2", "-l", "2"], "which sets l to 3"),
         (["--calibration", "no-such-file.txt"], "no-such-file.txt"),

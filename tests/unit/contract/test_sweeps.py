@@ -87,7 +87,7 @@ def test_the_cheapest_point_within_the_budget_is_taken() -> None:
     assert report.recommended == "fits, smaller cache"
     assert report.recommended_result == report.points[2]
     assert [item.on_frontier for item in report.points] == [True, True, False, False, True, False]
-    assert [item.is_within_budget for item in report.points] == [True, True, True, True, False, False]
+    assert [item.has_passed_gates for item in report.points] == [True, True, True, True, False, False]
 
 
 def test_where_none_passes_the_closest_undecided_point_is_taken() -> None:

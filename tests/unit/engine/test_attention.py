@@ -273,7 +273,7 @@ def test_an_engine_on_block_tables_answers_as_one_on_runs(model_dir: Path) -> No
     plain = LLMEngine.from_pretrained(model_dir, config).generate(prompts, GREEDY)
     with patch.object(memory, "choose_operator", return_value=reference_varlen_attn):
         engine = LLMEngine.from_pretrained(model_dir, config)
-    assert engine._runner.cache.varlen_settings is not None
+    assert engine._runner.kv_cache.varlen_settings is not None
     assert [one.token_ids for one in engine.generate(prompts, GREEDY)] == [one.token_ids for one in plain]
 
 

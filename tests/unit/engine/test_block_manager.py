@@ -113,8 +113,8 @@ def test_neighbours_grow_side_by_side() -> None:
         blocks.allocate(table, [], 2 * BLOCK)
     for num_tokens in range(2 * BLOCK, 6 * BLOCK):
         for table in tables:
-            assert blocks.can_grow(table, num_tokens)
-            blocks.grow(table, num_tokens)
+            assert blocks.can_extend_table(table, num_tokens)
+            blocks.extend_table(table, num_tokens)
     assert [len(table.runs) for table in tables] == [1, 1, 1, 1]
     blocks.assert_consistent(tables)
 
@@ -141,11 +141,11 @@ class Accounting(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 100), more=st.integers(1, 9))
-    def grow(self, which: int, more: int) -> None:
+    def extend_table(self, which: int, more: int) -> None:
         table, token_ids, _ = self.live[which % len(self.live)]
-        if self.blocks.can_grow(table, len(token_ids) + more):
+        if self.blocks.can_extend_table(table, len(token_ids) + more):
             token_ids += tokens(more, 5000 + len(token_ids))
-            self.blocks.grow(table, len(token_ids))
+            self.blocks.extend_table(table, len(token_ids))
             self._commit(which % len(self.live))
 
     @precondition(lambda self: self.live)

@@ -224,7 +224,7 @@ struct Workspace {
 };
 
 // Sums of kFloats vectors, one per lane.
-Floats sum_each(const Floats* x) {
+Floats sum_each(const FloatRegister* x) {
 #ifdef CPU_CAPABILITY_AVX512
   __m512 quarters[8], sums[4];
   for (int i = 0; i < 8; ++i) {
@@ -264,10 +264,10 @@ template <Format kFormat, int kRows>
 void score(const BFloat16* const* queries, int64_t dim, const uint8_t* keys, const uint8_t* values, int64_t row_bytes,
            int64_t count, float* scores) {
   for (int64_t j = 0; j < count; j += kFloats) {
-    Floats products[kRows][kFloats];
+    FloatRegister products[kRows][kFloats];
     alignas(64) float scales[kFloats] = {};
     for (int64_t i = 0; i < kFloats; ++i) {
-      Floats sums[kRows];
+      FloatRegister sums[kRows];
       for (int r = 0; r < kRows; ++r) sums[r] = Floats(0.0f);
       if (const uint8_t* key = keys + (j + i) * row_bytes; j + i < count) {
         if constexpr (kFormat != Format::kBFloat16) scales[i] = scale_of(key, dim);

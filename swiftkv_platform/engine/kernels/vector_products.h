@@ -27,12 +27,6 @@ constexpr int kMostRows = kFloats == 16 ? 8 : 5;   // rows that are multiplied b
 constexpr int kFewRows = kFloats == 16 ? 4 : 2;    // rows that are multiplied by whole blocks at once
 constexpr int64_t kDepth = 256;                    // inputs of a part of a product, whose weights stay in the L1 cache
 
-#ifdef CPU_CAPABILITY_AVX512
-using Register = __m512i;
-#else
-using Register = __m256i;
-#endif
-
 // The bits of a register as integers of another size, for the compiler's operators.
 template <typename Number>
 using Bits [[gnu::vector_size(sizeof(Register))]] = Number;
@@ -66,8 +60,8 @@ Floats widen(const BFloat16* pairs, int second) {
   return at::vec::cast<float>(as_ints(second ? bits & 0xFFFF0000u : bits << 16));
 }
 
-// sums [kRows, kVectors * kFloats] (+)= rows [kRows, depth] * packed [depth / 2, ..., 2]; strides are in numbers. The vectors are
-// of kBlocks blocks, whose distance is `block_stride`. `fetches`: prefetch the packed numbers of whole blocks.
+// sums [kRows, kVectors * kFloats] (+)= rows [kRows, depth] * packed [depth / 2, ..., 2]; strides are in numbers. The vectors
+// are of kBlocks blocks, whose distance is `block_stride`. `fetches`: prefetch the packed numbers of whole blocks.
 template <int kRows, int kVectors, int kBlocks = 1>
 void multiply_rows(const float* rows, int64_t stride, const BFloat16* packed, int64_t packed_stride, int64_t block_stride,
                    int64_t depth, bool add, bool fetches, float* sums, int64_t sums_stride) {
@@ -277,7 +271,8 @@ class WeightsInteger {
     const Floats inverse(finite && largest >= 0x1p-110f ? kTop / largest : 0.0f);
     int16_t* to = inputs_.data() + row * stride_;
     const auto put = [&](Floats some, int16_t* to) {
-      Half half = __builtin_convertvector(as_bits<int32_t>(at::vec::convert_to_int_of_same_size((some * inverse).round())), Half);
+      const Ints rounded = at::vec::convert_to_int_of_same_size((some * inverse).round());
+      Half half = __builtin_convertvector(as_bits<int32_t>(rounded), Half);
       for (int j = 1; j < kFloats; j += 4) std::swap(half[j], half[j + 1]);
       std::memcpy(to, &half, sizeof half);
     };
@@ -289,8 +284,8 @@ class WeightsInteger {
     if constexpr (kFourBits) split_bytes(to, row);
   }
 
-  // Signed high and low bytes of a row's inputs, in their order, and -8 times the sums of the inputs of a unit that are first or
-  // second, and third or fourth, of four: weights are stored with 8 added.
+  // Signed high and low bytes of a row's inputs, in their order, and -8 times the sums of the inputs of a unit that are first
+  // or second, and third or fourth, of four: weights are stored with 8 added.
   void split_bytes(const int16_t* from, int64_t row) {
     int8_t* bytes = bytes_.data() + 2 * row * stride_;
     int16_t* starts = starts_[2 * row * stride_ / kUnit].data();

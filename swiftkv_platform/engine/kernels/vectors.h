@@ -27,6 +27,13 @@ using at::Tensor;
 using Floats = at::vec::Vectorized<float>;
 using Halves = at::vec::Vectorized<BFloat16>;
 using Ints = at::vec::Vectorized<int32_t>;  // as many as Floats
+#ifdef CPU_CAPABILITY_AVX512
+using Register = __m512i;
+using FloatRegister = __m512;  // for arrays, which the compiler does not always keep in registers as Floats
+#else
+using Register = __m256i;
+using FloatRegister = __m256;
+#endif
 
 constexpr int64_t kFloats = Floats::size();
 constexpr int64_t kHalves = Halves::size();

@@ -94,7 +94,7 @@ def test_one_key_from_many_requests_at_once_gives_one_job(jobs: JobRepository) -
 
 def test_lists_are_filtered(jobs: JobRepository) -> None:
     blue = store(jobs, make_job(metadata={"team": "blue", "a.b": "1"}))
-    red = store(jobs, make_job(name="a red one", metadata={"team": "red"}, model={"name_or_path": "org/big"}))
+    red = store(jobs, make_job(name="red-one", metadata={"team": "red"}, model={"name_or_path": "org/big"}))
     started, _ = start_attempt(red, now=101)
     jobs.update(started)
 
@@ -105,8 +105,8 @@ def test_lists_are_filtered(jobs: JobRepository) -> None:
     assert ids(metadata={"team": "blue", "a.b": "1"}) == [blue.id]
     assert ids(metadata={"team": "blue", "a.b": "2"}) == []
     assert ids(model="org/big") == [red.id]
-    assert ids(name="a red one") == ids(name="a red one", model="org/big") == [red.id]
-    assert ids(name="a red") == []
+    assert ids(name="red-one") == ids(name="red-one", model="org/big") == [red.id]
+    assert ids(name="red") == []
     assert ids(status=JobStatus.QUEUED) == [blue.id]
     assert ids(status=JobStatus.STARTING, model="org/big") == [red.id]
 

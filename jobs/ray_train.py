@@ -83,7 +83,7 @@ def fit(worker: WorkerConfig) -> str:
             train_loop_config={"worker": worker},
             # Gloo transfers objects and reduces sharded parameters in host memory.
             torch_config=_Config(backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo"),
-            make_scaling_config=make_scaling_config(resources),
+            scaling_config=make_scaling_config(resources),
             run_config=RunConfig(
                 name=f"{worker.request.job_id}-{worker.request.attempt}",
                 storage_path=scratch,

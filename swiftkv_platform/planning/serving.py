@@ -43,7 +43,7 @@ class ServingSetup:
 class Capacity(FrozenModel):
     """Capacity of one GPU, in bytes, blocks, tokens and sequences."""
 
-    compute_weight_bytes: int
+    weights_bytes: int
     kv_block_bytes: int
     """Bytes of a block of `block_size` tokens in all cache layers, including scales."""
     num_blocks: int
@@ -98,7 +98,7 @@ def _compute_capacity(model: Architecture, layer_map: LayerMap, setup: ServingSe
     free = int(setup.memory_bytes * (1 - setup.reserved)) - weights
     num_blocks = max(free // block, 0)
     return Capacity(
-        compute_weight_bytes=weights,
+        weights_bytes=weights,
         kv_block_bytes=block,
         num_blocks=num_blocks,
         num_tokens=num_blocks * setup.block_size,

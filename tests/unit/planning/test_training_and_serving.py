@@ -89,8 +89,10 @@ def test_capacity_of_a_gpu() -> None:
     assert planned.dense.kv_block_bytes == 16 * 131072
     assert planned.swiftkv.kv_block_bytes == planned.dense.kv_block_bytes * 3 // 4
     assert planned.swiftkv.num_tokens == planned.swiftkv.num_blocks * 16 > planned.dense.num_tokens
-    used = planned.swiftkv.compute_weight_bytes + planned.swiftkv.num_blocks * planned.swiftkv.kv_block_bytes
+    used = planned.swiftkv.weights_bytes + planned.swiftkv.num_blocks * planned.swiftkv.kv_block_bytes
     assert 0 <= 0.9 * (80 << 30) - used < planned.swiftkv.kv_block_bytes
+    fields = ["weights_bytes", "kv_block_bytes", "num_blocks", "num_tokens", "num_sequences"]
+    assert list(planned.dense.model_dump()) == fields, "`swiftkv plan --json` has these names"
     assert plan_serving(LLAMA_8B, ServingSetup(memory_bytes=1 << 30, sequence_length=16)).swiftkv.num_sequences == 0
 
 

@@ -101,8 +101,8 @@ class Ledger:
         return self.directory / f"hold-{world_size}-{step}.released"
 
 
-def prepare(request: AttemptRequest, store_uri: str) -> tuple[RunPlan, StoredInputs]:
-    """Call `prepare` of `swiftkv_platform.jobs.driver`, and record the node that it runs on."""
+def prepare_run(request: AttemptRequest, store_uri: str) -> tuple[RunPlan, StoredInputs]:
+    """Call `prepare_run` of `swiftkv_platform.jobs.driver`, and record the node that it runs on."""
     (Ledger.of(request.spec).directory / "prepared-on").write_text(ray.get_runtime_context().get_node_id())
     return prepare_job(request, store_uri)
 
@@ -136,7 +136,7 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> TrainingResult:
 
 def main() -> int:
     with (
-        patch.object(driver, "prepare", prepare),
+        patch.object(driver, "prepare_run", prepare_run),
         patch.object(ray_train, "train_loop_per_worker", train_loop_per_worker),
     ):
         return distill.main()

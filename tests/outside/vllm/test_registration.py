@@ -78,7 +78,7 @@ def _do_nothing(self: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "changed", "message"),
     [
-        (f"{SCHEDULER}._free_request_blocks", None, f"{SCHEDULER}._free_request_blocks is gone"),
+        (f"{SCHEDULER}._free_request_blocks", None, f"{SCHEDULER}._free_request_blocks no longer exists"),
         (f"{SCHEDULER}.add_request", lambda self, request, client: None, r"add_request now requires client"),
         (
             "vllm.model_executor.models.llama.LlamaMLP.__init__",

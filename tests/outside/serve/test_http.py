@@ -26,4 +26,4 @@ async def test_what_the_native_engine_alone_has_is_refused_by_name(
     response = await post(client, prompt=[1, 2], **option)
     [error] = response.json()["errors"]
     assert (response.status_code, error["field"]) == (422, field)
-    assert "only engine.backend native supports it" in error["message"]
+    assert "only engine.backend: native supports it" in error["message"]

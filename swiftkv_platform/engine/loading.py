@@ -242,9 +242,8 @@ def prepare_model(model: PreTrainedModel, config: EngineConfig, device: Any = No
     module: torch.nn.Module = model  # nn.Module's `to` is typed, transformers' wrapper is not
     module.to(device)
     # 2. choose the operators, and round the weights
-    problem = _find_kernel_problem(model, config)
-    if problem is None and not config.fuse_weights:
-        problem = "fuse_weights is false"
+    unsupported = _find_unsupported_option(model, config)
+    problem = kernels.find_problem() if unsupported is None else unsupported
     if config.weights in BITS:
         round_weights(model, config.weights)
     if problem is not None:
@@ -258,20 +257,22 @@ def prepare_model(model: PreTrainedModel, config: EngineConfig, device: Any = No
         use_kernels(model)
     align_weights(model)
     if model.device.type == "cpu":
-        _log_operators(model, config, problem)
+        _log_operators(model, config, problem, is_slow=unsupported is None or config.weights in BITS)
     return model
 
 
-def _find_kernel_problem(model: Any, config: EngineConfig) -> str | None:
-    """Return why the native kernels cannot compute a model, or None if they can."""
+def _find_unsupported_option(model: Any, config: EngineConfig) -> str | None:
+    """Return which option, dtype or device excludes the native kernels, or None. Compiles nothing."""
     if model.device.type != "cpu":
         return "the model is on a GPU"
     if not config.native_kernels:
         return "native_kernels is false"
+    if not config.fuse_weights:
+        return "fuse_weights is false"
     if model.dtype != torch.bfloat16:
         dtype = str(model.dtype).removeprefix("torch.")
         return f"the model's dtype is {dtype}; dtype 'bfloat16' stores half of the bytes and uses them"
-    return kernels.find_problem()
+    return None
 
 
 def _widen_slow_dtype(model: Any, config: EngineConfig) -> None:
@@ -290,8 +291,8 @@ def has_fast_products(dtype: torch.dtype) -> bool:
     return bool(is_supported())
 
 
-def _log_operators(model: Any, config: EngineConfig, problem: str | None) -> None:
-    """Log what computes a model and why: a warning where this machine, or rounded weights, make it slow."""
+def _log_operators(model: Any, config: EngineConfig, problem: str | None, *, is_slow: bool) -> None:
+    """Log what computes a model and why. `is_slow`: this machine or rounded weights make it slow: a warning."""
     operators, log = describe_operators(model), get_logger()
     if problem is None:
         log.info("cpu_operators", operators=operators, reason="they are the fastest for this processor")
@@ -302,7 +303,6 @@ def _log_operators(model: Any, config: EngineConfig, problem: str | None) -> Non
             f"; weights {config.weights!r} are rounded but multiplied as floats, which saves no time: use weights "
         )
         reason += "'auto'"
-    is_slow = config.weights in BITS or problem == kernels.find_problem()
     (log.warning if is_slow else log.info)("cpu_operators", operators=operators, reason=reason)
 
 

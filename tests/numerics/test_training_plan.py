@@ -220,7 +220,7 @@ def test_serving_counts_the_engines_blocks_and_the_exported_weights(model_type: 
     assert planned.kv_block_bytes == get_bytes_per_block(get_layer_shapes(student.config), 16, stored)
     kept = [p.numel() for name, p in student.named_parameters() if not _is_teachers(name, l)]
     assert sum(count_served_parameters(read_architecture(config), student.config.layer_map)) == sum(kept)
-    assert planned.compute_weight_bytes == 2 * sum(kept)
+    assert planned.weights_bytes == 2 * sum(kept)
 
 
 def _is_teachers(name: str, first: int) -> bool:

@@ -1,0 +1,95 @@
+"""Captured traffic: objects below `traffic/{tenant}/{deployment}/`, which replicas write, and jobs and the control
+plane read. No I/O here.
+
+    {YYYY-MM-DD}/{part}.jsonl.gz   captured requests (`CapturedRequest`) that ended on one UTC day, a line each
+    deletions/{id}.json            a `TrafficDeletion`
+
+A replica only adds parts. A deletion hides rows from every reader as soon as it is stored; the control plane then
+rewrites the parts without these rows, and removes the deletion when no replica can still write such rows.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any, Self
+
+from pydantic import model_validator
+from ulid import ULID
+
+from swiftkv_platform.frozen import FrozenModel
+
+TRAFFIC_PREFIX = "traffic"
+"""Prefix of the captured traffic of all tenants."""
+PART_SUFFIX = ".jsonl.gz"
+MAX_WRITE_DELAY_S = 60.0
+"""Max seconds after a request's end until its row is stored; later ones are dropped."""
+
+
+class CapturedRequest(FrozenModel):
+    """A served request with one answer: a conversation (`messages`), or a text (`prompt` and `completion`)."""
+
+    id: str
+    """Id of the response without the prefix of its route, such as `chatcmpl-`; of several prompts with `/{number}`."""
+    time: float
+    """End of the request in Unix seconds."""
+    path: str
+    """Route, such as `/v1/chat/completions`."""
+    model: str
+    """Served model, as in the response."""
+    user: str | None = None
+    """End user, as the caller named him: OpenAI's `user` or `safety_identifier`, Anthropic's `metadata.user_id`."""
+    messages: list[dict[str, Any]] | None = None
+    """Conversation in OpenAI's format, the answer last."""
+    tools: list[dict[str, Any]] | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    finish_reason: str
+    """As in the response; `length` for an answer that was cut off."""
+    prompt_tokens: int
+    completion_tokens: int
+    redacted: int = 0
+    """Number of passages that `redact` has replaced."""
+
+
+class TrafficDeletion(FrozenModel):
+    """Rows to delete: those that match all given fields. Rows that end after `requested_at` are kept."""
+
+    requested_at: float
+    """Unix seconds."""
+    request_id: str | None = None
+    user: str | None = None
+    before: float | None = None
+    """Delete requests that ended before this time, in Unix seconds."""
+
+    @model_validator(mode="after")
+    def _check_condition(self) -> Self:
+        if self.request_id is None and self.user is None and self.before is None:
+            raise ValueError("give request_id, user or before")
+        return self
+
+    def matches(self, row: CapturedRequest) -> bool:
+        return (
+            row.time <= self.requested_at
+            and self.request_id in (None, row.id, row.id.partition("/")[0])
+            and self.user in (None, row.user)
+            and (self.before is None or row.time < self.before)
+        )
+
+
+def make_traffic_prefix(tenant: str, deployment_id: str) -> str:
+    return f"{TRAFFIC_PREFIX}/{tenant}/{deployment_id}"
+
+
+def make_day(time: float) -> str:
+    """Return the UTC day, as `2026-11-30`, of a time in Unix seconds."""
+    return datetime.fromtimestamp(time, UTC).date().isoformat()
+
+
+def make_part_name(day: str) -> str:
+    """Return the key of a new part below the deployment's prefix; the parts of a day sort by creation time."""
+    return f"{day}/{ULID()}{PART_SUFFIX}"
+
+
+def make_deletion_name() -> str:
+    """Return the key of a new deletion below the deployment's prefix."""
+    return f"deletions/{ULID()}.json"

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from swiftkv_platform.data.prepared import PreparedData
+    from swiftkv_platform.model.weights.checkpoint import LazyTensors
 
 OnCommit = Callable[[str, Manifest, Progress], None]
 """Callback for a complete checkpoint: (key, manifest, progress)."""
@@ -337,7 +338,7 @@ def _report_missing_parent(parent: Parent) -> Iterator[None]:
         ) from error
 
 
-def open_trained_tensors(parent: Parent, directory: Path, files: StoredDirectory | None = None) -> Mapping[str, Tensor]:
+def open_trained_tensors(parent: Parent, directory: Path, files: StoredDirectory | None = None) -> LazyTensors:
     """Return the tensors of a parent by the student's names, read on access. `files`: result of `open_parent`; None:
     the parent has been downloaded to `directory`."""
     if parent.kind == "checkpoint":

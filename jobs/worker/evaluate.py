@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, AttemptId, AttemptRequest, Manifest
+from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, AttemptId, AttemptRequest, Manifest, Parent
 from swiftkv_platform.distillation.partial_reads import INDEX_FILE, CheckpointTensors
 from swiftkv_platform.distillation.strategy import EvaluationModel, count_parameter_bytes
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
@@ -22,7 +22,13 @@ from swiftkv_platform.evaluation.parts import ResultStore
 from swiftkv_platform.evaluation.quality import HeldOutTotals
 from swiftkv_platform.evaluation.report import Report, TrainingOutcome
 from swiftkv_platform.jobs.attempt.events import make_progress_callback
-from swiftkv_platform.jobs.attempt.stored import CHOSEN_STEP_KEY, PreparedInputs, StoredResults
+from swiftkv_platform.jobs.attempt.stored import (
+    CHOSEN_STEP_KEY,
+    PreparedInputs,
+    StoredResults,
+    open_parent,
+    open_trained_tensors,
+)
 from swiftkv_platform.jobs.attempt.tracking import TrackedRun, read_loss_curve
 from swiftkv_platform.jobs.worker.measure import StudentEvaluator
 from swiftkv_platform.jobs.worker.setup import (
@@ -71,7 +77,8 @@ def evaluate_and_publish(
     store = open_store(store_uri)
     with _open_workspace(request.spec) as workspace:
         directory = workspace.path
-        student = _TrainedStudent.load(request.spec, get_access(request), workspace, store, checkpoint)
+        access = get_access(request)
+        student = _TrainedStudent.load(request.spec, access, workspace, store, checkpoint, request.parent)
         report = student.measure_quality(prepared, StoredResults(store, request, checkpoint))
         if not student.workers.is_first:
             return None  # the first worker checks the gates after the report is stored
@@ -177,10 +184,19 @@ class _TrainedStudent:
     """License of the teacher according to its own files."""
     training: TrainingOutcome
     tokens_trained: int
+    store: ObjectStore
+    parent: Parent | None
+    """Model or checkpoint that training continued from."""
 
     @classmethod
     def load(
-        cls, spec: JobSpec, access: Access, workspace: Workspace, store: ObjectStore, checkpoint: str
+        cls,
+        spec: JobSpec,
+        access: Access,
+        workspace: Workspace,
+        store: ObjectStore,
+        checkpoint: str,
+        parent: Parent | None = None,
     ) -> _TrainedStudent:
         workers = Workers()
         path = resolve_shared_teacher(spec.model, workspace, access=access)
@@ -200,6 +216,8 @@ class _TrainedStudent:
             license_id=read_license(Path(path)),
             training=_read_training_outcome(progress),
             tokens_trained=int(progress["tokens"]),
+            store=store,
+            parent=parent,
         )
 
     def _fetch_trained(self, *, sharded: bool) -> LazyTensors:
@@ -235,6 +253,10 @@ class _TrainedStudent:
         if prepared.calibrated is not None:
             model.load_tensors(prepared.calibrated)
             calibrated = compare("calibrated")
+        parent = self._open_parent()
+        if parent is not None:
+            model.load_tensors(parent)
+        before = None if parent is None else compare("parent")
         model.load_tensors(self._fetch_trained(sharded=sharded))
         report: Report = model(
             lambda student: StudentEvaluator(student, rows, spec, workers=workers, parts=parts).build_report(
@@ -242,11 +264,22 @@ class _TrainedStudent:
                 tasks,
                 rewired=rewired,
                 calibrated=calibrated,
+                parent=before,
                 tokens_trained=self.tokens_trained,
                 training=self.training,
             )
         )
         return report
+
+    def _open_parent(self) -> LazyTensors | None:
+        """Open the parent's values of the trained tensors, to read from the store; None if training started from the
+        teacher. Collective."""
+        if self.parent is None:
+            return None
+        directory, is_downloader = self.workspace.path / "parent", self.workspace.is_downloader
+        files = open_parent(self.store, self.parent, directory, is_downloader=is_downloader)
+        self.workers.gather(None)  # the others wait for the index
+        return open_trained_tensors(self.parent, directory, files).select(self.trained)
 
     def _is_sharded(self) -> bool:
         """Whether any worker lacks the memory for the whole model. Collective."""

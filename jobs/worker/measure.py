@@ -92,6 +92,7 @@ class StudentEvaluator:
         *,
         rewired: HeldOutTotals | None = None,
         calibrated: HeldOutTotals | None = None,
+        parent: HeldOutTotals | None = None,
         tokens_trained: int | None = None,
         training: TrainingOutcome | None = None,
     ) -> Report:
@@ -116,6 +117,7 @@ class StudentEvaluator:
             spec,
             rewired=rewired,
             calibrated=calibrated,
+            parent=parent,
             distilled=self.compare_modes("distilled"),
             continuations=self._measure_once(
                 "continuations", ContinuationQuality | None, partial(self._measure_continuations, tokenizer)

@@ -188,6 +188,7 @@ complete_file = _make_completer(
     lambda client: [(each.id, each.filename) for each in client.files.list(limit=_MAX_COMPLETIONS)]
 )
 
+Reason = Annotated[str, typer.Option("--reason", help="Reason, recorded with caller and time.")]
 JobId = Annotated[
     str, typer.Argument(metavar="JOB", help="Job id (job_...) or unique name.", autocompletion=complete_job)
 ]

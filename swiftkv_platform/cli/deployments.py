@@ -9,10 +9,13 @@ import typer
 
 from swiftkv_platform.cli.context import (
     DeploymentId,
+    JobId,
     Json,
+    Reason,
     Url,
     connect,
     find_deployment_id,
+    find_job_id,
 )
 from swiftkv_platform.cli.output import (
     Columns,
@@ -68,6 +71,33 @@ def metrics(deployment_id: DeploymentId, url: Url = None, json: Json = False) ->
     rows = [_make_metrics_row(replica) for replica in found.replicas]
     columns = ("replica", "requests", "prompt tokens", "tokens", "exited", "TTFT ms", "KV usage", "running", "waiting")
     print_table(columns, rows, empty="No running replicas.")
+
+
+@deployments_app.command()
+def rollouts(deployment_id: DeploymentId, url: Url = None, json: Json = False) -> None:
+    """List the rollouts of jobs' models to a deployment, newest first."""
+    with connect(url) as client:
+        deployment_id = find_deployment_id(client, deployment_id)
+        found = client.deployments.rollouts(deployment_id)
+    columns: Columns = {
+        "job": "job_id",
+        "model": "model",
+        "status": "status",
+        "since": lambda rollout: format_local_time(rollout.steps[-1]["at"]),
+        "promotion": lambda rollout: format_local_time(rollout.promote_at),
+        "message": lambda rollout: rollout.steps[-1]["message"],
+    }
+    empty = "No rollouts. A job rolls its model out if its spec has the section `rollout`."
+    print_table_result(found, columns, empty=empty, json=json)
+
+
+@deployments_app.command()
+def rollback(deployment_id: DeploymentId, job_id: JobId, reason: Reason, url: Url = None, json: Json = False) -> None:
+    """Undo the rollout of a job's model: remove the candidate, or serve the previous model again."""
+    with connect(url) as client:
+        deployment_id, job_id = find_deployment_id(client, deployment_id), find_job_id(client, job_id)
+        rollout = client.deployments.roll_back(deployment_id, job_id, reason=reason)
+    print_result(rollout, f"Rolled back the rollout of {job_id}.", json=json)
 
 
 @deployments_app.command()

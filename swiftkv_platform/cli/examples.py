@@ -57,6 +57,8 @@ EXAMPLES: Mapping[str, str] = {
     "deployments list": "swiftkv deployments list",
     "deployments get": "swiftkv deployments get my-model",
     "deployments metrics": "swiftkv deployments metrics my-model",
+    "deployments rollouts": "swiftkv deployments rollouts my-model",
+    "deployments rollback": "swiftkv deployments rollback my-model my-job --reason 'wrong answers'",
     "deployments delete": "swiftkv deployments delete my-model",
     "deployments schema": "swiftkv deployments schema > deployment.schema.json",
     "deploy": "swiftkv deploy my-model --max-replicas 2",

@@ -11,6 +11,7 @@ from swiftkv_platform.cli.context import (
     Json,
     Limit,
     ModelName,
+    Reason,
     Url,
     complete_model,
     connect,
@@ -37,7 +38,6 @@ _CHANGEABLE_SECTIONS = ("evaluation", "resources", "metadata")
 """Spec sections that `swiftkv models create` can change."""
 
 AliasName = Annotated[str, typer.Option("--alias", help="Alias, e.g. production. Deployments of an alias follow it.")]
-Reason = Annotated[str, typer.Option("--reason", help="Reason, recorded with caller and time.")]
 
 
 models_app = typer.Typer(no_args_is_help=True)

@@ -342,6 +342,19 @@ class Deployments(Collection):
         """Return the current metrics of the replicas. Totals are counters, so two calls give a rate."""
         return self._transport.get(Resource, f"/deployments/{deployment_id}/metrics")
 
+    def rollouts(self, deployment_id: str) -> builtins.list[Resource]:
+        """List the rollouts of jobs' models to the deployment, newest job first."""
+        return self._transport.list(Resource, f"/deployments/{deployment_id}/rollouts")
+
+    def roll_back(self, deployment_id: str, job_id: str, *, reason: str) -> Resource:
+        """Undo the rollout of a job's model: remove the candidate, or serve the previous model again.
+
+        Raises:
+            RequestConflictError: it was refused or rolled back before, or the deployment serves another model now.
+        """
+        path = f"/deployments/{deployment_id}/rollouts/{job_id}/rollback"
+        return self._transport.send(Resource, "POST", path, json={"reason": reason}, repeatable=False)
+
     def generate(self, deployment_id: str, prompt: str | list[int], **parameters: Any) -> Iterator[Generation]:
         """Generate with a deployment through the control plane, which alone must be reachable. Yields chunks.
 

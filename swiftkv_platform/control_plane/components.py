@@ -15,6 +15,7 @@ from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
+from swiftkv_platform.control_plane.deployments.rollout import RolloutRepository
 from swiftkv_platform.control_plane.files.repository import FileRepository
 from swiftkv_platform.control_plane.hooks.outbox import Outbox
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
@@ -56,6 +57,10 @@ class Components:
     def parents(self) -> Parents:
         """Models and checkpoints that jobs continue from."""
         return Parents(self.jobs, self.registry, self.attempts)
+
+    @property
+    def rollouts(self) -> RolloutRepository:
+        return RolloutRepository(self.database)
 
     def find_files(self, spec: JobSpec, tenant: str, *, usable_at: float | None = None) -> Mapping[str, StoredFile]:
         """Return the tenant's uploaded files that a spec names, by id. `usable_at`: files that have expired by this

@@ -40,6 +40,7 @@ from swiftkv_platform.control_plane.database.tables import (
     MetricRow,
     ModelRow,
     PromotionRow,
+    RolloutRow,
     SessionRow,
 )
 from swiftkv_platform.control_plane.deployments.repository import make_deployments_lock_key
@@ -58,7 +59,7 @@ _PARENT_NAME = JobRow.spec["training"]["from"].as_string()
 """Name of the checkpoint or model that a job is trained from."""
 _BATCH_ROWS = 500
 """Rows of a job that are deleted per transaction."""
-_TABLES_OF_JOB = (DeliveryRow, EventRow, MetricRow, IdempotencyRow, JobReferenceRow, ModelRow)
+_TABLES_OF_JOB = (DeliveryRow, EventRow, MetricRow, IdempotencyRow, JobReferenceRow, RolloutRow, ModelRow)
 """Tables with rows of a job, in order of removal."""
 
 

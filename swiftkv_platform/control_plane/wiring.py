@@ -23,6 +23,7 @@ from swiftkv_platform.control_plane.database.session import open_database
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
 from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
+from swiftkv_platform.control_plane.deployments.rollout_steps import RolloutReconciler
 from swiftkv_platform.control_plane.files.repository import FileRepository
 from swiftkv_platform.control_plane.files.service import FileSweeper
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms, ControlPlaneMetrics, Readiness
@@ -54,7 +55,7 @@ _JOBS_AT_ONCE = 16
 """Jobs that the reconciler polls or submits concurrently."""
 _NODES_TTL_S = 5.0
 """Seconds for which Ray's report of its nodes is cached."""
-LOOPS = ("jobs", "deployments", "webhooks", "files", "retention")
+LOOPS = ("jobs", "deployments", "rollouts", "webhooks", "files", "retention")
 
 
 _WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
@@ -147,6 +148,7 @@ async def run_control_plane(
     steps = {
         "jobs": reconciler.tick,
         "deployments": deploying.tick,
+        "rollouts": RolloutReconciler(parts, settings, leaderships["rollouts"]).tick,
         "webhooks": deliverer.tick,
         "files": FileSweeper(parts.files, parts.objects, parts.clock).tick,
         "retention": run_cleanup,

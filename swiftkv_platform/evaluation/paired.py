@@ -140,15 +140,9 @@ class HeldOutIntervals(FrozenModel):
     @classmethod
     def from_samples(cls, samples: Sequence[SampleSums]) -> HeldOutIntervals | None:
         """Return None for a single unit, or if a figure is not finite."""
-        texts = np.unique([each.text for each in samples], return_inverse=True)[1]
-        unit: Literal["text", "row"] = "text" if len(samples) and texts.max() + 1 >= MIN_TEXTS else "row"
-        rows = np.array(
-            [(one.positions, one.teacher_nll, one.student_nll, one.kl, one.agreements) for one in samples], np.float64
-        ).reshape(-1, 5)
-        parts = rows
-        if unit == "text":
-            parts = np.zeros((texts.max() + 1, rows.shape[1]))
-            np.add.at(parts, texts, rows)
+        unit, parts = _sum_parts(
+            samples, [(one.positions, one.teacher_nll, one.student_nll, one.kl, one.agreements) for one in samples]
+        )
         kl, agreement, ratio = (bootstrap_margin(parts, statistic) for statistic in (_kl, _agreement, _log_ratio))
         if kl is None or agreement is None or ratio is None:
             return None
@@ -161,6 +155,32 @@ class HeldOutIntervals(FrozenModel):
             top1_agreement=(max(share - agreement, 0.0), min(share + agreement, 1.0)),
             perplexity_ratio=_exponentiate_interval(float(_log_ratio(whole)[0]), ratio),
         )
+
+
+def compute_kl_reduction(
+    parent: Sequence[SampleSums], student: Sequence[SampleSums]
+) -> tuple[float, int, Interval | None]:
+    """Return (share by which the student's KL is below its parent's, number of resampled units, interval or None) from
+    sums over the same samples in the same order. The share is 0 if the parent's KL is 0."""
+    _, parts = _sum_parts(student, [(before.kl, after.kl) for before, after in zip(parent, student, strict=True)])
+    value, margin = float(_reduction(parts.sum(0, keepdims=True))[0]), bootstrap_margin(parts, _reduction)
+    return value, len(parts), None if margin is None else (value - margin, value + margin)
+
+
+def _sum_parts(samples: Sequence[SampleSums], values: Sequence[Sequence[float]]) -> tuple[Literal["text", "row"], Sums]:
+    """Return (unit, sums [num_parts, num_values]) of the units to resample: whole texts or, if there are few, samples.
+    `values`: of each sample."""
+    texts = np.unique([each.text for each in samples], return_inverse=True)[1]
+    rows = np.array(values, np.float64).reshape(len(samples), -1)
+    if not len(samples) or texts.max() + 1 < MIN_TEXTS:
+        return "row", rows
+    parts = np.zeros((texts.max() + 1, rows.shape[1]))
+    np.add.at(parts, texts, rows)
+    return "text", parts
+
+
+def _reduction(sums: Sums) -> Sums:
+    return np.where(sums[:, 0] > 0.0, 1.0 - sums[:, 1] / np.where(sums[:, 0] > 0.0, sums[:, 0], 1.0), 0.0)
 
 
 def _kl(sums: Sums) -> Sums:

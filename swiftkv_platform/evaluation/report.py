@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 from pydantic import model_validator
@@ -12,7 +13,12 @@ from swiftkv_platform.errors import QualityGateError
 from swiftkv_platform.evaluation.continuations import ContinuationQuality
 from swiftkv_platform.evaluation.harness.builtin import MIN_TEACHER_SHARE_FOUND
 from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
-from swiftkv_platform.evaluation.paired import HeldOutIntervals, Interval, estimate_samples_to_decide
+from swiftkv_platform.evaluation.paired import (
+    HeldOutIntervals,
+    Interval,
+    compute_kl_reduction,
+    estimate_samples_to_decide,
+)
 from swiftkv_platform.evaluation.prefill_cost import PrefillCost
 from swiftkv_platform.evaluation.quality import (
     BIN_BOUNDS,
@@ -134,6 +140,8 @@ class Report(FrozenModel):
     """Student with the copied start; None if only the final model was measured."""
     calibrated: Quality | None
     """Student with the calibrated start; None if the job starts from copies."""
+    parent: Quality | None = None
+    """Student that training continued from (`training.from`); None if training started from the teacher."""
     distilled: Quality
     perplexity_ratio: float
     """distilled.perplexity / teacher.perplexity"""
@@ -179,6 +187,7 @@ class Report(FrozenModel):
         cost: PrefillCost,
         rewired: HeldOutTotals | None = None,
         calibrated: HeldOutTotals | None = None,
+        parent: HeldOutTotals | None = None,
         tokens_trained: int | None = None,
         training: TrainingOutcome | None = None,
         continuations: ContinuationQuality | None = None,
@@ -196,6 +205,7 @@ class Report(FrozenModel):
             teacher=teacher,
             rewired=rewired.student if rewired else None,
             calibrated=calibrated.student if calibrated else None,
+            parent=parent.student if parent else None,
             distilled=student,
             perplexity_ratio=ratio,
             kl_recovered=recovered,
@@ -215,7 +225,12 @@ class Report(FrozenModel):
             exit_head=build_exit_bins(distilled.exit_head),
             tasks=tasks.scores,
             tasks_left_out=tasks.left_out,
-            gates=_build_gates(spec, (student, ratio, intervals), tasks.scores, instruct=instruct),
+            gates=_sort_gates(
+                [
+                    *_build_gates(spec, (student, ratio, intervals), tasks.scores, instruct=instruct),
+                    *_build_parent_gates(spec, parent, distilled),
+                ]
+            ),
         )
 
     def check_gates(self) -> None:
@@ -275,7 +290,7 @@ def _build_gates(
     tasks: tuple[TaskScore, ...],
     *,
     instruct: bool,
-) -> tuple[Gate, ...]:
+) -> list[Gate]:
     def resolve_limit(limit: float | Literal["auto"] | None, default: float) -> float | None:
         return limit if limit != "auto" else default if instruct else None
 
@@ -293,6 +308,20 @@ def _build_gates(
         if limit is not None
     ]
     gates += [gate for gate in (_build_task_gate(score, spec, num_gates) for score in tasks) if gate is not None]
+    return gates
+
+
+def _build_parent_gates(spec: EvaluationSpec, parent: HeldOutTotals | None, distilled: HeldOutTotals) -> list[Gate]:
+    limit = spec.min_kl_reduction
+    if parent is None or limit is None:
+        return []
+    value, num_units, interval = compute_kl_reduction(parent.samples, distilled.samples)
+    subject = "share by which held-out KL is below that of training.from"
+    return [_build_gate("min_kl_reduction", subject, value, limit, interval, num_units, is_minimum=True)]
+
+
+def _sort_gates(gates: Sequence[Gate]) -> tuple[Gate, ...]:
+    """Return the gates, the worst first."""
     return tuple(sorted(gates, key=lambda gate: gate.severity, reverse=True))
 
 

@@ -125,6 +125,7 @@ Size = Annotated[int, Range(1, 1 << 24)]
 NumKeptCheckpoints = Annotated[int, Range(1, KEPT_CHECKPOINTS.default)]
 NumLayers = Annotated[int, Range(1, MAX_LAYERS)]
 Weight = Annotated[float, Range(0.0, 1e6)]
+Share = Annotated[float, Range(0.0, 1.0)]
 Positive = Annotated[float, Range(1e-30, 1e30)]
 """A positive rate, temperature or limit within the range of float32."""
 NonNegative = Annotated[float, Range(0.0, 1e30)]

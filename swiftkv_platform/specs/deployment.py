@@ -17,7 +17,7 @@ from swiftkv_platform.specs.base import (
     MaxReplicas,
     MinReplicas,
     NumOngoingRequests,
-    Range,
+    Share,
     make_field_error,
 )
 
@@ -36,7 +36,6 @@ MAX_TEMPLATE_LENGTH = 1 << 16
 ToolCallParser = Literal["hermes", "smollm2", "llama3", "mistral", "mistral_v11"]
 """Tool-call formats, named by model family."""
 ModelName = Annotated[str, Field(min_length=1)]
-Share = Annotated[float, Range(0.0, 1.0)]
 
 
 class CandidateSpec(FiniteModel):

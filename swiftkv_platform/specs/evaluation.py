@@ -127,6 +127,9 @@ class EvaluationSpec(Spec):
     min_top1_agreement: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["auto"] | None = "auto"
     """Gate: min share of held-out positions where teacher and student have the same most likely token. `auto`: 0.8 for
     instruction-tuned models, none for others."""
+    min_kl_reduction: Annotated[float, Field(ge=-1.0, lt=1.0)] | None = None
+    """Gate: min share by which held-out KL is below that of `training.from` on the same text, such as 0.1; 0: not
+    above. Null: no gate."""
     max_needle_drop: NonNegative | Literal["auto"] | None = "auto"
     """Gate: `max_drop` for `needle_lengths` at which the teacher finds 80% or more; `auto`: 5 to 20 points."""
     max_drop: NonNegative | Literal["auto"] | None = "auto"
@@ -138,7 +141,7 @@ class EvaluationSpec(Spec):
     @property
     def has_gate(self) -> bool:
         """Whether the spec sets a gate explicitly."""
-        limits = self.max_kl, self.max_perplexity_ratio, self.min_top1_agreement
+        limits = self.max_kl, self.max_perplexity_ratio, self.min_top1_agreement, self.min_kl_reduction
         gates_tasks = bool(self.tasks) and self.max_drop is not None
         return gates_tasks or any(limit not in (None, "auto") for limit in limits)
 

@@ -28,7 +28,7 @@ from swiftkv_platform.specs.base import (
 from swiftkv_platform.specs.data import BUILTIN_DATA, DataSpec
 from swiftkv_platform.specs.documents import load_yaml
 from swiftkv_platform.specs.evaluation import EvaluationSpec, SweepSpec
-from swiftkv_platform.specs.publish import PublishSpec, WebhookSpec
+from swiftkv_platform.specs.publish import PublishSpec, RolloutSpec, WebhookSpec
 from swiftkv_platform.specs.resources import FaultToleranceSpec, ResourcesSpec, ShardingSpec
 from swiftkv_platform.specs.swiftkv import SwiftKVSpec
 from swiftkv_platform.specs.training import OptimizerSpec, TrainingSpec
@@ -181,6 +181,8 @@ class JobSpec(Spec):
     tracking: TrackingSpec = TrackingSpec()
     fault_tolerance: FaultToleranceSpec = FaultToleranceSpec()
     limits: LimitsSpec = LimitsSpec()
+    rollout: RolloutSpec | None = None
+    """Rollout of the model to a deployment; null: somebody deploys it."""
     webhook: WebhookSpec | None = None
     """Webhook for the job's status changes."""
     metadata: dict[Label, LabelValue] = Field(default={}, max_length=32)
@@ -228,6 +230,14 @@ def _find_section_conflicts(spec: JobSpec) -> Iterator[PydanticCustomError]:
     if training.from_ is None and training.max_steps == 0:
         problem = "set training.from to the checkpoint to evaluate and publish, or use 1 or more"
         yield _make_problem("training.max_steps", 0, problem)
+    if spec.rollout is not None and spec.is_publish_only:
+        problem = (
+            "the job only publishes a model that exists already; remove rollout, and change the deployment's model"
+        )
+        yield _make_problem("rollout.deployment", spec.rollout.deployment, problem)
+    if training.from_ is None and spec.evaluation.min_kl_reduction is not None:
+        problem = "it compares with training.from, which is null; remove it, or set training.from"
+        yield _make_problem("evaluation.min_kl_reduction", spec.evaluation.min_kl_reduction, problem)
     size = sharding.sequence_parallel_size
     if size > 1:
         field, workers = "sharding.sequence_parallel_size", resources.num_workers
@@ -285,7 +295,7 @@ def _find_section_conflicts(spec: JobSpec) -> Iterator[PydanticCustomError]:
         )
 
 
-def _make_problem(field: str, value: str | bool | int, problem: str) -> PydanticCustomError:
+def _make_problem(field: str, value: str | float, problem: str) -> PydanticCustomError:
     return make_field_error(field, value, f"{field} is {'true' if value is True else value}: {problem}")
 
 

@@ -1,4 +1,4 @@
-"""Sections `publish` and `webhook` of a job spec. No I/O."""
+"""Sections `publish`, `rollout` and `webhook` of a job spec. No I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.specs.base import HttpUrl, Spec
+from swiftkv_platform.specs.base import HttpUrl, Range, Share, Spec
 
 Status = Literal[
     "queued", "starting", "running", "evaluating", "pausing", "paused", "cancelling", "succeeded", "failed", "cancelled"
@@ -90,3 +90,19 @@ class PublishSpec(Spec):
     def publication(self) -> PublicationSpec | None:
         """Copy outside the platform, if any."""
         return None if self.to is None else PublicationSpec(to=self.to, private=self.private)
+
+
+DeploymentId = Annotated[str, Field(pattern=r"^dep_[0-9A-Za-z]{1,36}$")]
+
+
+class RolloutSpec(Spec):
+    """Rollout of the model to a deployment after it has passed its gates: first as the deployment's candidate, then as
+    its model. A model with an undecided gate is not rolled out."""
+
+    deployment: DeploymentId
+    """`dep_` id. If the deployment follows an alias, the model is promoted to that alias."""
+    share: Share = 0.1
+    """Share of the requests that the candidate serves."""
+    promote_after_s: Annotated[int, Range(0, 10**8)] | None = 3600
+    """Seconds for which the candidate serves before it is promoted; null: it stays a candidate until somebody promotes
+    it."""

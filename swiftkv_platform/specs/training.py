@@ -12,15 +12,17 @@ from swiftkv_platform.specs.base import Count, NonNegative, NumEpochs, Positive,
 
 _PARENT_NAME = re.compile(
     r"(?P<model>mdl_[0-9A-Za-z]+)"
+    r"|(?P<deployment>dep_[0-9A-Za-z]+)"
     r"|(?P<job>job_[0-9A-Za-z]+):(?:(?P<step>\d{1,12})|ckpt_(?P<named>\d{8,12})_(?P<attempt>\d{4,8}))"
 )
 
 
 @dataclass(frozen=True)
 class ParentName:
-    """Parsed `training.from`: a model's id, or a checkpoint's job and step."""
+    """Parsed `training.from`: the id of a model or a deployment, or a checkpoint's job and step."""
 
     model: str | None = None
+    deployment: str | None = None
     job: str | None = None
     step: int | None = None
     attempt: int | None = None
@@ -32,17 +34,18 @@ class ParentName:
         match = _PARENT_NAME.fullmatch(text)
         if match is None:
             raise ValueError(
-                f"{text[:80]!r} is neither a model nor a checkpoint; use a model's id (mdl_...), JOB:STEP "
-                "(job_...:100) or a checkpoint's id of the fine-tuning API (job_...:ckpt_00000100_0001)"
+                f"{text[:80]!r} is neither a model nor a checkpoint; use the id of a model (mdl_...) or a deployment "
+                "(dep_...), JOB:STEP (job_...:100) or a checkpoint's id of the fine-tuning API "
+                "(job_...:ckpt_00000100_0001)"
             )
-        if match["model"] is not None:
-            return cls(model=match["model"])
+        if match["job"] is None:
+            return cls(model=match["model"], deployment=match["deployment"])
         step = int(match["step"] or match["named"])
         return cls(job=match["job"], step=step, attempt=None if match["attempt"] is None else int(match["attempt"]))
 
     def __str__(self) -> str:
-        if self.model is not None:
-            return self.model
+        if self.job is None:
+            return str(self.model or self.deployment)
         return f"{self.job}:{self.step}" if self.attempt is None else f"{self.job}:{self.checkpoint_id}"
 
     @property
@@ -56,7 +59,7 @@ def _validate_reference(text: str) -> str:
 
 
 ParentReference = Annotated[str, Field(max_length=200), AfterValidator(_validate_reference)]
-"""`mdl_...`, `job_...:STEP` or `job_...:ckpt_...`."""
+"""`mdl_...`, `dep_...`, `job_...:STEP` or `job_...:ckpt_...`."""
 
 
 class OptimizerSpec(Spec):
@@ -115,8 +118,9 @@ class TrainingSpec(Spec):
     model_config = ConfigDict(serialize_by_alias=True)
 
     from_: ParentReference | None = Field(default=None, alias="from")
-    """Model (`mdl_...`) or checkpoint (`job_...:STEP`) to continue from, with the same teacher, l and g; null: start
-    from the teacher. Steps and learning-rate schedule restart."""
+    """Model (`mdl_...`), checkpoint (`job_...:STEP`), or deployment (`dep_...`: the model that it serves at submission)
+    to continue from, with the same teacher, l and g; null: start from the teacher. Steps and learning-rate schedule
+    restart."""
     load_optimizer_state: bool = False
     """Also load the optimizer state of the checkpoint `from`."""
     num_epochs: NumEpochs = 2

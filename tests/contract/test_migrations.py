@@ -61,6 +61,7 @@ ADDED = {
     "deliveries.tenant deletions.tenant deletions.size ix_deployments_tenant_alias ix_deployments_candidate "
     "ix_deployments_demand ix_models_tenant_job_id_size ix_models_tenant_name ix_files_tenant_size "
     "ix_deletions_tenant_size ix_deliveries_tenant_status ix_sessions_key_name_expires_at",
+    "0016": "rollouts",
 }
 """Tables, columns and indexes that each migration added before 0006 to 0015 became one."""
 

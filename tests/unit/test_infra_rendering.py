@@ -40,7 +40,7 @@ CRDS = os.environ.get("SWIFTKV_CRDS")
 CUSTOM = ("ray.io", "kueue.x-k8s.io")
 """API groups with schemas in `SCHEMAS`."""
 
-ADDING = ("../../monitoring", "../pinned-model", "../ingress", "../kueue")
+ADDING = ("../../monitoring", "../pinned-model", "../ingress", "../kueue", "../traffic-loop")
 """Components that add objects."""
 
 RENDERINGS = ("base", "components")

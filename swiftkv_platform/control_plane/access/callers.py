@@ -83,6 +83,13 @@ def get_caller(request: Request, scopes: SecurityScopes, _header: _Authorization
     return caller
 
 
+def require_scope(request: Request, scope: Scope) -> None:
+    """Require a further scope of an admitted caller. Raises `ForbiddenError`."""
+    principal = authenticate_request(request)
+    if principal is not None:
+        principal.require_scope(scope)
+
+
 async def hold_stream_slot(
     request: Request, scopes: SecurityScopes, header: _AuthorizationHeader
 ) -> AsyncIterator[None]:

@@ -204,6 +204,23 @@ class PromotionRow(Base):
     )
 
 
+class RolloutRow(Base):
+    """The rollout of a job's model to a deployment."""
+
+    __tablename__ = "rollouts"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(64))
+    deployment: Mapped[str] = mapped_column(String(40))
+    model: Mapped[str] = mapped_column(String(40))
+    status: Mapped[str] = mapped_column(String(16), index=True)
+    state: Mapped[dict[str, Any]] = mapped_column(Document)
+    """Fields of `Rollout` without a column, as JSON."""
+    version: Mapped[int]
+
+    __table_args__ = (Index(None, "tenant", "deployment", "job_id"),)
+
+
 class SessionRow(Base):
     __tablename__ = "sessions"
 

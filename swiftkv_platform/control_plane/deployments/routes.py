@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from operator import attrgetter
 from ssl import SSLContext
 from typing import Annotated, Any, Literal, Self
 
@@ -24,10 +25,13 @@ from swiftkv_platform.control_plane.access.callers import (
 )
 from swiftkv_platform.control_plane.components import ComponentsDep, SettingsDep
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
+from swiftkv_platform.control_plane.deployments.rollout import Rollout, RolloutStatus
+from swiftkv_platform.control_plane.deployments.rollout_steps import RolloutService
 from swiftkv_platform.control_plane.deployments.service import DeploymentService
 from swiftkv_platform.control_plane.http.concurrency import TenantConcurrencyLimiter
 from swiftkv_platform.control_plane.http.merge_patch import IfMatch, MergePatch, derive_merge_patch, set_etag
 from swiftkv_platform.control_plane.http.responses import ListResponse, NewestFirst, ResponseModel, make_list_response
+from swiftkv_platform.control_plane.models.responses import RollbackRequest
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 from swiftkv_platform.web.bodies import BodyRoute
@@ -294,6 +298,70 @@ async def generate(proxy: Proxy) -> StreamingResponse:
 async def complete_chat(proxy: Proxy) -> StreamingResponse:
     """Forward to a deployment's own `POST /v1/chat/completions`, for example with tools, for pages as well."""
     return await proxy.forward("/v1/chat/completions")
+
+
+class RolloutStepResponse(ResponseModel):
+    """A change of a rollout's status."""
+
+    status: RolloutStatus
+    at: int
+    """Unix seconds."""
+    by: str
+    """Name of the caller's key, or `rollout of job_...`."""
+    message: str
+
+
+class RolloutResponse(ResponseModel):
+    """The rollout of a job's model to a deployment (section `rollout` of a job spec)."""
+
+    job_id: str
+    object: Literal["rollout"] = "rollout"
+    deployment: str
+    model: str
+    status: RolloutStatus
+    share: float
+    promote_after_s: int | None
+    serving_since: int | None
+    """Unix seconds since which all replicas have served the candidate."""
+    promote_at: int | None
+    """Unix seconds at which the candidate is promoted; null if that is not known yet, or nothing will be."""
+    previous: str | None
+    """Model that the deployment served before the promotion."""
+    steps: list[RolloutStepResponse]
+    """Oldest first; the last one has the present status."""
+
+    @classmethod
+    def from_rollout(cls, rollout: Rollout) -> Self:
+        computed = {"status": rollout.status, "promote_at": rollout.promote_at}
+        return cls.model_validate({**vars(rollout), **computed, "steps": list(map(vars, rollout.steps))})
+
+
+@router.get("/{deployment_id}/rollouts")
+def list_rollouts(
+    deployment_id: str, parts: ComponentsDep, caller: Reader, page: NewestFirst
+) -> ListResponse[RolloutResponse]:
+    """List the rollouts of jobs' models to the deployment, newest job first."""
+    parts.deployments.get_deployment(deployment_id, tenant=caller.tenant)
+    found = parts.rollouts.list_rollouts(deployment_id, page, tenant=caller.tenant)
+    return make_list_response(found, RolloutResponse.from_rollout, attrgetter("job_id"), page.order)
+
+
+@router.post("/{deployment_id}/rollouts/{job_id}/rollback")
+def roll_back_rollout(
+    deployment_id: str,
+    job_id: str,
+    body: RollbackRequest,
+    caller: Deployer,
+    parts: ComponentsDep,
+    settings: SettingsDep,
+) -> RolloutResponse:
+    """Undo a rollout: remove the candidate, or serve the previous model again. A deployment that follows an alias gets
+    the alias rolled back.
+
+    Returns 409 if the rollout was refused or rolled back before, or if the deployment serves another model now.
+    """
+    service = RolloutService(parts, settings)
+    return RolloutResponse.from_rollout(service.roll_back(job_id, deployment_id, caller, body.reason))
 
 
 @router.delete("/{deployment_id}", status_code=status.HTTP_202_ACCEPTED)

@@ -43,6 +43,7 @@ from swiftkv_platform.control_plane.database.tables import (
     ModelRow,
 )
 from swiftkv_platform.control_plane.deployments.repository import make_deployments_lock_key
+from swiftkv_platform.control_plane.deployments.rollout import add_rollout
 from swiftkv_platform.control_plane.files.repository import check_files_exist, lock_tenant_files
 from swiftkv_platform.control_plane.hooks.outbox import (
     fail_excess_deliveries,
@@ -396,6 +397,8 @@ class JobRepository(Repository):
             _replace_points(session, job.id, points)
             if model is not None:
                 session.add(ModelRow(**vars(model)))
+                if job.spec.rollout is not None:
+                    add_rollout(session, job.spec.rollout, job.id, job.tenant, model.id, model.created_at)
         return updated
 
     def list_events(self, job_id: str, page: PageQuery) -> Page[Event]:

@@ -24,6 +24,7 @@ from swiftkv_platform.control_plane.access.callers import (
     Submitter,
     Writer,
     accepts_event_stream,
+    require_scope,
 )
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.base import Caller, Page, PageQuery
@@ -62,6 +63,7 @@ from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.control_plane.ray.placement import EmptyNodes
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, NotFoundError
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.security.principals import Scope
 from swiftkv_platform.sources.recipes import find_recipes as shipped_recipes
 from swiftkv_platform.sources.recipes import read_description, remove_editor_comment
 from swiftkv_platform.specs import JobSpec
@@ -156,7 +158,10 @@ class JobSubmitter:
         self._idempotency_key, self._traceparent = idempotency_key, traceparent
 
     def submit(self, spec: JobSpec) -> Job:
-        """Submit a job within a span of the route. Raises as `JobService.submit`."""
+        """Submit a job within a span of the route. Raises as `JobService.submit`, and `ForbiddenError` for a rollout by
+        a caller who may not deploy."""
+        if spec.rollout is not None:
+            require_scope(self._request, Scope.DEPLOY)
         name = f"{self._request.method} {self._request.scope['route'].path}"
         with self._spans.span(name, parse_traceparent(self._traceparent), tenant=self._caller.tenant) as context:
             return self._service.submit(

@@ -41,7 +41,13 @@ from swiftkv_platform.control_plane.jobs.responses import JobResponse
 from swiftkv_platform.control_plane.models.parents import check_parent, check_publish_target
 from swiftkv_platform.control_plane.parsing import ParserPool
 from swiftkv_platform.control_plane.ray.placement import Node
-from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
+from swiftkv_platform.errors import (
+    ConflictError,
+    InvalidInputError,
+    NotFoundError,
+    OverQuotaError,
+    StaleVersionError,
+)
 from swiftkv_platform.limits import RESUMPTIONS
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
@@ -82,6 +88,7 @@ class JobService:
         check_spec_bytes(spec)
         check_job_limits(spec, self.settings)
         self._check_wandb_entity(spec, caller.tenant)
+        self._check_rollout(spec, caller.tenant)
         organizations = self.parts.policies.get(caller.tenant).hub_organizations
         if spec.publish.publication is not None:
             to = check_publish_target(spec.publish.publication, caller.tenant, self.settings)
@@ -171,6 +178,18 @@ class JobService:
                 field="tracking.wandb.entity",
                 value=wandb.entity,
             )
+
+    def _check_rollout(self, spec: JobSpec, tenant: str) -> None:
+        if spec.rollout is None:
+            return
+        try:
+            self.parts.deployments.get_deployment(spec.rollout.deployment, tenant=tenant)
+        except NotFoundError as error:
+            raise InvalidInputError(
+                f"rollout.deployment is {spec.rollout.deployment!r}: {error.message}",
+                field="rollout.deployment",
+                value=spec.rollout.deployment,
+            ) from error
 
     def _check_demand(self, spec: JobSpec, tenant: str) -> None:
         check_fits_node_groups(spec, self.settings, self.nodes)

@@ -62,7 +62,16 @@ class Parents:
     def find_by_name(self, reference: str, tenant: str) -> FoundParent:
         """Find a parent by its name. Raises `InvalidInputError` if the tenant does not have it, and `StorageError`."""
         name = ParentName.parse(reference)
-        return self._find_model(name.model, tenant) if name.model is not None else self._find_checkpoint(name, tenant)
+        if name.job is not None:
+            return self._find_checkpoint(name, tenant)
+        return self._find_model(name.model or self._find_served_model(str(name.deployment), tenant), tenant)
+
+    def _find_served_model(self, deployment_id: str, tenant: str) -> str:
+        try:
+            return self.models.get_deployment(deployment_id, tenant=tenant).spec.model
+        except NotFoundError as error:
+            why = "there is no such deployment; GET /deployments lists them"
+            raise _make_parent_error(deployment_id, why) from error
 
     def list_ancestors(self, job_id: str | None, tenant: str) -> list[AncestorResponse]:
         """List the parents of a job, of the parent's job, and so on, until a job is not stored."""
@@ -138,6 +147,7 @@ def make_publishing_spec(found: FoundParent, changes: Mapping[str, Any]) -> JobS
     document = parent_spec.model_dump(mode="json")
     document["name"] = f"{parent_spec.name[:_MAX_STEM_CHARS]}-step-{parent.step}"
     document["training"] |= {"from": parent.name, "max_steps": 0, "load_optimizer_state": False}
+    document["rollout"] = None
     for name, value in changes.items():
         merges = isinstance(value, Mapping) and name != "metadata"
         document[name] = {**document[name], **value} if merges else value

@@ -77,6 +77,22 @@ class LazyTensors(Mapping[str, torch.Tensor], ABC):
     def __len__(self) -> int:
         return len(self.locations)
 
+    def select(self, names: Iterable[str]) -> LazyTensors:
+        """Return the tensors with these names; names without a tensor are left out."""
+        return _SelectedTensors(self, {name: self.locations[name] for name in names if name in self})
+
+
+class _SelectedTensors(LazyTensors):
+    def __init__(self, tensors: LazyTensors, locations: Mapping[str, Any]) -> None:
+        self._tensors, self._locations = tensors, locations
+
+    @property
+    def locations(self) -> Mapping[str, Any]:
+        return self._locations
+
+    def read(self, name: str, rows: slice | None = None, /) -> torch.Tensor:
+        return self._tensors.read(name, rows)
+
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint(LazyTensors):

@@ -1,7 +1,7 @@
 // One deployment: live metrics of its replicas, and changes without downtime.
 
 import { html } from "../vendor/htm-preact.js";
-import { fetchAll, get, patch } from "../api.js";
+import { fetchAll, get, patch, post } from "../api.js";
 import { Chart, EmptyState, FactList, PageHeader, CopyableId, Loading, ObjectPage, Problem, ServingStatus, Snippet, Table, getDeploymentName, isServing, formatNumber, formatPercent, getModelName, describeReplicas, showToast, useAction, usePolling, formatTime } from "../parts.js";
 import { EVERY_MS, WINDOW_S, computeRates, explainMissingRates, useSamples } from "../rates.js";
 
@@ -120,6 +120,35 @@ function History({ deployment: { id, version } }) {
   return changes && html`<h2>History</h2><${Table} caption="Changes, newest first" columns=${CHANGES} rows=${changes} empty="No changes since it was created." />`;
 }
 
+const ROLLOUTS = [
+  { name: "Job", cell: ({ job_id }) => html`<a href="#/jobs/${job_id}">${job_id}</a>` },
+  { name: "Model", cell: ({ model }) => html`<a href="#/models/${model}">${model}</a>` },
+  { name: "Status", cell: ({ status, share }) => (status === "candidate" ? `candidate, ${formatPercent(share)} of the requests` : status.replace("_", " ")) },
+  { name: "Steps", cell: ({ steps, promote_at }) => html`<ol class="plain">
+      ${steps.map(({ status, at, by, message }) => html`<li>${formatTime(at)}: ${status.replace("_", " ")}${by.startsWith("rollout of") ? "" : ` by ${by}`}${message && ` (${message})`}</li>`)}
+      ${promote_at && html`<li class="quiet">${formatTime(promote_at)}: promotion</li>`}</ol>` },
+];
+
+/** Rollouts of jobs' models, each of which can be undone while it is the newest that had an effect. */
+function Rollouts({ deployment, onDone }) {
+  const [rollouts] = usePolling(() => fetchAll(`/deployments/${deployment.id}/rollouts`), [deployment.id, deployment.version], EVERY_MS);
+  const [act, busy, problem] = useAction();
+  const undo = async (event, { job_id }) => {
+    event.preventDefault();
+    await act(async () => {
+      await post(`/deployments/${deployment.id}/rollouts/${job_id}/rollback`, { reason: new FormData(event.target).get("reason") });
+      showToast("Rolled back. The replicas apply it without downtime.");
+    });
+    onDone();
+  };
+  const canUndo = ({ model, status }) => ["waiting", "candidate"].includes(status) || (status === "promoted" && model === deployment.model);
+  const renderForm = (rollout) => html`<form class="row" onSubmit=${(event) => undo(event, rollout)} aria-label="Roll back">
+      <label>Reason <input name="reason" required size="16" /></label><button class="danger" disabled=${busy}>Roll back</button></form>`;
+  const columns = [...ROLLOUTS, { name: "Undo", cell: (rollout) => canUndo(rollout) && renderForm(rollout) }];
+  return rollouts?.length > 0 && html`<h2>Rollouts</h2><${Problem} problem=${problem} />
+    <${Table} caption="Rollouts of jobs' models, newest first" columns=${columns} rows=${rollouts} empty="" />`;
+}
+
 const PARENT = ["deployments", "Deployments"];
 
 export const Deployment = ({ id }) => html`<${ObjectPage} what="deployment" id=${id} parent=${PARENT} load=${() => get(`/deployments/${id}`)} everyMs=${EVERY_MS} page=${DeploymentPage} />`;
@@ -163,5 +192,6 @@ function DeploymentPage({ value: deployment, problem, onChange }) {
         ? html`<${Loading} what="metrics of the replicas" />`
         : html`<p class="quiet">No replica is ready yet.</p>`}
     ${deployment.status !== "deleting" && html`<${Controls} deployment=${deployment} models=${models ?? []} onDone=${onChange} />`}
+    <${Rollouts} deployment=${deployment} onDone=${onChange} />
     <${History} deployment=${deployment} />`;
 }

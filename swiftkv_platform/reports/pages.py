@@ -43,6 +43,7 @@ def _get_environment() -> Environment:
 STAGES = {
     "rewired": "student, projections copied",
     "calibrated": "student, projections calibrated",
+    "parent": "student, before this training",
     "distilled": "student, distilled",
 }
 """Labels of the student's quality in `evaluation.json`, in order of training."""

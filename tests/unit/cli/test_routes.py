@@ -116,6 +116,14 @@ CALLS: dict[str, tuple[Call | None, str | None]] = {
         lambda own, ids: own.deployments.metrics(ids["deployment"]),
         "deployments metrics {deployment}",
     ),
+    "GET /deployments/{deployment_id}/rollouts": (
+        lambda own, ids: own.deployments.rollouts(ids["deployment"]),
+        "deployments rollouts {deployment}",
+    ),
+    "POST /deployments/{deployment_id}/rollouts/{job_id}/rollback": (
+        lambda own, ids: own.deployments.roll_back(ids["deployment"], ids["rolled"], reason="worse"),
+        "deployments rollback {deployment} {rolled} --reason worse",
+    ),
     "POST /deployments/{deployment_id}/generate": (
         lambda own, ids: list(own.deployments.generate(ids["deployment"], "a")),
         "generate a --deployment {deployment}",
@@ -189,10 +197,12 @@ def platform(parts: Components, start: Start, tmp_path: Path) -> Iterator[Platfo
             server.serving.become(deployment, DeploymentStatus.RUNNING, replicas=1)
             server.tick()
             own.models.promote(model, reason="first")
+            rolled = server.succeed(name="rolled", rollout={"deployment": deployment})["id"]
             spec, rows = tmp_path / "spec.yaml", tmp_path / "rows.jsonl"
             spec.write_text(yaml.safe_dump(SPEC))
             rows.write_text('{"text": "x"}\n')
             ids = {"done": done["id"], "job": server.submit()["id"], "model": model, "deployment": deployment}
+            ids |= {"rolled": rolled}
             ids |= {"other": other["distilled_model"], "spare": spare["id"], "spare_model": spare["distilled_model"]}
             (tmp_path / "student").mkdir()
             (tmp_path / "student" / "config.json").write_text('{"model_type": "llama_swiftkv"}')

@@ -75,6 +75,32 @@ def needle(teacher: float, student: float, num_samples: int = 400) -> TaskScore:
     return task("needle_1024", teacher, student, (100 * low, 100 * high), metric="found", num_samples=num_samples)
 
 
+@pytest.mark.parametrize(
+    ("parent", "student", "limit", "spread", "outcome"),
+    [
+        (0.4, 0.2, 0.3, 0.0, "passed"),
+        (0.4, 0.2, 0.6, 0.0, "failed"),
+        (0.2, 0.4, 0.0, 0.0, "failed"),
+        (0.2, 0.4, -1.0, 0.0, "passed"),
+        (0.4, 0.39, 0.0, 0.3, "undecided"),
+        (0.0, 0.0, 0.0, 0.0, "passed"),
+    ],
+)
+@pytest.mark.parametrize("texts", [2, TEXTS])
+def test_a_student_is_compared_with_its_parent_on_the_same_texts(
+    parent: float, student: float, limit: float, spread: float, outcome: str, texts: int
+) -> None:
+    before, after = totals(parent, texts=texts), totals(student, texts=texts, spread=spread)
+    spec = EvaluationSpec(min_kl_reduction=limit, max_kl=None, min_top1_agreement=None)
+    built = Report.build(spec, distilled=after, parent=before, cost=COST)
+    [gate] = built.gates
+    assert (gate.field, gate.outcome) == ("evaluation.min_kl_reduction", outcome)
+    assert gate.value == pytest.approx(1 - student / parent if parent else 0.0)
+    assert built.parent is not None
+    assert built.parent.kl == pytest.approx(parent)
+    assert Report.build(spec, distilled=after, cost=COST).gates == (), "it has no parent"
+
+
 def test_the_report_has_the_published_keys() -> None:
     stages = {"rewired": totals(1.0), "calibrated": totals(0.5), "distilled": totals(0.25)}
     built = Report.build(EvaluationSpec(), **stages, cost=COST, tokens_trained=99)
@@ -85,6 +111,7 @@ def test_the_report_has_the_published_keys() -> None:
             name: {"perplexity": close(math.exp(1.1)), "kl": close(of.kl / 120), "top1_agreement": close(0.8)}
             for name, of in stages.items()
         },
+        "parent": None,
         "perplexity_ratio": close(math.exp(0.1)),
         "kl_recovered": close(0.75),
         "num_positions": 120,

@@ -34,7 +34,7 @@ const QUALITY = [
 
 /** `verdict`: one-sentence summary of the report; `spec`: of the job, if known. */
 export function Report({ report, verdict, spec }) {
-  const rows = ["teacher", "rewired", "calibrated", "distilled"].map((name) => [name, report[name]]).filter(([, quality]) => quality);
+  const rows = ["teacher", "rewired", "calibrated", "parent", "distilled"].map((name) => [name, report[name]]).filter(([, quality]) => quality);
   const { intervals } = report;
   if (intervals) rows.push([`95% interval, ${intervals.num_units} ${intervals.unit}s`, intervals]);
   const gates = report.gates ?? [];

@@ -30,7 +30,7 @@ def problem(response: Any, status: int) -> dict[str, Any]:
         ({"batch_size": 1}, "batch_size", 1, "unknown key (did you mean training.batch_size?); accepted"),
         ({"num_key_value_layers": 1}, "num_key_value_layers", 1, "sweep.num_key_value_layers?)"),
         ({"data": {"sources": [{"name_or_path": "a", "k": 1}]}}, "data.sources[0].k", 1, "sample_count"),
-        ({"colour": "red"}, "colour", "red", "unknown key; accepted here: checkpoint, data"),
+        ({"hue": "red"}, "hue", "red", "unknown key; accepted here: checkpoint, data"),
         ({"name": "x" * 101}, "name", "x" * 101, "100"),
         ({"sharding": {"strategy": "zero9"}}, "sharding.strategy", "zero9", "'ddp', 'fsdp2' or 'deepspeed'"),
         (

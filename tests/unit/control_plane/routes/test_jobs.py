@@ -147,8 +147,9 @@ def test_logs_come_from_ray_while_it_runs_and_from_the_store_afterwards(server: 
     assert server.client.get(f"/jobs/{job_id}/logs").text == "one\n"
     server.worker(job_id).say("error", "lost", code="worker_lost", retryable=True)
     server.cluster.finish(f"{job_id}-1", SubmissionStatus.FAILED)
-    for _ in range(2):
-        server.tick()
+    server.tick()
+    server.wait(5.0)  # the delay before a retry
+    server.tick()
     server.cluster.submissions[f"{job_id}-2"].log = "two\n"
     server.cluster.submissions.pop(f"{job_id}-1")
     expected = "one\n==== attempt 2 ====\ntwo\n"

@@ -13,11 +13,21 @@ from swiftkv_platform.contract.attempts import AttemptId, ManifestFile, new_file
 from swiftkv_platform.control_plane.access.audit import AuditEntry, AuditTrail
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database import paging
-from swiftkv_platform.control_plane.database.tables import Base, DeploymentRow, FileRow, ModelRow, PromotionRow
+from swiftkv_platform.control_plane.database.tables import (
+    Base,
+    DeploymentRow,
+    FileRow,
+    JobRow,
+    ModelRow,
+    PromotionRow,
+)
+from swiftkv_platform.control_plane.deployments.rollout import RolloutStatus, add_rollout
 from swiftkv_platform.control_plane.http import responses
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus, MetricPoint
+from swiftkv_platform.control_plane.jobs.repository import make_job_columns
 from swiftkv_platform.control_plane.jobs.routes import load_recipes
 from swiftkv_platform.limits import EVENT_BYTES, MANIFEST_BYTES, MANIFEST_VALUES, MODEL_BYTES, PAGE_BYTES, Limit, Scope
+from swiftkv_platform.specs.publish import RolloutSpec
 from swiftkv_platform.storage.artifacts import write_manifest
 from tests.support.records import make_job, make_model, store
 from tests.unit.control_plane.routes.conftest import Server, Start
@@ -141,6 +151,21 @@ def add_deployments(server: Server) -> list[str]:
     return found
 
 
+def add_rollouts(server: Server) -> tuple[str, list[str]]:
+    [deployment, *_] = add_deployments(server)
+    jobs = [make_job(tenant=TENANT) for _ in range(NUMBER)]
+    spec = RolloutSpec(deployment=deployment)
+    with server.parts.database.begin_write() as session:
+        for job in jobs:
+            session.add(JobRow(**make_job_columns(job)))
+            session.flush()
+            add_rollout(session, spec, job.id, TENANT, "mdl_x", 1.0)
+    for job in jobs:
+        rollout = server.parts.rollouts.get_rollout(job.id, tenant=TENANT)
+        server.parts.rollouts.update(rollout.add_step(RolloutStatus.REFUSED, 2.0, LARGE))
+    return deployment, [job.id for job in jobs]
+
+
 def add_files(server: Server) -> list[str]:
     ids = [new_file_id() for _ in range(100)]
     known = {"tenant": TENANT, "created_by": "ann", "created_at": 1, "purpose": "fine-tune", "size": 9, "rows": 1}
@@ -179,6 +204,7 @@ SEEDS: dict[str, Callable[[Server], list[str] | tuple[str, list[str]]]] = {
     "/models": add_models,
     "/aliases": add_aliases,
     "/deployments": add_deployments,
+    "/deployments/{deployment_id}/rollouts": add_rollouts,
     "/v1/files": add_files,
     "/v1/fine_tuning/jobs": add_jobs,
     "/v1/fine_tuning/jobs/{job_id}/events": add_events,
@@ -186,8 +212,9 @@ SEEDS: dict[str, Callable[[Server], list[str] | tuple[str, list[str]]]] = {
     "/audit": add_audit,
     "/recipes": of_recipes,
 }
-"""For each list, a function that stores large objects, and returns their ids, after the id of their job if they have
-one."""
+"""For each list, a function that stores large objects, and returns their ids, after the id of the job or deployment
+that they belong to, if there is one."""
+CURSORS = {"/jobs/{job_id}/metrics": "step", "/deployments/{deployment_id}/rollouts": "job_id"}
 NO_LISTS = {"/jobs/{job_id}/logs": "`limit` is a number of bytes of text"}
 
 
@@ -230,8 +257,8 @@ def test_pages_are_short_and_together_whole(
     monkeypatch.setattr(responses, "PAGE_BYTES", Limit(Scope.REQUEST, "bytes of a page", SMALL_PAGE))
     server = start()
     made = SEEDS[route](server)
-    job_id, ids = made if isinstance(made, tuple) else ("", made)
-    path = route.format(job_id=job_id)
+    owner, ids = made if isinstance(made, tuple) else ("", made)
+    path = route.format(job_id=owner, deployment_id=owner)
     found: list[str] = []
     after: dict[str, str] = {}
     pages = 0
@@ -240,7 +267,7 @@ def test_pages_are_short_and_together_whole(
             response = server.client.get(path, params={"limit": LONGEST_PAGE, "order": order, **after})
         assert response.status_code == 200, response.text[:500]
         page = response.json()
-        cursor = {"/jobs/{job_id}/metrics": "step"}.get(route, "path" if "path" in page["data"][0] else "id")
+        cursor = CURSORS.get(route, "path" if "path" in page["data"][0] else "id")
         largest = max(len(json.dumps(item).encode()) for item in page["data"])
         assert len(response.content) <= SMALL_PAGE + largest, f"{len(page['data'])} objects"
         assert sum(loaded) <= 2 * SMALL_PAGE + 2 * max(loaded, default=0), "rows are loaded that are not shown"

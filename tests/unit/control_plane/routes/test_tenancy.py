@@ -61,6 +61,7 @@ BODIES: dict[tuple[str, str], dict[str, Any] | None] = {
     ("POST", "/deployments"): {"model": "{model_id}", "route_prefix": "/stolen"},
     ("PATCH", "/deployments/{deployment_id}"): {"max_replicas": 2},
     ("DELETE", "/deployments/{deployment_id}"): None,
+    ("POST", "/deployments/{deployment_id}/rollouts/{job_id}/rollback"): {"reason": "mine now"},
     ("POST", "/deployments/{deployment_id}/generate"): {"prompt": "x"},
     ("POST", "/deployments/{deployment_id}/chat/completions"): {"messages": [{"role": "user", "content": "x"}]},
 }
@@ -122,6 +123,20 @@ def test_a_key_opens_no_more_than_its_scopes(as_: As) -> None:
             assert (refused.status_code, code_of(refused)) == (403, "forbidden"), (method, path)
     assert as_("acme", Scope.JOBS_WRITE).post("/jobs", json=SPEC).status_code == 201
     assert as_("acme", Scope.JOBS_WRITE).get("/jobs").status_code == 403
+
+
+def test_a_rollout_needs_a_deployment_of_the_tenant_and_a_key_that_may_deploy(as_: As, server: Server) -> None:
+    model = made_model(as_, server, "acme")
+    deployment = as_("acme").post("/deployments", json={"model": model, "route_prefix": "/chat"}).json()["id"]
+    rolled = {**SPEC, "rollout": {"deployment": deployment}}
+    assert as_("acme", Scope.JOBS_WRITE).post("/jobs", json=rolled).status_code == 403
+    assert as_("acme", Scope.JOBS_WRITE, Scope.DEPLOY).post("/jobs", json=rolled).status_code == 201
+    for path in ("/jobs", "/jobs/validate"):
+        assert refusal(as_("other").post(path, json=rolled))["field"] == "rollout.deployment"
+    continued = {**SPEC, "training": {"from": deployment, "max_steps": 1}}
+    assert refusal(as_("other").post("/jobs", json=continued))["field"] == "training.from"
+    made = as_("acme").post("/jobs", json=continued)
+    assert made.json()["spec"]["training"]["from"] == model, "the model that is served at submission"
 
 
 @pytest.mark.parametrize("by_cookie", [False, True])

@@ -19,7 +19,7 @@ import swiftkv_platform.jobs.worker.evaluate as evaluation
 import swiftkv_platform.jobs.worker.measure as measure
 import swiftkv_platform.jobs.worker.setup as setup
 import swiftkv_platform.model.weights.lazy_student as weights
-from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, Parent
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.checkpoint import Checkpointer
@@ -67,6 +67,7 @@ class Case:
     killed_after: str | None = None
     """Name of the part of the evaluation after which the first worker is killed."""
     spec: dict[str, Any] = field(default_factory=dict)
+    parent: Parent | None = None
 
     @property
     def request(self) -> AttemptRequest:
@@ -82,7 +83,7 @@ class Case:
         }
         merged = {key: sections.get(key, {}) | self.spec.get(key, {}) for key in sections | self.spec}
         spec = JobSpec.model_validate({**merged, "name": "phases"})
-        return AttemptRequest(job_id="j", attempt=1, spec=spec, run_id="r")
+        return AttemptRequest(job_id="j", attempt=1, spec=spec, run_id="r", parent=self.parent)
 
 
 @dataclass(frozen=True)

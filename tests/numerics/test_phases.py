@@ -18,7 +18,7 @@ import yaml
 from torch.multiprocessing import ProcessExitedException
 from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig
 
-from swiftkv_platform.contract.attempts import AttemptId
+from swiftkv_platform.contract.attempts import AttemptId, Parent
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.model.weights.writing import write_model_shards
 from swiftkv_platform.planning.machines import has_fast_bfloat16
@@ -160,6 +160,36 @@ def test_workers_do_what_one_process_does(name: str, cases: Any, together: Any, 
         if name == "sharded":
             teacher = AutoModelForCausalLM.from_pretrained(cases[name].teacher)
             torch.testing.assert_close(student.swiftkv(False)(prompt).logits, teacher(prompt).logits)
+
+
+@pytest.mark.parametrize(("kind", "num_workers"), [("checkpoint", 1), ("model", 1), ("model", 2)])
+def test_the_report_measures_the_parent_on_the_same_text(
+    kind: Any, num_workers: int, cases: dict[str, Case], alone: dict[str, Outcome], tmp_path: Path
+) -> None:
+    """A student that equals its parent is as far from the teacher as it."""
+    trained, attempt = Path(apart(cases["whole"]).directory), AttemptId("j", 1)
+    shutil.copytree(trained, tmp_path / "at")
+    stored = tmp_path / "at" / "store"
+    shutil.rmtree(stored / attempt.prefix / "evaluation", ignore_errors=True)
+    shutil.move(stored / attempt.artifact_prefix, stored / "model")
+    newest = AttemptStore(open_store(str(stored))).find_newest_checkpoint("j")
+    key = "model" if kind == "model" else str(newest)
+    parent = Parent(name="mdl_x" if kind == "model" else "job_x:3", kind=kind, key=key, job_id="job_x", sha256="0" * 64)
+    section = {"min_kl_reduction": 0.0, "max_kl": None, "continuations": 0}
+    spec = {"evaluation": section, "training": {"from": parent.name}}
+    case = Case(str(tmp_path / "at"), cases["whole"].teacher, prefill_rounds=1, spec=spec)
+    case = replace(case, parent=parent, sharded=num_workers > 1)
+    if num_workers == 1:
+        with group_of_one(tmp_path), in_this_process():
+            outcome = run_evaluation(case)
+    else:
+        (outcome,) = run_spawned(run_evaluation, [case], num_workers, tmp_path / "group")
+    assert outcome.manifest is not None
+    report = outcome.manifest.metrics
+    assert_close(report["parent"], report["distilled"], "parent")
+    assert report["parent"]["kl"] < report["rewired"]["kl"]
+    [gate] = report["gates"]
+    assert (gate["field"], gate["value"]) == ("evaluation.min_kl_reduction", pytest.approx(0.0, abs=1e-6))
 
 
 def test_workers_of_a_machine_share_a_directory(tmp_path: Path) -> None:

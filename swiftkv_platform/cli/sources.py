@@ -73,8 +73,8 @@ def check_paths_exist(spec: JobSpec) -> None:
     """Raise `InvalidInputError` for the first path of a model or data source that does not exist on this machine,
     before Ray starts."""
     check_model_exists(spec.model.name_or_path, "model.name_or_path")
-    for index, source in enumerate(spec.data.sources):
-        field = f"data.sources[{index}].name_or_path"
+    for source_field, source in spec.list_sources():
+        field = f"{source_field}.name_or_path"
         match UNRESTRICTED.parse_data(source.name_or_path, field):
             case PathSource(name=name, path=path) if not path.exists():
                 raise DataError.for_field(field, name, ": no such file or directory here")

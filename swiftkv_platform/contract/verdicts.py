@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
+from swiftkv_platform.specs.evaluation import NEEDLE_PREFIX
+
 Verdict = Literal["passed", "undecided", "failed"]
-NEEDLE_PREFIX = "needle_"
-"""Prefix of the names of needle-in-a-haystack tasks, before the prompt length in tokens: `needle_4096`."""
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 """All verdicts, best first."""
 

@@ -18,6 +18,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
+from swiftkv_platform.data.evaluation_rows import get_row_formats
 from swiftkv_platform.data.files import (
     Row,
     can_read_zstandard,
@@ -33,6 +34,7 @@ from swiftkv_platform.data.formats import (
     FORMATS,
     PROMPT_FORMATS,
     NonEmptyColumns,
+    RowFormat,
     RowReader,
     find_row_reader,
     hash_content,
@@ -40,6 +42,7 @@ from swiftkv_platform.data.formats import (
     match_format,
 )
 from swiftkv_platform.data.messages import RowError
+from swiftkv_platform.data.row_metrics import compile_schema
 from swiftkv_platform.errors import DataError, find_lone_surrogate
 from swiftkv_platform.limits import (
     CHECKED_BYTES,
@@ -62,7 +65,7 @@ from swiftkv_platform.sources.layout import (
     is_saved_dataset,
     list_source_files,
 )
-from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec
+from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec, RowTaskSpec
 from swiftkv_platform.web.safe_json import exceeds_limits
 
 _TEXT_COLUMN = "text"
@@ -159,8 +162,24 @@ def check_sources(
     found: list[SourceEstimate] = []
     for index, source in enumerate(sources):
         max_files = max(budget.num_files // (len(sources) - index), 1)  # at least one file of every source
-        found.append(_SourceCheck(source, f"data.sources[{index}]", access, budget, max_files).estimate())
+        formats = FORMATS if source.complete is None else PROMPT_FORMATS
+        found.append(_SourceCheck(source, f"data.sources[{index}]", access, budget, max_files, formats).estimate())
     return tuple(found)
+
+
+def check_row_sources(tasks: Sequence[RowTaskSpec], access: Access = UNRESTRICTED) -> None:
+    """Check the sources and schemas of own rows to evaluate. Raises `DataError` for the first one that cannot be
+    used."""
+    budget = ReadBudget()
+    for index, task in enumerate(tasks):
+        field = f"evaluation.rows[{index}]"
+        if task.json_schema is not None:
+            try:
+                compile_schema(task.json_schema)
+            except RowError as error:
+                raise DataError(f"{field}.json_schema: {error}", field=f"{field}.json_schema") from error
+        max_files = max(budget.num_files // (len(tasks) - index), 1)
+        _SourceCheck(task.source, f"{field}.source", access, budget, max_files, get_row_formats(task)).estimate()
 
 
 @dataclass(frozen=True)
@@ -172,6 +191,7 @@ class _SourceCheck:
     access: Access
     budget: ReadBudget
     max_files: int
+    formats: Sequence[RowFormat]
 
     @property
     def field(self) -> str:
@@ -282,7 +302,7 @@ class _SourceCheck:
             tuple(columns),
             origin=f"{self.source.name_or_path}: {origin}",
             source_field=self.field,
-            formats=FORMATS if self.source.complete is None else PROMPT_FORMATS,
+            formats=self.formats,
             non_empty=non_empty,
             field=self.field,
             value=self.source.name_or_path,

@@ -5,12 +5,12 @@ rows, and parse the columns as texts and conversations.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -263,6 +263,8 @@ class SourceRow:
     held_out: bool | None
     """Whether the source holds the row out; None if the source has no splits."""
     unread_columns: tuple[str, ...]
+    values: Mapping[str, Any]
+    """Values of the requested other columns; without those that the row lacks."""
 
     def make_error(self, why: RowError, source_field: str) -> DataError:
         return make_row_error(source_field, self.origin, self.number, f", read as {self.format}: {why}", unit=self.unit)
@@ -276,17 +278,25 @@ def read_source_rows(
     remote: RemoteFiles | None,
     access: Access = UNRESTRICTED,
     formats: Sequence[RowFormat] = FORMATS,
+    source_field: str | None = None,
+    other_columns: Sequence[str] = (),
 ) -> Iterator[SourceRow]:
-    """Yield the rows of `data.sources[index]`: all, or `sample_count` of them, chosen by the seed (the first ones of a
-    streamed source, whose length is unknown). The source's own held-out rows come in addition. Raises as
-    `prepare_data`, and `DataError` with the line for a row that the format cannot parse."""
-    source_field = f"data.sources[{index}]"
+    """Yield the rows of a source: all, or `sample_count` of them, chosen by the seed (the first ones of a streamed
+    source, whose length is unknown). The source's own held-out rows come in addition. Raises as `prepare_data`, and
+    `DataError` with the line for a row that the format cannot parse.
+
+    Args:
+        source_field: JSON path of the source in the spec; None: `data.sources[index]`.
+        other_columns: columns to read besides those of the format.
+    """
+    source_field = f"data.sources[{index}]" if source_field is None else source_field
     tables = open_source(source, source_field=source_field, remote=remote, access=access)
     training = [table for table in tables if not table.held_out]
-    yield from _read_sample(training, source, (seed, index), _RowParser(source, source_field, formats))
+    parser = _RowParser(source, source_field, formats, other_columns)
+    yield from _read_sample(training, source, (seed, index), parser)
     for table in tables:
         if table.held_out:
-            yield from _RowParser(source, source_field, formats).parse_rows(table, None)
+            yield from parser.parse_rows(table, None)
 
 
 def _read_sample(
@@ -318,6 +328,7 @@ class _RowParser:
     source: DataSourceSpec
     source_field: str
     formats: Sequence[RowFormat]
+    other_columns: Sequence[str]
 
     def parse_rows(self, table: Table, chosen: IntArray | None) -> Iterator[SourceRow]:
         """Yield the rows of a table; only those at the indices `chosen` (from 0, ascending) if it is not None."""
@@ -331,7 +342,11 @@ class _RowParser:
         # one reader for the table, or one for each set of columns
         fixed = None if table.columns is None else find(table.columns, origin=table.origin)
         readers: dict[tuple[str, ...], RowReader] = {}
-        for number, row in _select_rows(table.read_rows(None if fixed is None else fixed.columns), chosen):
+        columns = None
+        if fixed is not None:
+            others = (name for name in self.other_columns if name in (table.columns or ()))
+            columns = tuple(dict.fromkeys((*fixed.columns, *others)))
+        for number, row in _select_rows(table.read_rows(columns), chosen):
             reader = fixed or readers.get(tuple(row))
             if reader is None:
                 reader = find(tuple(row), origin=f"{table.origin}, {table.unit} {number},")
@@ -350,6 +365,7 @@ class _RowParser:
                 number,
                 table.held_out,
                 reader.unread_columns,
+                {name: row[name] for name in self.other_columns if name in row},
             )
 
     def _read_format_columns(self, table: Table) -> Iterator[Row]:

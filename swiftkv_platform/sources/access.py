@@ -93,10 +93,10 @@ class Access:
         self.parse_model(spec.model.name_or_path)
         if spec.model.revision is not None:
             check_revision(spec.model.revision, "model.revision")
-        for index, source in enumerate(spec.data.sources):
-            self.parse_data(source.name_or_path, f"data.sources[{index}].name_or_path")
+        for field, source in spec.list_sources():
+            self.parse_data(source.name_or_path, f"{field}.name_or_path")
             if source.complete is not None and source.complete.endpoint is not None:
-                self._check_teacher_endpoint(source.complete.endpoint, f"data.sources[{index}].complete.endpoint")
+                self._check_teacher_endpoint(source.complete.endpoint, f"{field}.complete.endpoint")
         for index, task in enumerate(spec.evaluation.tasks):
             self.check_task(task, f"evaluation.tasks[{index}]")
 
@@ -193,7 +193,7 @@ def matches_origin(url: str, allowed: str) -> bool:
 
 def list_file_ids(spec: JobSpec) -> list[str]:
     """Return the ids of the uploaded files that a spec names as data, each once."""
-    return list(dict.fromkeys(each.name_or_path for each in spec.data.sources if is_file_id(each.name_or_path)))
+    return list(dict.fromkeys(each.name_or_path for _, each in spec.list_sources() if is_file_id(each.name_or_path)))
 
 
 def check_revision(revision: str, field: str) -> None:

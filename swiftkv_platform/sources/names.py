@@ -239,6 +239,13 @@ def make_override_absolute(field: str, value: Any) -> Any:
         return make_absolute(value, "model", field)
     if field == "data.sources" and isinstance(value, list):
         return [_make_source_absolute(source) for source in value]
+    if field == "evaluation.rows" and isinstance(value, list):
+        return [
+            {**task, "source": _make_source_absolute(task["source"])}
+            if isinstance(task, dict) and "source" in task
+            else task
+            for task in value
+        ]
     return value
 
 
@@ -281,12 +288,17 @@ def _make_source_absolute(source: Any) -> Any:
 def _map_names(spec: JobSpec, change: ChangeName) -> JobSpec:
     """Return the spec with `change` applied to every name that may be a path; unchanged sections are not copied."""
     model = _copy_with_changes(spec.model, name_or_path=change(spec.model.name_or_path, "model", "model.name_or_path"))
-    sources = tuple(
-        _copy_with_changes(source, name_or_path=change(source.name_or_path, "data", f"data.sources[{i}].name_or_path"))
-        for i, source in enumerate(spec.data.sources)
+    sources = [
+        _copy_with_changes(source, name_or_path=change(source.name_or_path, "data", f"{field}.name_or_path"))
+        for field, source in spec.list_sources()
+    ]
+    own, of_rows = tuple(sources[: len(spec.data.sources)]), sources[len(spec.data.sources) :]
+    rows = tuple(
+        _copy_with_changes(task, source=source) for task, source in zip(spec.evaluation.rows, of_rows, strict=True)
     )
     tasks = tuple(_map_task(task, f"evaluation.tasks[{i}]", change) for i, task in enumerate(spec.evaluation.tasks))
-    data, evaluation = _copy_with_changes(spec.data, sources=sources), _copy_with_changes(spec.evaluation, tasks=tasks)
+    data = _copy_with_changes(spec.data, sources=own)
+    evaluation = _copy_with_changes(spec.evaluation, tasks=tasks, rows=rows)
     return _copy_with_changes(spec, model=model, data=data, evaluation=evaluation)
 
 

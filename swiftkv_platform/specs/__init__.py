@@ -18,7 +18,7 @@ from swiftkv_platform.specs.data import (
     DataSourceSpec,
     DataSpec,
 )
-from swiftkv_platform.specs.evaluation import PAPER_TASKS, EvaluationSpec, SweepSpec, TaskSpec
+from swiftkv_platform.specs.evaluation import PAPER_TASKS, EvaluationSpec, RowTaskSpec, SweepSpec, TaskSpec
 from swiftkv_platform.specs.job import (
     BUILTIN_TEACHER,
     REAL_TEACHER,
@@ -62,6 +62,7 @@ __all__ = [
     "OptimizerSpec",
     "PublishSpec",
     "ResourcesSpec",
+    "RowTaskSpec",
     "ShardingSpec",
     "SweepSpec",
     "SwiftKVSpec",

@@ -218,7 +218,7 @@ class Spec(FiniteModel):
         match value:
             case str():
                 _check_storable(value)
-            case tuple():
+            case tuple() | list():
                 for item in value:
                     cls._validate_storable(item)
             case dict():

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from swiftkv_platform.errors import DataError
-from swiftkv_platform.specs.base import Count, Name, NonNegative, NumLayers, Positive, Range, Size, Spec, Word
+from swiftkv_platform.specs.base import (
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    Count,
+    Name,
+    NonNegative,
+    NumLayers,
+    Positive,
+    Range,
+    Size,
+    Spec,
+    Word,
+    make_field_error,
+)
+from swiftkv_platform.specs.data import DataSourceSpec
 
 _MAX_TRIALS = 256
+NEEDLE_PREFIX = "needle_"
+"""Prefix of the names of needle-in-a-haystack tasks, before the prompt length in tokens: `needle_4096`."""
 BUILTIN_TASKS: Mapping[str, tuple[str, ...]] = {
     "builtin:gsm8k": ("gsm8k_train.jsonl", "gsm8k_test.jsonl"),
     "builtin:mmlu": ("test/*_test.csv", "dev/*_dev.csv"),
@@ -91,6 +108,85 @@ PAPER_TASKS = (
 """Tasks of table B.1 of the paper."""
 
 
+RowMetric = Literal["exact_match", "contains", "json_schema", "classification", "numeric", "likelihood"]
+_METRICS_BY_OPTION: Mapping[str, tuple[RowMetric, ...]] = {
+    "ignore_case": ("exact_match", "contains"),
+    "labels": ("classification",),
+    "json_schema": ("json_schema",),
+    "json_schema_column": ("json_schema",),
+    "absolute_tolerance": ("numeric",),
+    "relative_tolerance": ("numeric",),
+    "answer_column": ("exact_match", "contains", "classification", "numeric", "likelihood"),
+    "max_tokens": ("exact_match", "contains", "json_schema", "numeric", "likelihood"),
+    "stop": ("exact_match", "contains", "json_schema", "numeric", "likelihood"),
+}
+"""Options of a `RowTaskSpec`, with the metrics that use them."""
+
+
+class RowTaskSpec(Spec):
+    """Own rows on which teacher and student are compared: a prompt per row and, for most metrics, the expected
+    answer."""
+
+    name: Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the task in reports and comparisons."""
+    source: DataSourceSpec
+    """The rows, in any format of `data.sources`. A row's prompt is all of it but the last answer of the assistant."""
+    metric: RowMetric
+    """How an answer is scored. `exact_match`: 1 if it equals the expected answer, apart from white space. `contains`: 1
+    if it contains the expected answer. `json_schema`: 1 if it is JSON (also in a code fence) and valid. `numeric`: 1 if
+    its last number equals that of the expected answer, within a tolerance. `classification`: 1 if the expected answer
+    is the most likely of `labels`. `likelihood`: log-likelihood per token of the expected answer, or of the teacher's
+    answer for rows without one."""
+    answer_column: Annotated[Word, Field(min_length=1)] | None = None
+    """Column with the expected answer. Null: the assistant's last message, or the completion."""
+    ignore_case: bool = False
+    """For `exact_match` and `contains`: ignore upper and lower case."""
+    labels: Annotated[tuple[Annotated[Word, Field(min_length=1)], ...], Field(max_length=1000, fail_fast=True)] = ()
+    """For `classification`: all possible answers."""
+    json_schema: dict[str, Any] | None = None
+    """For `json_schema`: the JSON schema of every answer. Null: each row has its own, in `json_schema_column`."""
+    json_schema_column: Annotated[Word, Field(min_length=1)] | None = None
+    """For `json_schema`: column with the schema of the row's answer, as an object or as JSON."""
+    absolute_tolerance: NonNegative = 0.0
+    """For `numeric`: max distance from the expected number."""
+    relative_tolerance: NonNegative = 0.0
+    """For `numeric`: max distance relative to the expected number. The larger of both tolerances counts."""
+    max_tokens: Size = 256
+    """Max tokens of an answer that is generated, greedily."""
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)], ...],
+        Field(max_length=MAX_STOP_STRINGS, fail_fast=True),
+    ] = ()
+    """Texts that end an answer, besides the model's end tokens."""
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        for error in self._find_errors():
+            raise error
+        return self
+
+    def _find_errors(self) -> Iterator[PydanticCustomError]:
+        for option, metrics in _METRICS_BY_OPTION.items():
+            value = getattr(self, option)
+            if self.metric not in metrics and value != type(self).model_fields[option].default:
+                why = f"{option} is set, but metric {self.metric!r} does not use it; it is for {', '.join(metrics)}"
+                yield make_field_error(option, value, why)
+        labels = {" ".join(label.split()) for label in self.labels}
+        if self.metric == "classification" and ("" in labels or len(labels) < max(len(self.labels), 2)):
+            given = ", ".join(self.labels) or "empty"
+            yield make_field_error("labels", self.labels, f"labels is {given}; use two or more different labels")
+        if self.metric == "json_schema" and (self.json_schema is None) == (self.json_schema_column is None):
+            given = "neither is" if self.json_schema is None else "both are"
+            why = f"metric json_schema needs either json_schema or json_schema_column, and {given} set"
+            yield make_field_error("json_schema", self.json_schema, why)
+        if self.source.complete is not None:
+            why = "source.complete is set, but answers of rows to evaluate are not generated before; leave it out"
+            yield make_field_error("source.complete", None, why)
+        if self.source.weight != 1.0:
+            why = f"source.weight is {self.source.weight:g}, but every row to evaluate counts once; leave it out"
+            yield make_field_error("source.weight", self.source.weight, why)
+
+
 class EvaluationSpec(Spec):
     """Evaluation of the student, and quality gates. If a gate fails, the job fails with `quality_gate`. If a gate is
     undecided, the job succeeds, but promoting the model requires `accept_undecided`."""
@@ -101,6 +197,8 @@ class EvaluationSpec(Spec):
         tuple[Annotated[Name, Field(min_length=1)] | TaskSpec, ...], Field(max_length=1000, fail_fast=True)
     ] = ()
     """Tasks of lm-evaluation-harness; a string is a task's `name`."""
+    rows: Annotated[tuple[RowTaskSpec, ...], Field(max_length=100, fail_fast=True)] = ()
+    """Own rows to compare teacher and student on, each a task of the report."""
     task_limit: Count | None = None
     """Evaluate only the first samples of each task; default: all."""
     task_batch_size: Size | None = None
@@ -133,16 +231,28 @@ class EvaluationSpec(Spec):
     max_needle_drop: NonNegative | Literal["auto"] | None = "auto"
     """Gate: `max_drop` for `needle_lengths` at which the teacher finds 80% or more; `auto`: 5 to 20 points."""
     max_drop: NonNegative | Literal["auto"] | None = "auto"
-    """Gate: max loss against the teacher on each of `tasks`, in percentage points; in percent of the teacher's score
-    for scores outside 0..1 or where lower is better. Passed if the 95% interval of the paired differences is within the
-    limit, failed if it is entirely beyond, otherwise undecided. `auto`: per task the smallest loss that its number of
-    samples can exclude, from 1 to 10. Null: no gate."""
+    """Gate: max loss against the teacher on each of `tasks` and `rows`, in percentage points; in percent of the
+    teacher's score for scores outside 0..1 or where lower is better. Passed if the 95% interval of the paired
+    differences is within the limit, failed if it is entirely beyond, otherwise undecided. `auto`: per task the smallest
+    loss that its number of samples can exclude, from 1 to 10. Null: no gate."""
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        """Refuse names of rows that two tasks of the report would have."""
+        taken = [get_task_name_and_data_dir(task)[0] for task in self.tasks]
+        taken += [task.name for task in PAPER_TASKS if "paper" in taken]
+        for index, task in enumerate(self.rows):
+            if task.name in taken or task.name.startswith(NEEDLE_PREFIX):
+                why = f"rows[{index}].name is {task.name!r}, the name of another task; use a different name"
+                raise make_field_error(f"rows[{index}].name", task.name, why)
+            taken.append(task.name)
+        return self
 
     @property
     def has_gate(self) -> bool:
         """Whether the spec sets a gate explicitly."""
         limits = self.max_kl, self.max_perplexity_ratio, self.min_top1_agreement, self.min_kl_reduction
-        gates_tasks = bool(self.tasks) and self.max_drop is not None
+        gates_tasks = bool(self.tasks or self.rows) and self.max_drop is not None
         return gates_tasks or any(limit not in (None, "auto") for limit in limits)
 
 

@@ -25,7 +25,7 @@ from swiftkv_platform.specs.base import (
     Word,
     make_field_error,
 )
-from swiftkv_platform.specs.data import BUILTIN_DATA, DataSpec
+from swiftkv_platform.specs.data import BUILTIN_DATA, DataSourceSpec, DataSpec
 from swiftkv_platform.specs.documents import load_yaml
 from swiftkv_platform.specs.evaluation import EvaluationSpec, SweepSpec
 from swiftkv_platform.specs.publish import PublishSpec, RolloutSpec, WebhookSpec
@@ -199,6 +199,13 @@ class JobSpec(Spec):
         names_model = self.training.from_ is not None and self.training.from_.startswith("mdl_")
         return names_model and self.training.max_steps == 0 and self.publish.to is not None
 
+    def list_sources(self) -> list[tuple[str, DataSourceSpec]]:
+        """Return (JSON path, source) of every data source: the training data, and the rows to evaluate."""
+        sources = [(f"data.sources[{index}]", source) for index, source in enumerate(self.data.sources)]
+        return sources + [
+            (f"evaluation.rows[{index}].source", task.source) for index, task in enumerate(self.evaluation.rows)
+        ]
+
     @property
     def max_total_workers(self) -> int:
         """Max concurrent workers, over all trials of a sweep."""
@@ -291,7 +298,7 @@ def _find_section_conflicts(spec: JobSpec) -> Iterator[PydanticCustomError]:
             "sweep",
             spec.sweep.model_dump(mode="json"),
             "sweep needs a quality gate to select a trial: set evaluation.max_kl, evaluation.max_perplexity_ratio, "
-            "evaluation.min_top1_agreement, or evaluation.tasks and max_drop",
+            "evaluation.min_top1_agreement, or max_drop with evaluation.tasks or evaluation.rows",
         )
 
 

@@ -19,7 +19,7 @@ from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, expand_sweep
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason, Speed
-from swiftkv_platform.data.checks import SourceEstimate, check_sources
+from swiftkv_platform.data.checks import SourceEstimate, check_row_sources, check_sources
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning import has_quantized_weights
@@ -287,7 +287,7 @@ def read_object(store: str, key: str) -> bytes:
 def reads_files(spec: JobSpec) -> bool:
     """Whether checking a spec reads files or stored objects, rather than names only. Raises as `parse_source`."""
     names = {"model.name_or_path": spec.model.name_or_path}
-    names |= {f"data.sources[{at}].name_or_path": source.name_or_path for at, source in enumerate(spec.data.sources)}
+    names |= {f"{field}.name_or_path": source.name_or_path for field, source in spec.list_sources()}
     parsed = (parse_source(name, field=field) for field, name in names.items())
     return any(isinstance(source, PathSource | S3Source) for source in parsed) or any(
         data is not None or is_task_file_name(name)
@@ -331,6 +331,7 @@ def validate_and_estimate(
     num_hidden_layers = None if values is None else _read_num_hidden_layers(values, name)
     sources = check_sources(spec.data.sources, access)
     check_tasks(spec.evaluation.tasks, access)
+    check_row_sources(spec.evaluation.rows, access)
     if values is None or num_hidden_layers is None:
         return JobEstimate(sources=sources, gates=forecast_gates(spec.evaluation))
     trial = _find_first_fitting_trial(spec, num_hidden_layers)

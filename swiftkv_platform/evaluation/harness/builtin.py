@@ -15,11 +15,11 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
-from swiftkv_platform.contract.verdicts import NEEDLE_PREFIX
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.evaluation.harness.humaneval import CODE_PROMPT, ENDS_OF_FUNCTION, MAX_CODE_TOKENS, score_code
 from swiftkv_platform.planning.gates import NEEDLE_LENGTHS
 from swiftkv_platform.specs import EvaluationSpec
+from swiftkv_platform.specs.evaluation import NEEDLE_PREFIX
 
 Scorer = Callable[[Mapping[str, Any], Sequence[str]], Mapping[str, Any]]
 
@@ -49,7 +49,7 @@ _IFEVAL_METRICS = ("prompt_level_strict_acc", "inst_level_strict_acc", "prompt_l
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+")
 
 
-def _build_generation_task(
+def build_generation_task(
     name: str, target: str, score: Scorer, metrics: Mapping[str, Any], *, until: list[str], max_tokens: int, **data: Any
 ) -> dict[str, Any]:
     """Return the configuration of a task with documents that have a `prompt`.
@@ -75,7 +75,7 @@ def _build_generation_task(
     }
 
 
-def _make_dataset(make: Callable[[], list[dict[str, str]]], **_: Any) -> dict[str, Any]:
+def make_dataset(make: Callable[[], list[dict[str, str]]], **_: Any) -> dict[str, Any]:
     from datasets import Dataset
 
     return {"test": Dataset.from_list(make())}
@@ -97,9 +97,9 @@ def build_needle_task(tokenizer: Any, length: int, num_samples: int) -> dict[str
         prompts = [make_needle_prompt(tokenizer, length, number, num_samples) for number in range(num_samples)]
         return [{"prompt": prompt, "answer": answer} for prompt, answer in prompts]
 
-    data = {"custom_dataset": partial(_make_dataset, make_rows)}
+    data = {"custom_dataset": partial(make_dataset, make_rows)}
     name, metrics = f"{NEEDLE_PREFIX}{length}", {"found": "mean"}
-    return _build_generation_task(
+    return build_generation_task(
         name, "{{answer}}", score_needle, metrics, until=["\n\n"], max_tokens=MAX_ANSWER_TOKENS, **data
     )
 
@@ -144,9 +144,9 @@ def _count_tokens(tokenizer: Any, text: str) -> int:
 def build_tool_call_task() -> dict[str, Any]:
     """Return the configuration of tool calls without a grammar: one request per prompt, with several functions. Scores
     whether the model writes valid JSON, a valid call and the right call."""
-    data = {"custom_dataset": partial(_make_dataset, _make_call_rows)}
+    data = {"custom_dataset": partial(make_dataset, _make_call_rows)}
     metrics = dict.fromkeys(("valid_json", "valid_call", "right_call"), "mean")
-    return _build_generation_task(
+    return build_generation_task(
         "tool_calls", "{{call}}", score_tool_call, metrics, until=["</tool_call>"], max_tokens=96, **data
     )
 
@@ -201,7 +201,7 @@ def make_call_prompts() -> list[tuple[str, dict[str, Any]]]:
 def build_humaneval_task(file: str) -> dict[str, Any]:
     """Return the configuration of HumanEval, which runs the model's answers as code. `file`: its problems, for
     `datasets`."""
-    return _build_generation_task(
+    return build_generation_task(
         "humaneval_local",
         "{{canonical_solution}}",
         score_code,
@@ -228,7 +228,7 @@ def build_ifeval_task(file: str) -> dict[str, Any]:
     """
     _load_ifeval_checkers()
     metrics = {name: average_over_instructions if name.startswith("inst") else "mean" for name in _IFEVAL_METRICS}
-    return _build_generation_task(
+    return build_generation_task(
         "ifeval_local", "", score_instructions, metrics, until=[], max_tokens=1280, **_read_json_file(file)
     )
 

@@ -14,11 +14,13 @@ from swiftkv_platform.contract.attempts import (
     new_file_id,
     parse_file_time,
 )
+from swiftkv_platform.data.evaluation_rows import read_evaluation_rows
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
 from swiftkv_platform.jobs.worker.setup import StoreFiles, get_access, resolve_teacher
 from swiftkv_platform.sources import FileSource, HubSource, parse_source
-from swiftkv_platform.specs import JobSpec, ModelSpec
+from swiftkv_platform.sources.access import list_file_ids
+from swiftkv_platform.specs import EvaluationSpec, JobSpec, ModelSpec, RowTaskSpec
 from swiftkv_platform.storage.addresses import open_store
 from tests.support.fakes.tokenizers import byte_tokenizer
 from tests.unit.jobs.attempts import request
@@ -76,6 +78,19 @@ def test_rows_are_read_from_the_store_and_copied_below_the_workspace(of_a_file: 
     assert prepare(of_a_file, tmp_path) == 20
     [copy] = (path for path in (tmp_path / "objects").rglob("*") if path.is_file())
     assert copy.read_bytes() == ROWS
+
+
+def test_an_uploaded_file_may_have_rows_to_evaluate(of_a_file: AttemptRequest, tmp_path: Path) -> None:
+    task = RowTaskSpec.model_validate({"name": "own", "metric": "likelihood", "source": {"name_or_path": FILE}})
+    spec = JobSpec(name="n", evaluation=EvaluationSpec(rows=(task,)))
+    assert list_file_ids(spec) == [FILE]
+    remote = StoreFiles(tmp_path / "objects")
+    rows = list(read_evaluation_rows(task, 0, remote=remote, access=get_access(of_a_file)))
+    assert [row.prompt for row in rows] == [json.loads(line)["text"] for line in ROWS.splitlines()]
+    closed = get_access(of_a_file.model_copy(update={"files": {}}))
+    with pytest.raises(InvalidInputError, match="no file with this id is uploaded") as refused:
+        list(read_evaluation_rows(task, 0, remote=remote, access=closed))
+    assert refused.value.field == "evaluation.rows[0].source.name_or_path"
 
 
 def test_rows_that_have_changed_are_refused(of_a_file: AttemptRequest, tmp_path: Path) -> None:

@@ -116,6 +116,10 @@ RELATIVE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("data.sources[0].name_or_path", {"data": {"sources": [{"name_or_path": "rows.jsonl"}]}}),
     ("data.sources[0].name_or_path", {"data": {"sources": [{"name_or_path": "../rows"}]}}),
     ("evaluation.tasks[0]", {"evaluation": {"tasks": ["task.yaml"]}}),
+    (
+        "evaluation.rows[0].source.name_or_path",
+        {"evaluation": {"rows": [{"name": "a", "metric": "contains", "source": {"name_or_path": "a.jsonl"}}]}},
+    ),
     ("evaluation.tasks[0].data_dir", {"evaluation": {"tasks": [{"name": "builtin:gsm8k", "data_dir": "samples"}]}}),
 )
 
@@ -146,4 +150,7 @@ def test_other_names_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.Monkey
     assert make_override_absolute("data.sources", [{"name_or_path": "a.txt"}]) == [
         {"name_or_path": str(tmp_path / "a.txt")}
     ]
+    rows = [{"name": "own", "source": {"name_or_path": "a.jsonl"}}, "not a task"]
+    absolute = {"name": "own", "source": {"name_or_path": str(tmp_path / "a.jsonl")}}
+    assert make_override_absolute("evaluation.rows", rows) == [absolute, "not a task"]
     assert make_override_absolute("training.max_steps", 3) == 3

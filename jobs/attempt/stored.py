@@ -280,6 +280,10 @@ def read_newest_object(store: ObjectStore, attempt: AttemptId, key: Callable[[At
     return None
 
 
+def _make_rows_part(name: str) -> str:
+    return f"rows-{name}"
+
+
 class StoredResults:
     """The `ResultStore` of an attempt. Results of another checkpoint are not reused."""
 
@@ -290,15 +294,29 @@ class StoredResults:
         self._progress = PhaseProgressReporter(EventReporter(store, request.attempt_id, "evaluation"), "evaluate")
 
     def load_result(self, name: str) -> bytes | None:
-        kept = read_newest_object(
-            self._store, self._attempt, lambda attempt: attempt.evaluation_key(self._digest, name)
-        )
+        kept = self._read_newest(name)
         if kept is None:
             self._progress.start_part(name)
         return kept
 
+    def _read_newest(self, part: str) -> bytes | None:
+        return read_newest_object(
+            self._store, self._attempt, lambda attempt: attempt.evaluation_key(self._digest, part)
+        )
+
     def store_result(self, name: str, data: bytes) -> None:
         self._store.put_bytes(self._attempt.evaluation_key(self._digest, name), data)
+
+    def store_rows(self, name: str, data: bytes) -> None:
+        self.store_result(_make_rows_part(name), data)
+
+    def publish_rows(self, names: Sequence[str]) -> None:
+        """Copy the stored results of rows to where they outlive the evaluation; some may be of an earlier attempt."""
+        for name in names:
+            data = self._read_newest(_make_rows_part(name))
+            if data is None:
+                raise StorageError(f"the results of the rows {name} are missing; the next attempt evaluates again")
+            self._store.put_bytes(self._attempt.rows_key(name), data)
 
     def report_progress(self, name: str, done: int, total: int) -> None:
         self._progress.report_progress(name, done, total)

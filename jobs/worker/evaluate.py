@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, AttemptId, AttemptRequest, Manifest, Parent
 from swiftkv_platform.distillation.partial_reads import INDEX_FILE, CheckpointTensors
 from swiftkv_platform.distillation.strategy import EvaluationModel, count_parameter_bytes
+from swiftkv_platform.evaluation.harness.rows import build_row_tasks
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.parts import ResultStore
 from swiftkv_platform.evaluation.quality import HeldOutTotals
@@ -32,6 +33,7 @@ from swiftkv_platform.jobs.attempt.stored import (
 from swiftkv_platform.jobs.attempt.tracking import TrackedRun, read_loss_curve
 from swiftkv_platform.jobs.worker.measure import StudentEvaluator
 from swiftkv_platform.jobs.worker.setup import (
+    StoreFiles,
     Workspace,
     create_shared_workspace,
     fetch_data,
@@ -79,9 +81,11 @@ def evaluate_and_publish(
         directory = workspace.path
         access = get_access(request)
         student = _TrainedStudent.load(request.spec, access, workspace, store, checkpoint, request.parent)
-        report = student.measure_quality(prepared, StoredResults(store, request, checkpoint))
+        results = StoredResults(store, request, checkpoint)
+        report = student.measure_quality(prepared, results)
         if not student.workers.is_first:
             return None  # the first worker checks the gates after the report is stored
+        results.publish_rows(report.list_row_results())
         lineage = _build_lineage(request, prepared.data.fingerprint)
         files = _render_report(store, request, report, lineage)
         # Stored with the attempt too, so that they remain if a gate fails.
@@ -109,9 +113,11 @@ def evaluate_trial(
     store = open_store(store_uri)
     with _open_workspace(request.spec) as workspace:
         student = _TrainedStudent.load(request.spec, get_access(request), workspace, store, checkpoint)
-        report = student.measure_quality(prepared, StoredResults(store, request, checkpoint))
+        results = StoredResults(store, request, checkpoint)
+        report = student.measure_quality(prepared, results)
         if not student.workers.is_first:
             return None
+        results.publish_rows(report.list_row_results())
         with closing(TrackedRun(store, request)) as run:
             run.log_report(report.model_dump(mode="json"), student.training.step)
         lineage = _build_lineage(request, prepared.data.fingerprint) | {"checkpoint": checkpoint}
@@ -141,9 +147,11 @@ def publish_trial(
         artifact = workspace.path / "artifact"
         student = _TrainedStudent.load(spec, get_access(request), workspace, trial_store, lineage["checkpoint"])
         saved = student.save(artifact)
-        measured = AttemptId(lineage["job_id"], lineage["attempt"]).artifact_prefix
+        measured_attempt = AttemptId(lineage["job_id"], lineage["attempt"])
+        measured = measured_attempt.artifact_prefix
         for name in trial.files:
             trial_store.download_file(f"{measured}/{name}", artifact / name)
+        _copy_rows(trial_store, measured_attempt, open_store(store_uri), request.attempt_id)
         _write_files(files, artifact)
         lineage = {name: value for name, value in lineage.items() if name != "checkpoint"}
         lineage |= {"job_id": request.job_id, "attempt": request.attempt, "trial": spec.name, **saved}
@@ -151,6 +159,12 @@ def publish_trial(
             {MODEL_CARD_FILE: render_model_card(lineage, trial.metrics, license_id=student.license_id)}, artifact
         )
         return _publish_directory(open_store(store_uri), request, artifact, lineage, trial.metrics)
+
+
+def _copy_rows(source: ObjectStore, measured: AttemptId, target: ObjectStore, attempt: AttemptId) -> None:
+    """Copy the results of a trial's rows to the attempt of its sweep."""
+    for info in source.list(measured.rows_prefix):
+        target.put_bytes(f"{attempt.rows_prefix}/{info.key.rpartition('/')[2]}", source.get_bytes(info.key))
 
 
 def save_trained_student(request: AttemptRequest, store_uri: str, checkpoint: str, directory: Path) -> None:
@@ -239,6 +253,13 @@ class _TrainedStudent:
         spec = self.spec.evaluation
         fetched = self.workspace.path / f"tasks-{self.workers.rank}"
         tasks = resolve_tasks(spec.tasks, fetch=lambda uri: fetch_data(uri, fetched), access=self.access)
+        tasks += build_row_tasks(
+            spec,
+            self.tokenizer,
+            context_length=self.lazy.model.config.max_position_embeddings,
+            remote=StoreFiles(self.workspace.path / "evaluation-rows"),
+            access=self.access,
+        )
         sharded = self._is_sharded()
         model = EvaluationModel(self.lazy, self.spec.distillation, sharded=sharded, device=get_task_device(self.spec))
         workers, rows = Workers(in_step=sharded), prepared.data.held_out

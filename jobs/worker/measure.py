@@ -18,13 +18,13 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from swiftkv_platform.configs import SwiftKVConfigMixin
-from swiftkv_platform.contract.attempts import MANIFEST, Manifest
-from swiftkv_platform.contract.verdicts import NEEDLE_PREFIX
+from swiftkv_platform.contract.attempts import MANIFEST, Manifest, is_file_id
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, ModelError
 from swiftkv_platform.evaluation.continuations import ContinuationQuality, compare_continuations
 from swiftkv_platform.evaluation.harness.builtin import choose_needle_lengths
+from swiftkv_platform.evaluation.harness.rows import build_row_tasks
 from swiftkv_platform.evaluation.harness.run import NO_STORE, run_tasks
 from swiftkv_platform.evaluation.harness.tasks import Task, build_needle_tasks, is_instruction_tuned, resolve_tasks
 from swiftkv_platform.evaluation.parts import NoResultStore, ResultStore, measure_once
@@ -39,6 +39,7 @@ from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.sources import UNRESTRICTED
 from swiftkv_platform.specs import DataSourceSpec, DataSpec, EvaluationSpec, JobSpec, ModelSpec
 from swiftkv_platform.specs.base import STORED_CONTEXT
+from swiftkv_platform.specs.evaluation import NEEDLE_PREFIX
 from swiftkv_platform.specs.job import resolve_model_defaults
 
 _TOKENS_PER_FORWARD = 8192
@@ -160,6 +161,7 @@ def evaluate_directory(
     teacher: str | None = None,
     evaluation: dict[str, Any] | None = None,
     allows_code_tasks: bool = False,
+    row_results: Path | None = None,
     progress: Callable[[str], None] = lambda _step: None,
 ) -> tuple[Report, dict[str, Any]]:
     """Measure the student in `path` against its teacher.
@@ -170,10 +172,12 @@ def evaluate_directory(
             or, for a student without its teacher's projections, the teacher named by the job.
         evaluation: fields of `EvaluationSpec` that override the job's or the defaults.
         allows_code_tasks: allow tasks that run the model's answers as code.
+        row_results: directory for the results of single rows, a file of JSON Lines per task; None: not kept.
         progress: called with a description of each step.
 
     Returns:
-        The report, without the stages before training, and the artifact's lineage (empty if there is none).
+        The report, without the stages before training, and the artifact's lineage (empty if there is none). The job's
+        rows in uploaded files or captured traffic are left out.
 
     Raises:
         ModelError: not a SwiftKV model, no teacher in it and none named, or the teacher of another model.
@@ -188,6 +192,9 @@ def evaluate_directory(
     job = JobSpec.model_validate(lineage["spec"], context=STORED_CONTEXT) if "spec" in lineage else None
     settings = (job.evaluation if job else EvaluationSpec()).model_dump(mode="json") | (evaluation or {})
     spec = EvaluationSpec.model_validate(settings)
+    # Rows that only the platform's jobs can read are left out, unless the caller names them.
+    unreadable = () if "rows" in (evaluation or {}) else _list_platform_rows(spec)
+    spec = spec.model_copy(update={"rows": tuple(task for task in spec.rows if task.name not in unreadable)})
     progress(f"Loading {path}")
     student, tokenizer = _load_student(path)
     named = None if teacher is None else ModelSpec(name_or_path=teacher)
@@ -200,19 +207,36 @@ def evaluate_directory(
             _attach_teacher(student, resolve_teacher(named, workspace), named)
         access = replace(UNRESTRICTED, code_tasks=allows_code_tasks)
         tasks = resolve_tasks(spec.tasks, fetch=lambda uri: fetch_data(uri, workspace / "tasks"), access=access)
+        tasks += build_row_tasks(
+            spec,
+            tokenizer,
+            context_length=student.config.max_position_embeddings,
+            remote=StoreFiles(workspace / "evaluation-rows"),
+        )
         progress("Preparing text")
         rows = _prepare_rows(student, tokenizer, job, data, workspace)
         progress("Measuring tasks and held-out text")
-        return StudentEvaluator(student, rows, spec, parts=_ProgressReporter(progress)).build_report(
-            tokenizer, tasks
-        ), lineage
+        parts = _LocalResults(progress, row_results)
+        report = StudentEvaluator(student, rows, spec, parts=parts).build_report(tokenizer, tasks)
+        return report.model_copy(update={"tasks_left_out": (*report.tasks_left_out, *unreadable)}), lineage
 
 
-class _ProgressReporter(NoResultStore):
-    """Stores nothing, and describes progress."""
+def _list_platform_rows(spec: EvaluationSpec) -> tuple[str, ...]:
+    """Return the names of rows that are uploaded files or captured traffic."""
+    sources = ((task.name, task.source.name_or_path) for task in spec.rows)
+    return tuple(name for name, source in sources if is_file_id(source) or source.startswith("traffic:"))
 
-    def __init__(self, report: Callable[[str], None]) -> None:
-        self._report = report
+
+class _LocalResults(NoResultStore):
+    """Stores the results of rows only, in a directory if there is one, and describes progress."""
+
+    def __init__(self, report: Callable[[str], None], row_results: Path | None) -> None:
+        self._report, self._row_results = report, row_results
+
+    def store_rows(self, name: str, data: bytes) -> None:
+        if self._row_results is not None:
+            self._row_results.mkdir(parents=True, exist_ok=True)
+            (self._row_results / f"{name}.jsonl").write_bytes(data)
 
     def report_progress(self, name: str, done: int, total: int) -> None:
         self._report(f"Measuring {name}: {done} of {total}")

@@ -36,6 +36,7 @@ from swiftkv_platform.distillation.model import (
 )
 from swiftkv_platform.distillation.sequence_parallel import check_head_counts
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.evaluation.harness.rows import check_row_tasks
 from swiftkv_platform.evaluation.harness.run import check_tasks
 from swiftkv_platform.evaluation.quality import select_evaluation_rows
 from swiftkv_platform.jobs.attempt.events import EventReporter, PhaseProgressReporter
@@ -115,6 +116,13 @@ def prepare_run(
         write_companion_files(student, tokenizer, workspace / "written")  # so that it succeeds after training too
         tasks = workspace / "tasks"
         check_tasks(spec.evaluation.tasks, tokenizer, fetch=lambda uri: fetch_data(uri, tasks), access=access)
+        check_row_tasks(
+            spec.evaluation,
+            tokenizer,
+            context_length=student.config.max_position_embeddings,
+            remote=StoreFiles(workspace / "evaluation-rows"),
+            access=access,
+        )
         # 3. prepare the rows
         if rows.is_dir():
             data = PreparedData.load(rows)

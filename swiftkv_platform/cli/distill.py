@@ -191,6 +191,17 @@ def evaluate(
         typer.Option(metavar="DIR", help="Directory with the files of all tasks, or with one directory for each task."),
     ] = None,
     task_limit: Annotated[int | None, typer.Option(min=1, help="Max samples per task. Default: all.")] = None,
+    rows: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="YAML or JSON file with a list like evaluation.rows of a job spec. Default: the job's.",
+        ),
+    ] = None,
+    row_results: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Directory for the results of single rows, as JSON Lines.")
+    ] = None,
     allow_code_tasks: Annotated[
         bool,
         typer.Option(
@@ -220,6 +231,7 @@ def evaluate(
     options = {
         "tasks": [{"name": name, "data_dir": task_data} for name in tasks or ()] or None,
         "task_limit": task_limit,
+        "rows": None if rows is None else _load_rows(rows),
         "max_tokens": max_tokens,
         "needle_lengths": needle_length or None,
         "needle_samples": needle_samples,
@@ -235,6 +247,7 @@ def evaluate(
             teacher=teacher,
             evaluation=changes,
             allows_code_tasks=allow_code_tasks,
+            row_results=row_results,
             progress=show,
         )
     document = report.model_dump(mode="json")
@@ -248,6 +261,20 @@ def evaluate(
         _print_report(report)
     if not all(gate.passed for gate in report.gates):
         raise typer.Exit(GATE_EXIT_CODE)
+
+
+def _load_rows(file: Path) -> list[Any]:
+    """Return the entries of a file with a list like `evaluation.rows`. Raises `InvalidInputError`."""
+    import yaml
+
+    from swiftkv_platform.specs import EvaluationSpec
+    from swiftkv_platform.specs.documents import load_yaml
+
+    try:
+        entries = load_yaml(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"--rows is {str(file)!r}, which is not YAML: {error}", field="rows") from error
+    return validate_options(EvaluationSpec, {"rows": entries}).model_dump(mode="json")["rows"]  # type: ignore[no-any-return]
 
 
 def _make_interval_row(report: Report) -> tuple[str, ...]:

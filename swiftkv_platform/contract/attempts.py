@@ -10,6 +10,7 @@
     checkpoints/{name}/...                sharded training state; its `manifest.json` is written last
     evaluation/{checkpoint}/{part}.json   measurements of a checkpoint, until the job has ended
     evaluation.json, evaluation.html      the report, even if a gate failed; `sweep.*` for a sweep
+    rows/{name}.jsonl                     results of single rows (`contract.row_results`) of the report's tasks
     artifact/...                          the distilled model; its `manifest.json` is written last
     tracking/...                          W&B files that are not uploaded yet, for `swiftkv jobs wandb-sync`
     logs.txt, logs.json                   the entry point's log, saved when the attempt has ended, and its layout
@@ -82,6 +83,7 @@ class AttemptId:
     answers_prefix = _AttemptObjectKey("answers")
     starts_prefix = _AttemptObjectKey("starts")
     evaluation_prefix = _AttemptObjectKey("evaluation")
+    rows_prefix = _AttemptObjectKey("rows")
     artifact_prefix = _AttemptObjectKey("artifact")
     tracking_prefix = _AttemptObjectKey("tracking")
     logs_key = _AttemptObjectKey("logs.txt")
@@ -99,6 +101,10 @@ class AttemptId:
     def evaluation_key(self, digest: str, part: str) -> str:
         """Return the key of one part of a checkpoint's evaluation. `digest`: of the checkpoint."""
         return f"{self.evaluation_prefix}/{digest}/{part}.json"
+
+    def rows_key(self, name: str) -> str:
+        """Return the key of the results of a task's rows. `name`: `row_results` of the task in the report."""
+        return f"{self.rows_prefix}/{name}.jsonl"
 
     def list_attempts_so_far(self) -> tuple[AttemptId, ...]:
         """Return the job's attempts from 1 to this one."""

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from swiftkv_platform.contract.row_results import Interval
 from swiftkv_platform.evaluation.quality import SampleSums
 from swiftkv_platform.frozen import FrozenModel
 
-Interval = tuple[float, float]
 MIN_SAMPLES = 30
 """Minimum samples for the interval of an unbounded score, by normal theory."""
 _Z_975 = 1.959963984540054
@@ -25,20 +25,6 @@ MIN_TEXTS = 10
 _MAX_LOG_MARGIN = 50.0
 """Maximum margin of an interval on a logarithmic scale."""
 Sums = npt.NDArray[np.float64]
-
-
-def compute_share_interval(losses: Sequence[float]) -> Interval:
-    """Return the interval of the mean of losses within -1..1, one per sample.
-
-    Agresti and Min's interval adds two samples, half a sample for each of the four outcomes of a pair. So a few samples
-    without a difference give a wide interval, although their variance is 0.
-    """
-    values = np.asarray(losses, dtype=np.float64)
-    num_samples = len(values) + 2
-    mean = values.sum() / num_samples
-    variance = (np.square(values).sum() + 1.0) / num_samples - mean**2
-    margin = _Z_975 * math.sqrt(variance / num_samples)
-    return max(float(mean - margin), -1.0), min(float(mean + margin), 1.0)
 
 
 def bootstrap_interval(

@@ -21,6 +21,9 @@ class ResultStore(Protocol):
     def store_result(self, name: str, data: bytes) -> None:
         """Store a result."""
 
+    def store_rows(self, name: str, data: bytes) -> None:
+        """Store the results of a task's rows (`contract.row_results`) as `{name}.jsonl`."""
+
     def report_progress(self, name: str, done: int, total: int) -> None:
         """Report that `done` of `total` units of a result are complete."""
 
@@ -32,6 +35,9 @@ class NoResultStore:
         return None
 
     def store_result(self, name: str, data: bytes) -> None:
+        """Do nothing."""
+
+    def store_rows(self, name: str, data: bytes) -> None:
         """Do nothing."""
 
     def report_progress(self, name: str, done: int, total: int) -> None:

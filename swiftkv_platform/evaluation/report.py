@@ -8,17 +8,13 @@ from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
-from swiftkv_platform.contract.verdicts import NEEDLE_PREFIX, VERDICTS, Verdict, read_gate_verdict
+from swiftkv_platform.contract.row_results import Interval
+from swiftkv_platform.contract.verdicts import VERDICTS, Verdict, read_gate_verdict
 from swiftkv_platform.errors import QualityGateError
 from swiftkv_platform.evaluation.continuations import ContinuationQuality
 from swiftkv_platform.evaluation.harness.builtin import MIN_TEACHER_SHARE_FOUND
 from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
-from swiftkv_platform.evaluation.paired import (
-    HeldOutIntervals,
-    Interval,
-    compute_kl_reduction,
-    estimate_samples_to_decide,
-)
+from swiftkv_platform.evaluation.paired import HeldOutIntervals, compute_kl_reduction, estimate_samples_to_decide
 from swiftkv_platform.evaluation.prefill_cost import PrefillCost
 from swiftkv_platform.evaluation.quality import (
     BIN_BOUNDS,
@@ -37,6 +33,7 @@ from swiftkv_platform.planning.gates import (
     count_task_gates,
 )
 from swiftkv_platform.specs import EvaluationSpec
+from swiftkv_platform.specs.evaluation import NEEDLE_PREFIX
 
 NO_TASKS = TaskResults()
 MAX_KL = 0.2
@@ -232,6 +229,10 @@ class Report(FrozenModel):
                 ]
             ),
         )
+
+    def list_row_results(self) -> list[str]:
+        """Return the names of the files with the results of single rows."""
+        return [score.row_results for score in self.tasks if score.row_results is not None]
 
     def check_gates(self) -> None:
         """Raise `QualityGateError` if a gate has failed. Undecided gates do not fail a job."""

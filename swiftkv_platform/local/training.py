@@ -52,6 +52,8 @@ from swiftkv_platform.storage.object_store import ObjectStore, join_key
 LOCAL_STORE, LOCAL_MODEL, LOCAL_FAILURE = "job", "model", "failure.json"
 """Names in the output directory of a run that is unfinished; see `run_job_locally`."""
 _REPORT_FILES = ("evaluation.json", "evaluation.html", "sweep.json", "sweep.html")
+_ROWS = "rows"
+"""Directory with the results of single rows of the evaluation."""
 _CHANGEABLE_SECTIONS = ("evaluation", "publish")
 """Sections of the spec on which training does not depend."""
 _INTERRUPTED = Failure("interrupted", "the run was interrupted; the same command resumes it from its last checkpoint")
@@ -59,6 +61,8 @@ _INTERRUPTED = Failure("interrupted", "the run was interrupted; the same command
 
 def run_job_locally(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent], None] | None = None) -> Path:
     """Run the job on a temporary local Ray, without a control plane. Writes the artifact to `output` and returns that.
+
+    The results of single rows of the evaluation are in `rows/`, which is no part of the artifact.
 
     Until the artifact is complete, `output` has the attempt's object store in `job/`, and in `failure.json` the reason
     why it is unfinished. If training has ended, a failure also leaves the trained model in `model/`, and the report if
@@ -205,6 +209,16 @@ def _copy_reports(store: ObjectStore, attempt: AttemptId, output: Path) -> None:
     for name in _REPORT_FILES:
         if store.head(f"{attempt.prefix}/{name}") is not None:
             store.download_file(f"{attempt.prefix}/{name}", output / name)
+    _copy_rows(store, attempt, output)
+
+
+def _copy_rows(store: ObjectStore, attempt: AttemptId, output: Path) -> None:
+    """Copy the results of single rows that the attempt has stored, in place of those of an earlier one."""
+    directory = output / _ROWS
+    shutil.rmtree(directory, ignore_errors=True)
+    for info in store.list(attempt.rows_prefix):
+        directory.mkdir(exist_ok=True)
+        store.download_file(info.key, directory / info.key.rpartition("/")[2])
 
 
 def _move_artifact(store: ObjectStore, attempt: AttemptId, output: Path) -> None:
@@ -216,6 +230,7 @@ def _move_artifact(store: ObjectStore, attempt: AttemptId, output: Path) -> None
     shutil.rmtree(output / LOCAL_MODEL, ignore_errors=True)
     for name in {*_REPORT_FILES, LOCAL_FAILURE} - {*names}:
         (output / name).unlink(missing_ok=True)
+    _copy_rows(store, attempt, output)
     # 2. the artifact
     for name in names:
         if (artifact / name).is_file():  # moved already

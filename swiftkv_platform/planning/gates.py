@@ -10,7 +10,7 @@ from statistics import NormalDist
 from typing import Any
 
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec
+from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec, RowTaskSpec
 from swiftkv_platform.specs.evaluation import get_task_name_and_data_dir
 
 DISCORDANT_SHARE = 0.08
@@ -144,24 +144,24 @@ def find_min_samples_to_exclude(loss: float, *, num_gates: int = 1) -> int | Non
 
 def count_task_gates(spec: EvaluationSpec) -> int:
     """Count the gates on tasks of a spec, without needles. Forecasts and reports share this number."""
-    return max(len(_list_task_names(spec)), 1)
+    return max(len(_list_task_names(spec)) + len(spec.rows), 1)
 
 
 def forecast_gates(spec: EvaluationSpec) -> tuple[TaskForecast, ...]:
     """Forecast a spec's gates on tasks. Needles are included only if the spec sets their lengths, since the tokenizer
     decides about the default."""
-    names = _list_task_names(spec)
-    num_gates = max(len(names), 1)
-    found = [] if spec.max_drop is None else [_forecast_task(name, spec, num_gates) for name in names]
+    counts = [(name, _count_samples(name, spec.task_limit)) for name in _list_task_names(spec)]
+    counts += [(task.name, _count_rows(task, spec.task_limit)) for task in spec.rows]
+    found = [] if spec.max_drop is None else [_forecast_task(name, samples, spec) for name, samples in counts]
     lengths = spec.needle_lengths or ()
     if spec.max_needle_drop is not None:
         found += [_forecast_needles(length, spec) for length in lengths]
     return tuple(found)
 
 
-def _forecast_task(name: str, spec: EvaluationSpec, num_gates: int) -> TaskForecast:
+def _forecast_task(name: str, samples: int | None, spec: EvaluationSpec) -> TaskForecast:
+    num_gates = count_task_gates(spec)
     limit = spec.max_drop if isinstance(spec.max_drop, float) else None
-    samples = _count_samples(name, spec.task_limit)
     if limit is None and samples is not None:
         limit = compute_default_limit(samples, num_gates=num_gates)
     return _make_forecast(name, "max_drop", samples, limit, num_gates)
@@ -197,6 +197,14 @@ def _list_task_names(spec: EvaluationSpec) -> list[str]:
     """Return the names of the tasks of a spec, with `paper` expanded."""
     named = (get_task_name_and_data_dir(task)[0] for task in spec.tasks)
     return [one for name in named for one in (_PAPER_TASK_NAMES if name == "paper" else (name,))]
+
+
+def _count_rows(task: RowTaskSpec, limit: int | None) -> int | None:
+    """Return the number of rows that a task asks for, up to `limit`; None if it takes all, or scores no shares."""
+    count = task.source.sample_count
+    if count is None or task.metric == "likelihood":
+        return None
+    return count if limit is None else min(count, limit)
 
 
 def _count_samples(name: str, limit: int | None) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.row_results import load_rows
 from swiftkv_platform.storage.addresses import open_store
 from tests.support.distill_jobs import JOB, ONE_WORKER, events, job_spec
 from tests.support.otlp_receiver import otlp_receiver
@@ -66,6 +67,10 @@ def test_a_job_without_a_control_plane(tiny_teacher: Path, corpus: Path, tmp_pat
     spec = job_spec(tiny_teacher, corpus, max_steps=2, resources=ONE_WORKER).model_dump(mode="json")
     prompts = {"name_or_path": str(corpus), "sample_count": 3, "complete": {"max_tokens": 4, "prompt_tokens": 8}}
     spec["data"]["sources"].append(prompts)
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"prompt": "def add_1(", "completion": "x"}\n{"prompt": "return", "completion": "y"}\n')
+    rows = {"name": "own", "metric": "contains", "max_tokens": 4, "source": {"name_or_path": str(own)}}
+    spec["evaluation"]["rows"] = [rows]
     spec_file.write_text(json.dumps(spec))
     program = """
 import sys
@@ -96,7 +101,10 @@ run_job_locally(load_spec(Path(sys.argv[1])), Path(sys.argv[2]), on_event=say)
     assert kinds[0] == "status"
     assert kinds[-1] == "artifact"
     assert {"metrics", "checkpoint"} <= set(kinds)
-    assert (output / "evaluation.json").is_file()
+    (task,) = json.loads((output / "evaluation.json").read_text())["tasks"]
+    results = load_rows((output / "rows" / f"{task['row_results']}.jsonl").read_bytes())
+    assert [(row.prompt, row.expected) for row in results] == [("def add_1(", "x"), ("return", "y")]
+    assert not any(name.startswith("rows/") for name in json.loads((output / "manifest.json").read_text())["files"])
     assert not list((tmp_path / "tmp").glob("distill-*"))
 
     spans = receiver.by_name()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.contract.attempts import AttemptId, AttemptRequest
+from swiftkv_platform.contract.row_results import load_rows
 from swiftkv_platform.specs import JobSpec, SweepSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory
@@ -20,6 +21,7 @@ FIRST, SECOND = AttemptId(JOB, 1), AttemptId(JOB, 2)
 
 
 def sweep_spec(teacher: Path, corpus: Path) -> JobSpec:
+    rows = {"name": "own", "metric": "likelihood", "max_tokens": 4}
     return JobSpec.model_validate(
         {
             "name": "tiny",
@@ -29,7 +31,11 @@ def sweep_spec(teacher: Path, corpus: Path) -> JobSpec:
             "training": {"max_steps": STEPS, "batch_size": 2, "guard": None},  # let a learning rate ruin its trial
             "optimizer": {"warmup_ratio": 0.0},
             "resources": {"num_workers": 1},
-            "evaluation": {"max_kl": 100.0, "continuations": 2},
+            "evaluation": {
+                "max_kl": 100.0,
+                "continuations": 2,
+                "rows": [rows | {"source": {"name_or_path": str(corpus), "sample_count": 3}}],
+            },
             "sweep": {"learning_rate": [1e-3, 1e30], "max_concurrent": 2},
             "tracking": {"wandb": {"mode": "disabled"}},
         }
@@ -65,6 +71,8 @@ def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, t
         1,
         "tiny-lr0.001",
     )
+    [task] = manifest.metrics["tasks"]
+    assert len(load_rows(store.get_bytes(FIRST.rows_key(task["row_results"])))) == 3
     _assert_it_is_the_trained_student(tmp_path, manifest.metrics["distilled"]["kl"], corpus)
     _assert_steps_count_through_the_trials(attempts)
 
@@ -73,6 +81,9 @@ def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, t
     again = [stored.event for stored in attempts.read_events(SECOND, {})]
     assert not [event for event in again if event.type == "metrics"], "a trial ran again"
     second = attempts.read_artifact_manifest(SECOND)
+    assert store.get_bytes(SECOND.rows_key(task["row_results"])) == store.get_bytes(
+        FIRST.rows_key(task["row_results"])
+    ), "the model's attempt has them, wherever the trial was measured"
     assert second is not None
     assert second.metrics == manifest.metrics
     weights = "model.safetensors"

@@ -19,6 +19,7 @@ from torch.multiprocessing import ProcessExitedException
 from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig
 
 from swiftkv_platform.contract.attempts import AttemptId, Parent
+from swiftkv_platform.contract.row_results import load_rows
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.model.weights.writing import write_model_shards
 from swiftkv_platform.planning.machines import has_fast_bfloat16
@@ -69,6 +70,18 @@ def save_tasks(directory: Path) -> list[dict[str, Any]]:
     return [{"name": str(directory / f"{name}.yaml")} for name in ("choose", "write")]
 
 
+def save_rows(path: Path) -> list[dict[str, Any]]:
+    """Write own rows, and return two tasks over them: generated answers, and the teacher's as references."""
+    rows = [{"prompt": each["text"]} | {"completion": str(n)} for n, each in enumerate(QUESTIONS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = path.with_name("prompts.jsonl")
+    prompts.write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
+    return [
+        {"name": "numbers", "source": {"name_or_path": str(path)}, "metric": "numeric", "max_tokens": 4},
+        {"name": "likely", "source": {"name_or_path": str(prompts)}, "metric": "likelihood", "max_tokens": 4},
+    ]
+
+
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     path = tmp_path_factory.mktemp("phases")
@@ -76,7 +89,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     latent = save(family_teacher("deepseek_v2"), path / "deepseek_v2", max_shard_size="100KB")
     save_fp8(path / "fbgemm", ROWS)
     byte_tokenizer().save_pretrained(path / "fbgemm")
-    tasks = {"evaluation": {"tasks": save_tasks(path / "tasks")}}
+    tasks = {"evaluation": {"tasks": save_tasks(path / "tasks"), "rows": save_rows(path / "rows.jsonl")}}
     whole = Case(str(path / "at-whole"), str(llama), sharded=False, prefill_rounds=1, spec=tasks)
     return {
         "whole": whole,
@@ -132,7 +145,7 @@ def assert_same_report(actual: dict[str, Any], expected: dict[str, Any]) -> None
         assert_close(actual[stage], expected[stage], stage)
     assert actual["num_positions"] == expected["num_positions"]
     assert actual["prefill_flops_ratio"] == pytest.approx(expected["prefill_flops_ratio"])
-    assert actual["tasks"] == expected["tasks"]
+    assert_close(actual["tasks"], expected["tasks"], "tasks")
 
 
 def start_apart(case: Case, other: Case) -> float:
@@ -192,6 +205,27 @@ def test_the_report_measures_the_parent_on_the_same_text(
     assert (gate["field"], gate["value"]) == ("evaluation.min_kl_reduction", pytest.approx(0.0, abs=1e-6))
 
 
+def test_results_of_rows_are_stored_with_the_attempt(
+    cases: dict[str, Case], together: dict[str, Outcome], alone: dict[str, Outcome]
+) -> None:
+    """Those of two workers with a sharded model are those of one process."""
+    assert together["sharded"].manifest is not None
+    assert alone["whole"].manifest is not None
+    attempt, found = AttemptId("j", 1), []
+    for case, outcome in ((cases["sharded"], together["sharded"]), (apart(cases["whole"]), alone["whole"])):
+        store, tasks = open_store(f"{case.directory}/store"), outcome.manifest.metrics["tasks"]
+        assert [task["task"] for task in tasks] == ["choose", "write", "numbers", "likely"]
+        found.append([load_rows(store.get_bytes(attempt.rows_key(task["row_results"]))) for task in tasks])
+        for task, rows in zip(tasks, found[-1], strict=True):
+            assert len(rows) == task["num_samples"] == len(QUESTIONS)
+            assert sum(row.student.score for row in rows) / len(rows) == pytest.approx(task["student"])
+        assert not any(name.startswith("rows/") for name in outcome.manifest.files), "no part of the model"
+    for mine, theirs in zip(*found, strict=True):
+        assert [row.key for row in mine] == [row.key for row in theirs]
+        assert [row.teacher.answer for row in mine] == [row.teacher.answer for row in theirs]
+    assert [row.expected for row in found[0][3]] == [row.expected for row in found[1][3]], "the teacher's answers"
+
+
 def test_workers_of_a_machine_share_a_directory(tmp_path: Path) -> None:
     case = Case(str(tmp_path / "shared"), "")
     (found,) = run_spawned(share_workspace, [case], 2, tmp_path / "group")
@@ -227,7 +261,11 @@ def test_a_killed_evaluation_repeats_nothing(
     told = [stored.event for stored in AttemptStore(open_store(f"{case.directory}/store")).read_events(attempt, {})]
     ended = Counter(event.data["part"] for event in told if event.type == "progress" and event.data["total"] == 1)
     # The part that was stored before the kill is not run again; its end was never reported.
-    assert ended == dict.fromkeys(("rewired", "calibrated", "distilled", "continuations", "task-001", "prefill"), 1)
+    parts = ("rewired", "calibrated", "distilled", "continuations", "task-001", "task-002", "task-003", "prefill")
+    assert ended == dict.fromkeys(parts, 1)
+    store = open_store(f"{case.directory}/store")
+    kept = {task["task"]: task["row_results"] for task in outcome.manifest.metrics["tasks"]}
+    assert all(len(load_rows(store.get_bytes(attempt.rows_key(name)))) == len(QUESTIONS) for name in kept.values())
 
 
 def test_a_large_student_takes_several_files(tmp_path: Path) -> None:

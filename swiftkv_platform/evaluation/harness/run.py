@@ -7,10 +7,11 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
+from swiftkv_platform.contract.row_results import Interval, compute_share_interval, dump_rows
 from swiftkv_platform.evaluation.harness.builtin import set_environment
+from swiftkv_platform.evaluation.harness.row_results import collect_rows, iter_subtasks
 from swiftkv_platform.evaluation.harness.tasks import (
     Fetch,
     Task,
@@ -31,10 +34,8 @@ from swiftkv_platform.evaluation.harness.tasks import (
     resolve_tasks,
 )
 from swiftkv_platform.evaluation.paired import (
-    Interval,
     bootstrap_interval,
     compute_mean_interval,
-    compute_share_interval,
     compute_unpaired_interval,
 )
 from swiftkv_platform.evaluation.parts import NoResultStore, ResultStore, measure_once
@@ -47,6 +48,9 @@ from swiftkv_platform.specs.evaluation import INSTRUCTION_TASKS, compute_points_
 
 Aggregations = Mapping[str, Callable[[Sequence[Any]], float]]
 Answers = Mapping[str, Any]
+_UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9._-]+")
+_MAX_NAME_LENGTH = 128
+"""Max characters of a task's name in the name of a file."""
 
 
 def compute_loss_interval(
@@ -184,13 +188,6 @@ def _is_same_metric(metric: str, other: str) -> bool:
     return metric == other if both_filtered else metric.partition(",")[0] == other.partition(",")[0]
 
 
-def iter_subtasks(name: str, answers: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the tasks of a group, including nested groups and their tasks."""
-    for child in answers["group_subtasks"].get(name, ()):
-        yield child
-        yield from iter_subtasks(child, answers)
-
-
 def to_float(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
@@ -220,6 +217,11 @@ class TaskScore(FrozenModel):
     drop_interval: tuple[float, float] | None = None
     """95% interval of `drop`, from paired differences of samples, or from standard errors. None without either, and in
     older reports."""
+    row_results: str | None = None
+    """File with the results of single rows, in the job's attempt. None for a task without a score per row, and in older
+    reports."""
+    rows_left_out: int = 0
+    """Number of rows that this file lacks, because it would be too large."""
 
     @property
     def is_share(self) -> bool:
@@ -328,19 +330,46 @@ class _TaskRunner:
             self._language_model.answer_shares()
             return self._workers.broadcast_from_first(())
         try:
-            loaded = _load_task(manager, task)
+            loaded = _load_task(manager, self._resolve_source(task))
             templated = _uses_chat_template(task.spec, self._language_model.tokenizer)
+            # Own rows are rendered before the harness sees them.
+            rendered = task.build is not None and bool(self._language_model.tokenizer.chat_template)
             limit = self._spec.task_limit
-            answers = []
+            answers: list[dict[str, Any]] = []
             for enabled in (False, True):
                 self._model.swiftkv(enabled)
                 answers.append(_run_harness(self._language_model, manager, task, loaded, limit, templated=templated))
-            scores = tuple(_build_scores(task, answers[0], answers[1], _get_aggregations(loaded), templated=templated))
+            scores = tuple(
+                self._store_rows(score, *answers)
+                for score in _build_scores(
+                    task, answers[0], answers[1], _get_aggregations(loaded), templated=templated or rendered
+                )
+            )
         except Exception as error:
             self._language_model.end_other_workers(error)
             raise
         self._language_model.end_other_workers()
         return self._workers.broadcast_from_first(scores)
+
+    def _resolve_source(self, task: Task) -> Task:
+        if task.build is None:
+            return task
+        return replace(task, source=task.build(self._generate_as_teacher))
+
+    def _generate_as_teacher(self, prompts: Sequence[str], *, max_tokens: int, until: Sequence[str]) -> list[str]:
+        self._model.swiftkv(False)
+        return self._language_model.generate_texts(prompts, max_tokens=max_tokens, until=until)
+
+    def _store_rows(self, score: TaskScore, teacher: Answers, student: Answers) -> TaskScore:
+        """Store the results of a task's rows, if they have scores. Returns the score with their file."""
+        metric = score.metric if "," in score.metric else f"{score.metric},none"
+        rows = collect_rows(score.task, metric, teacher, student)
+        if not rows:
+            return score
+        name = f"{self._part}-{_UNSAFE_CHARACTERS.sub('-', score.task)[:_MAX_NAME_LENGTH]}"
+        data, num_left_out = dump_rows(rows)
+        self._parts.store_rows(name, data)
+        return score.model_copy(update={"row_results": name, "rows_left_out": num_left_out})
 
     def _report_progress(self, done: int, total: int) -> None:
         """Report a task's progress over both modes and all kinds of requests."""

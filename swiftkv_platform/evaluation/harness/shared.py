@@ -313,6 +313,11 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
             answers[index] = answer
         return answers
 
+    def generate_texts(self, prompts: Sequence[str], *, max_tokens: int, until: Sequence[str]) -> list[str]:
+        """Return greedy answers to rendered prompts in the model's current mode."""
+        settings = {"max_gen_toks": max_tokens, "until": list(until), "do_sample": False}
+        return self.generate_until([_HarnessRequest((prompt, dict(settings))) for prompt in prompts])
+
     def _parse_request(self, index: int, context: str, settings: dict[str, Any]) -> _GenerationRequest:
         """Parse a request in the way of the harness."""
         left = normalize_gen_kwargs(settings, self.max_gen_toks)

@@ -15,12 +15,11 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 from jinja2 import TemplateError
 
-from swiftkv_platform.contract.verdicts import NEEDLE_PREFIX
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.evaluation.harness.builtin import (
     build_humaneval_task,
@@ -32,12 +31,19 @@ from swiftkv_platform.evaluation.harness.trust import find_code_risk
 from swiftkv_platform.installing import make_install_command
 from swiftkv_platform.sources import UNRESTRICTED, Access, PathSource
 from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
-from swiftkv_platform.specs.evaluation import BUILTIN_TASKS, find_task_directory, is_task_file_name
+from swiftkv_platform.specs.evaluation import BUILTIN_TASKS, NEEDLE_PREFIX, find_task_directory, is_task_file_name
 
 TASKS_FIELD = "evaluation.tasks"
 _BUILTIN_PREFIX = "builtin:"
 Fetch = Callable[[str], Path]
 """Downloads an `s3://` object or prefix to this machine and returns its path."""
+
+
+class Generate(Protocol):
+    """Generates the teacher's answers."""
+
+    def __call__(self, prompts: Sequence[str], *, max_tokens: int, until: Sequence[str]) -> list[str]:
+        """Return the answers to rendered prompts. `until`: texts that end an answer."""
 
 
 def make_task_error(message: str, value: str | None = None) -> InvalidInputError:
@@ -58,6 +64,8 @@ class Task:
     """A name in the harness's index, or the configuration of a task or of a group with its tasks."""
     runs_code: bool = False
     """Whether the task may run text as code, which the operator must allow."""
+    build: Callable[[Generate], Mapping[str, Any]] | None = None
+    """Makes the configuration when the task runs, in place of `source`."""
 
 
 def resolve_tasks(
@@ -74,7 +82,7 @@ def resolve_tasks(
         DataError: a task's data is missing or forbidden.
     """
     if specs:
-        _check_harness_installed()
+        check_harness_installed(TASKS_FIELD)
         _sandbox_templates()
     tasks = []
     for spec in (TaskSpec(name=spec) if isinstance(spec, str) else spec for spec in specs):
@@ -84,12 +92,13 @@ def resolve_tasks(
     return [_check_code_allowed(task, access) for task in tasks]
 
 
-def _check_harness_installed() -> None:
+def check_harness_installed(field: str) -> None:
+    """Raise `InvalidInputError` about `field` if the harness is not installed."""
     try:
         import lm_eval  # noqa: F401
     except ModuleNotFoundError as error:
         raise InvalidInputError(
-            f"{TASKS_FIELD} needs {error.name}; run {make_install_command('eval')}", field=TASKS_FIELD
+            f"{field} needs {error.name}; run {make_install_command('eval')}", field=field
         ) from error
 
 

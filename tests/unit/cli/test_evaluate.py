@@ -1,6 +1,7 @@
 """`swiftkv evaluate` on directories, in this process."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest
+from swiftkv_platform.contract.row_results import load_rows
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.jobs.worker.measure import evaluate_directory
 from swiftkv_platform.model import convert, export
@@ -73,12 +75,18 @@ def test_a_student_is_measured_against_its_teacher_mode(student: Path, corpus: P
     assert "<svg" in page.read_text()
 
 
-def _artifact(student: Path, directory: Path, data: dict[str, Any], lineage: dict[str, Any] | None = None) -> Path:
+def _artifact(
+    student: Path,
+    directory: Path,
+    data: dict[str, Any],
+    lineage: dict[str, Any] | None = None,
+    evaluation: dict[str, Any] | None = None,
+) -> Path:
     """Lay the student out as a job's artifact."""
     directory.mkdir()
     for file in student.iterdir():
         (directory / file.name).hardlink_to(file)
-    spec = {"name": "n", "data": data, "evaluation": {"max_kl": 1e-9, "continuations": 0}}
+    spec = {"name": "n", "data": data, "evaluation": {"max_kl": 1e-9, "continuations": 0, **(evaluation or {})}}
     manifest = Manifest(kind="artifact", files={}, created_at=0.0, lineage={"spec": spec, **(lineage or {})})
     (directory / MANIFEST).write_text(manifest.model_dump_json())
     return directory
@@ -94,6 +102,38 @@ def test_an_artifact_brings_its_text_and_limits(student: Path, corpus: Path, tmp
     assert "failed" in result.output
     assert "perplexity" in result.output
     assert "continuations" not in result.output
+
+
+@pytest.mark.slow("evaluates twice")
+def test_own_rows_are_measured_and_kept(student: Path, corpus: Path, tmp_path: Path) -> None:
+    """A list of rows replaces the job's, of which uploaded files cannot be read here and are named."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i} + 1 =", "completion": str(i + 1)}) + "\n" for i in range(4)))
+    source = {"name_or_path": str(rows)}
+    listed = tmp_path / "rows.yaml"
+    listed.write_text(yaml.safe_dump([{"name": "sums", "metric": "numeric", "max_tokens": 4, "source": source}]))
+    data = {"sources": [{"name_or_path": str(corpus)}], "max_length": 96, "validation_fraction": 0.2}
+    uploaded = {"name": "uploaded", "metric": "contains", "source": {"name_or_path": f"file-{'0' * 26}"}}
+    artifact = _artifact(student, tmp_path / "artifact", data, evaluation={"rows": [uploaded]})
+
+    own = json.loads(run(artifact, "--rows", listed, "--row-results", tmp_path / "results", "--json").stdout)
+    of_job = json.loads(run(artifact, "--json").stdout)
+
+    [task] = own["tasks"]
+    assert (task["task"], task["metric"], task["num_samples"]) == ("sums", "numeric", 4)
+    results = load_rows((tmp_path / "results" / f"{task['row_results']}.jsonl").read_bytes())
+    assert [row.prompt for row in results] == [f"{i} + 1 =" for i in range(4)]
+    assert own["tasks_left_out"] == []
+    assert (of_job["tasks"], of_job["tasks_left_out"]) == ([], ["uploaded"])
+    for text, message in (
+        ("rows: [}", "--rows is .* which is not YAML"),
+        ("- {name: a, metric: contains}", "source"),
+        ("- {name: a, metric: contains, source: {name_or_path: nowhere.jsonl}}", "nowhere.jsonl.*no such file"),
+    ):
+        listed.write_text(text)
+        result = run(artifact, "--rows", listed)
+        assert result.exit_code in (1, 2)
+        assert re.search(message, " ".join(result.output.split())), result.output
 
 
 def test_rows_are_no_longer_than_the_models_context(student: Path, corpus: Path, tmp_path: Path) -> None:

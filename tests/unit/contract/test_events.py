@@ -99,6 +99,7 @@ def test_keys_are_what_they_have_always_been() -> None:
         "answers_key": ATTEMPT.answers_key("ab"),
         "get_start_prefix": ATTEMPT.get_start_prefix("tiny"),
         "evaluation_key": ATTEMPT.evaluation_key("0a1b", "task-000"),
+        "rows_key": ATTEMPT.rows_key("task-000-own"),
     } == {
         "request_key": "jobs/job_1/attempts/2/attempt.json",
         "preempt_key": "jobs/job_1/attempts/2/control/preempt.json",
@@ -113,6 +114,8 @@ def test_keys_are_what_they_have_always_been() -> None:
         "get_start_prefix": "jobs/job_1/attempts/2/starts/tiny",
         "evaluation_prefix": "jobs/job_1/attempts/2/evaluation",
         "evaluation_key": "jobs/job_1/attempts/2/evaluation/0a1b/task-000.json",
+        "rows_prefix": "jobs/job_1/attempts/2/rows",
+        "rows_key": "jobs/job_1/attempts/2/rows/task-000-own.jsonl",
         "artifact_prefix": "jobs/job_1/attempts/2/artifact",
         "tracking_prefix": "jobs/job_1/attempts/2/tracking",
         "curve_key": "jobs/job_1/attempts/2/curve.json",

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from swiftkv_platform.contract.row_results import compute_share_interval
 from swiftkv_platform.evaluation.harness.run import compute_loss_interval
 from swiftkv_platform.evaluation.paired import (
     HeldOutIntervals,
     bootstrap_interval,
     compute_mean_interval,
-    compute_share_interval,
     compute_unpaired_interval,
     estimate_samples_to_decide,
 )

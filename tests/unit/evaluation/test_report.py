@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from swiftkv_platform.contract.row_results import compute_share_interval
 from swiftkv_platform.contract.verdicts import describe_undecided_gates, find_worst_verdict, summarize_quality
 from swiftkv_platform.errors import QualityGateError
 from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
-from swiftkv_platform.evaluation.paired import compute_share_interval
 from swiftkv_platform.evaluation.prefill_cost import ModeCost, PrefillCost
 from swiftkv_platform.evaluation.quality import NUM_EXIT_BINS, ExitCounts, HeldOutTotals, SampleSums
 from swiftkv_platform.evaluation.report import Report
@@ -374,3 +374,43 @@ FOUND = "finds 18 of 20 numbers hidden in prompts of 512 tokens (teacher: 20)"
 )
 def test_a_verdict_says_what_was_measured_and_nothing_else(left_out: tuple[str, ...], said: str | None) -> None:
     assert summarize_quality({name: value for name, value in MEASURED.items() if name not in left_out}) == said
+
+
+def test_own_rows_have_gates_like_tasks() -> None:
+    """A forecast needs the number of rows; a likelihood is no share, so its limit is a percentage from the start."""
+    source = {"name_or_path": "rows.jsonl", "sample_count": 1000}
+    own = {"name": "own", "metric": "contains", "source": source}
+    spec = EvaluationSpec.model_validate(
+        {
+            "tasks": ["builtin:gsm8k"],
+            "rows": [
+                own,
+                own | {"name": "all", "source": {"name_or_path": "rows.jsonl"}},
+                own | {"name": "likely", "metric": "likelihood"},
+            ],
+            "task_limit": 500,
+        }
+    )
+    assert spec.has_gate
+    assert EvaluationSpec(rows=spec.rows).has_gate
+    gsm8k, rows, unknown, likely = forecast_gates(spec)
+    assert (rows.task, rows.num_samples, rows.limit) == ("own", 500, gsm8k.limit)
+    assert rows.excluded == round(find_excludable_loss(500, num_gates=4), 2), "all four are gates"
+    assert [(each.num_samples, each.limit) for each in (unknown, likely)] == [(None, None)] * 2
+    score = TaskScore(
+        task="likely",
+        metric="likelihood",
+        num_fewshot=0,
+        chat_template=False,
+        num_samples=500,
+        teacher=-1.0,
+        student=-1.03,
+        teacher_stderr=None,
+        student_stderr=None,
+        drop_interval=(2.0, 4.0),
+    )
+    report = Report.build(
+        spec, distilled=HeldOutTotals(1, 1.0, 1.0, 0.1, 1), cost=COST, tasks=TaskResults((score,)), instruct=False
+    )
+    [gate] = report.gates
+    assert (gate.value, gate.limit, gate.outcome) == (3.0, 1.0, "failed"), "three percent of the teacher's score"

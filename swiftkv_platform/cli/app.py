@@ -70,6 +70,10 @@ _COMMANDS: dict[str, dict[str, _Command]] = {
         "jobs": _Command("jobs:jobs_app", "Manage distillation jobs."),
         "files": _Command("files:files_app", "Manage uploaded training data (`file-...`)."),
         "models": _Command("models:models_app", "Manage distilled models and their aliases."),
+        "compare": _Command(
+            "compare:compare",
+            "Compare two models: quality, prefill compute, KV cache, job specs, and evaluation tasks row by row.",
+        ),
         "deployments": _Command("deployments:deployments_app", "Manage deployments. Create one with `swiftkv deploy`."),
         "deploy": _Command("deploy:deploy", "Deploy a distilled model."),
         "generate": _Command("deploy:generate", "Generate a completion with a deployed model, streamed to stdout."),

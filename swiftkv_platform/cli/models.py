@@ -13,7 +13,6 @@ from swiftkv_platform.cli.context import (
     ModelName,
     Reason,
     Url,
-    complete_model,
     connect,
     find_job_id,
     find_model_id,
@@ -143,28 +142,6 @@ def lineage(model: ModelName, url: Url = None, json: Json = False) -> None:
     with connect(url) as client:
         found = client.models.lineage(model)
     print_result(found, found.model_dump(mode="json", exclude={"object", "spec"}), json=json)
-
-
-@models_app.command()
-def compare(
-    model: ModelName,
-    other: Annotated[
-        str,
-        typer.Argument(metavar="OTHER", help="Model id, job id, alias or unique name.", autocompletion=complete_model),
-    ],
-    url: Url = None,
-    json: Json = False,
-) -> None:
-    """Compare two models: quality, prefill compute, KV cache and job specs."""
-    with connect(url) as client:
-        found = client.models.compare(model, other)
-    if json:
-        print_json(found)
-        return
-    figures = {"metric": "name", "a": "a", "b": "b", "better": "better"}
-    print_items(found.figures, figures, empty="No metrics: neither model has been evaluated.")
-    different = (*found.differences, *found.spec_differences)
-    print_items(different, {"spec field": "name", "a": "a", "b": "b"}, empty="The job specs are equal.")
 
 
 @models_app.command()

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, overload
+from urllib.parse import quote
 
 import httpx
 from pydantic import ValidationError
@@ -261,8 +262,28 @@ class Models(Collection):
         return self._transport.get(Resource, f"/models/{model_id}/lineage")
 
     def compare(self, model_id: str, other_id: str) -> Resource:
-        """Compare quality, prefill compute and KV cache of two models, and the specs of their jobs."""
+        """Compare two models: quality, prefill compute, KV cache, the rows of shared evaluation tasks, and the specs of
+        their jobs."""
         return self._transport.get(Resource, f"/models/{model_id}/compare/{other_id}")
+
+    def changed_rows(
+        self,
+        model_id: str,
+        other_id: str,
+        *,
+        task: str,
+        change: Literal["worse", "better"] | None = None,
+        limit: int | None = None,
+    ) -> builtins.list[Resource]:
+        """List the rows of a task on which two models have different scores, the largest difference first.
+
+        Args:
+            task: name of a task of both evaluations, as in `compare(...).tasks`.
+            change: only rows on which `other_id` is worse, or better; None: both.
+            limit: max rows; None: all.
+        """
+        path = f"/models/{model_id}/compare/{other_id}/rows/{quote(task)}"
+        return self._transport.list(Resource, path, _drop_none({"change": change}), limit)
 
     def promote(
         self,

@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-from tests.browser.scenes import Page, address, deploy, expect, trained
+from swiftkv_platform.contract.attempts import AttemptId
+from swiftkv_platform.contract.row_results import ModeResult, RowResult, dump_rows
+from tests.browser.scenes import REPORT, Page, address, deploy, expect, trained
+from tests.browser.test_accessibility import AXE, FOUND, NAMELESS, TOO_WIDE, WIDTHS
 from tests.support.browsers import playwright
 from tests.unit.control_plane.routes.conftest import Server
 
@@ -103,6 +106,49 @@ def test_a_models_lineage_is_drawn_and_two_are_compared(server: Server, page: Pa
         page.get_by_label(f"Compare {name}").check()
     expect(page.get_by_role("region", name="Figures of both models")).to_contain_text("distilled.kl")
     assert second["name"] == "second"
+
+
+def store_rows(server: Server, model: str, passed: range) -> None:
+    """Store the results of 30 rows, of which `passed` are right."""
+    job = server.get(f"/models/{model}")["job_id"]
+    rows = [
+        RowResult(
+            key=f"{i:02}",
+            prompt=f"Question {i}?",
+            expected=f"right {i}",
+            teacher=ModeResult(score=1.0, answer=f"right {i}"),
+            student=ModeResult(score=float(i in passed), answer=f"{'right' if i in passed else 'wrong'} {i}"),
+        )
+        for i in range(30)
+    ]
+    server.parts.objects.put_bytes(AttemptId(job, 1).rows_key("000-own"), dump_rows(rows)[0])
+
+
+def test_rows_that_went_from_pass_to_fail_are_side_by_side(
+    server: Server, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = [{"task": "own", "metric": "contains", "student": 0.8, "row_results": "000-own"}]
+    monkeypatch.setitem(REPORT, "tasks", tasks)
+    first, second = (trained(server, name)["distilled_model"] for name in ("first", "second"))
+    store_rows(server, first, range(28))
+    store_rows(server, second, range(4, 30))
+    page.goto(f"{address(server)}/#/models")
+    for name in ("first", "second"):
+        page.get_by_label(f"Compare {name}").check()
+    tasks_table = page.get_by_role("region", name="Evaluation tasks")
+    expect(tasks_table.get_by_role("row").nth(1)).to_contain_text("own contains")
+    rows = page.get_by_role("region", name="Changed rows").get_by_role("row")
+    expect(rows).to_have_count(7)
+    cells = rows.nth(1).get_by_role("cell")
+    expect(cells).to_have_text(["Question 0?", "right 0", "worse", "1right 0", "0wrong 0"])
+    page.evaluate(AXE)
+    for width, height in WIDTHS.items():
+        page.set_viewport_size({"width": width, "height": height})
+        for problems in (FOUND, NAMELESS, TOO_WIDE):
+            assert page.evaluate(problems) == [], width
+    page.get_by_role("combobox", name="Change").select_option("better")
+    expect(rows).to_have_count(3)
+    expect(rows.nth(1)).to_contain_text("Question 28?")
 
 
 def asked_by(page: Page, path: str, body: str) -> list[dict[str, object]]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
+from swiftkv_platform.contract.row_results import ChangedRow, RowComparison
 from swiftkv_platform.contract.verdicts import summarize_quality
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
 from swiftkv_platform.control_plane.http.responses import ResponseModel, limit_page_bytes
@@ -215,6 +216,58 @@ class DifferenceResponse(ResponseModel):
     b: Any
 
 
+class ComparedTaskResponse(ResponseModel):
+    """The students of two models on the rows of an evaluation task that both have answered."""
+
+    task: str
+    metric: str
+    num_rows: int
+    """Rows of both models. The figures below are over these rows."""
+    num_only_a: int
+    """Rows that only model a has answered."""
+    num_only_b: int
+    a: float | None
+    """Mean score of model a; null without common rows."""
+    b: float | None
+    interval: tuple[float, float] | None
+    """95% interval of b - a, from the paired differences of the rows; null for fewer than 30 rows of a score that is
+    not within 0..1."""
+    num_worse: int
+    """Rows on which b has a worse score. For scores of 0 and 1: rows that went from pass to fail."""
+    num_better: int
+
+    @classmethod
+    def from_comparison(cls, score: Mapping[str, Any], found: RowComparison) -> Self:
+        counts = {"num_worse": found.count_changes("worse"), "num_better": found.count_changes("better")}
+        return cls.model_validate({**vars(found), **counts, "task": score["task"], "metric": score["metric"]})
+
+
+class ModeResultResponse(ResponseModel):
+    score: float
+    answer: str | None
+    """Null if the metric generates none."""
+
+
+class ChangedRowResponse(ResponseModel):
+    """A row on which two models have different scores. Long texts are cut."""
+
+    id: str
+    """Hash of the prompt."""
+    object: Literal["changed_row"] = "changed_row"
+    prompt: str
+    """End of the prompt."""
+    expected: str | None
+    """Expected answer; null if the metric needs none."""
+    change: Literal["worse", "better"]
+    """Whether model b is worse or better than model a."""
+    a: ModeResultResponse
+    b: ModeResultResponse
+
+    @classmethod
+    def from_row(cls, row: ChangedRow) -> Self:
+        return cls.model_validate({**vars(row), "id": row.key})
+
+
 class ComparisonResponse(ResponseModel):
     """Two models side by side."""
 
@@ -226,10 +279,13 @@ class ComparisonResponse(ResponseModel):
     """Differences of teacher, revision and data. If there are any, the quality metrics are not comparable."""
     spec_differences: list[DifferenceResponse]
     """Differences by dotted path of the spec."""
+    tasks: list[ComparedTaskResponse]
+    """Tasks of both evaluations, compared row by row; only those whose rows both jobs have stored."""
 
 
-def make_comparison(a: Model, b: Model) -> ComparisonResponse:
-    """Compare quality, prefill compute and cache size of two models, and the lineage and specs they were made from."""
+def make_comparison(a: Model, b: Model, tasks: Sequence[ComparedTaskResponse] = ()) -> ComparisonResponse:
+    """Compare quality, prefill compute and cache size of two models, and the lineage and specs they were made from.
+    `tasks`: comparisons of their rows."""
     return ComparisonResponse(
         a=a.id,
         b=b.id,
@@ -238,6 +294,7 @@ def make_comparison(a: Model, b: Model) -> ComparisonResponse:
             *({name: model.lineage.get(name) for name in _COMPARABLE_KEYS} for model in (a, b))
         ),
         spec_differences=_list_differences(*(_flatten(model.lineage.get("spec") or {}) for model in (a, b))),
+        tasks=list(tasks),
     )
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Path, Response, status
+from fastapi import APIRouter, Depends, Path, Query, Response, status
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from swiftkv_platform.control_plane.access.callers import Deployer, Reader, Submitter, Uploader
+from swiftkv_platform.control_plane.access.callers import Deployer, Fetcher, Reader, Submitter, Uploader
 from swiftkv_platform.control_plane.base import PageQuery
 from swiftkv_platform.control_plane.components import ComponentsDep, DeletionsDep, ImportParsersDep, SettingsDep
 from swiftkv_platform.control_plane.http.concurrency import ConnectedClient
 from swiftkv_platform.control_plane.http.merge_patch import IfMatch, set_etag
-from swiftkv_platform.control_plane.http.responses import ListResponse, NewestFirst, make_list_response, make_page_query
+from swiftkv_platform.control_plane.http.responses import (
+    ListResponse,
+    NewestFirst,
+    OldestFirst,
+    make_list_response,
+    make_page_query,
+)
 from swiftkv_platform.control_plane.jobs.responses import JobResponse
 from swiftkv_platform.control_plane.jobs.routes import Presenter, Submission, set_location_header
 from swiftkv_platform.control_plane.models.imports import ModelImporter
@@ -21,6 +27,7 @@ from swiftkv_platform.control_plane.models.parents import make_copy_spec, make_p
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, RegistryService
 from swiftkv_platform.control_plane.models.responses import (
     AliasResponse,
+    ChangedRowResponse,
     ComparisonResponse,
     CreateModel,
     ImportModel,
@@ -31,6 +38,7 @@ from swiftkv_platform.control_plane.models.responses import (
     RollbackRequest,
     make_comparison,
 )
+from swiftkv_platform.control_plane.models.row_comparisons import RowComparisons
 from swiftkv_platform.specs.publish import PublicationSpec
 from swiftkv_platform.web.bodies import BodyRoute
 
@@ -117,10 +125,33 @@ def get_lineage(model_id: str, parts: ComponentsDep, caller: Reader, service: Se
 
 
 @router.get("/models/{model_id}/compare/{other_id}")
-def compare_models(model_id: str, other_id: str, caller: Reader, service: Service) -> ComparisonResponse:
-    """Compare quality, prefill compute and cache size of two models, and how their jobs differ."""
+def compare_models(
+    model_id: str, other_id: str, parts: ComponentsDep, caller: Fetcher, service: Service
+) -> ComparisonResponse:
+    """Compare two models: quality, prefill compute, cache size, the rows of shared evaluation tasks, and how their
+    jobs differ."""
     a, b = (service.find_model(each, caller.tenant) for each in (model_id, other_id))
-    return make_comparison(a, b)
+    return make_comparison(a, b, RowComparisons(parts.objects, a, b).list_tasks())
+
+
+@router.get("/models/{model_id}/compare/{other_id}/rows/{task:path}")
+def list_changed_rows(
+    model_id: str,
+    other_id: str,
+    task: str,
+    parts: ComponentsDep,
+    caller: Fetcher,
+    service: Service,
+    page: OldestFirst,
+    change: Annotated[
+        Literal["worse", "better"] | None, Query(description="only rows on which the other model is worse, or better")
+    ] = None,
+) -> ListResponse[ChangedRowResponse]:
+    """List the rows of a task that went from pass to fail and back between two models, or for other scores all rows
+    with different scores, the largest difference first."""
+    a, b = (service.find_model(each, caller.tenant) for each in (model_id, other_id))
+    found = RowComparisons(parts.objects, a, b).list_changed_rows(task, change, page)
+    return make_list_response(found, lambda row: row, order=page.order)
 
 
 @router.post("/models/{model_id}/publish", status_code=status.HTTP_201_CREATED)

@@ -277,3 +277,36 @@ def test_the_list_of_models_has_their_kl(run: Run, script: Script) -> None:
     lines = run("models", "list").output.splitlines()
     assert lines[0].split()[:4] == ["model", "name", "KL", "job"]
     assert lines[1].split()[:4] == ["mdl_1", "tiny", "0.0625", "job_1"]
+
+
+def test_a_comparison_lists_flips_with_both_answers(run: Run, script: Script) -> None:
+    task = {"task": "own", "metric": "contains", "num_rows": 40, "num_only_a": 2, "num_only_b": 0, "a": 0.9, "b": 0.8}
+    task |= {"interval": [-0.2, 0.01], "num_worse": 5, "num_better": 1}
+    both = {"figures": [], "differences": [], "spec_differences": [], "tasks": [task]}
+    result = {"score": 1.0, "answer": "It is \n four"}
+    row = {"id": "0f", "object": "changed_row", "change": "worse", "prompt": "2 + 2?", "expected": "four"}
+    row |= {"a": result, "b": {"score": 0.0, "answer": "five " * 40}}
+    script.on("GET", "/models/one/compare/two", json_answer(both))
+    script.on("GET", "/models/one/compare/two/rows/own", list_answer([row]))
+    printed = run("compare", "one", "two", "--rows", "1").stdout
+    assert "-0.2 to +0.01" in printed
+    assert "own: 1 of 6 rows with different scores (2 rows only of a and 0 only of b are not compared)" in printed
+    [line] = [line for line in printed.splitlines() if line.startswith("0f")]
+    assert "1 It is four" in line
+    assert "0 five" in line
+    assert line.rstrip().endswith("…")
+    [asked] = script.sent("GET", "/models/one/compare/two/rows/own")
+    assert asked.query["limit"] == "1"
+    document = json.loads(run("compare", "one", "two", "--json").stdout)
+    assert (document["tasks"], document["changed_rows"]) == ([task], {"own": [row]})
+    assert "changed" not in run("compare", "one", "two", "--rows", "0").stdout
+    refused = run("compare", "one", "two", "--task", "other")
+    assert refused.exit_code == 1
+    assert "--task is 'other', which is no task with rows of both models; these are: own" in " ".join(
+        refused.output.split()
+    )
+
+
+def test_a_comparison_works_with_an_older_control_plane(run: Run, script: Script) -> None:
+    script.on("GET", "/models/one/compare/two", json_answer({"figures": [], "differences": [], "spec_differences": []}))
+    assert "No evaluation task with rows of both models." in run("compare", "one", "two").stdout

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app as command_line
 from swiftkv_platform.client import Client
+from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
@@ -83,7 +84,11 @@ CALLS: dict[str, tuple[Call | None, str | None]] = {
     "GET /models/{model_id}/lineage": (lambda own, ids: own.models.lineage(ids["model"]), "models lineage {model}"),
     "GET /models/{model_id}/compare/{other_id}": (
         lambda own, ids: own.models.compare(ids["model"], ids["model"]),
-        "models compare {model} {model}",
+        "compare {model} {other}",
+    ),
+    "GET /models/{model_id}/compare/{other_id}/rows/{task}": (
+        lambda own, ids: own.models.changed_rows(ids["model"], ids["other"], task="own"),
+        "compare {model} {other} --task own",
     ),
     "POST /models/{model_id}/publish": (
         lambda own, ids: own.models.publish(ids["model"], to="s3://models/one"),
@@ -189,7 +194,10 @@ def platform(parts: Components, start: Start, tmp_path: Path) -> Iterator[Platfo
         settings = server.settings.model_copy(update={"reconcile_interval_s": 1e6})
         recorder = Recorder(create_app(settings, components=parts))
         with serving(recorder) as url, Client(url) as own:  # type: ignore[arg-type]
-            done, other, spare = (server.succeed(name=name) for name in ("done", "other", "spare"))
+            report = {"tasks": [{"task": "own", "metric": "contains", "row_results": "000-own"}]}
+            done, other, spare = (server.succeed(name=name, report=report) for name in ("done", "other", "spare"))
+            for job in (done, other):
+                parts.objects.put_bytes(AttemptId(job["id"], 1).rows_key("000-own"), b"")
             model = done["distilled_model"]
             parts.objects.put_bytes(f"jobs/{done['id']}/{TRACKED}", b"recorded")
             deployment = own.deployments.create(model, route_prefix="/").id
@@ -236,4 +244,4 @@ def test_a_command_reaches_every_route(platform: Platform) -> None:
 
 
 def shown(route: str) -> str:
-    return route.replace("path}", "path:path}")
+    return route.replace("path}", "path:path}").replace("{task}", "{task:path}")

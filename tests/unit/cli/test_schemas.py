@@ -94,7 +94,7 @@ def test_shells_complete_commands_options_and_ids(script: Script, monkeypatch: p
             ("swiftkv jobs get ", ["job_2", "job_1"]),
             ("swiftkv jobs logs --follow job_1", ["job_1"]),
             ("swiftkv jobs get mdl", []),
-            ("swiftkv models compare mdl_1 m", ["mdl_1"]),
+            ("swiftkv compare mdl_1 m", ["mdl_1"]),
             ("swiftkv deploy m", ["mdl_1"]),
             ("swiftkv deploy mdl_1 --replace d", ["dep_1"]),
             ("swiftkv deployments delete ", ["dep_1"]),

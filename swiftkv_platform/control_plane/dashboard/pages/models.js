@@ -1,27 +1,9 @@
-// Models, and comparison of two.
+// Models, and the choice of two to compare.
 
 import { html, useState } from "../vendor/htm-preact.js";
-import { fetchAll, get } from "../api.js";
-import { EmptyState, PageHeader, CopyableId, SearchableTable, LoadingOrProblem, Table, formatNumber, formatPercent, usePolling, formatTime } from "../parts.js";
-
-const makeComparisonColumns = (a, b) => [
-  { name: "Metric", cell: (row) => html`<code>${row.name}</code>` },
-  { name: a, number: true, cell: (row) => html`<span>${formatValue(row.a)}${row.better === "a" ? " ✓" : ""}</span>` },
-  { name: b, number: true, cell: (row) => html`<span>${formatValue(row.b)}${row.better === "b" ? " ✓" : ""}</span>` },
-];
-
-const formatValue = (value) => (typeof value === "number" ? formatNumber(value) : value == null ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value));
-
-/** Comparison of two models; ✓ marks the better figure. */
-function Comparison({ a, b }) {
-  const [found, problem] = usePolling(() => get(`/models/${a.id}/compare/${b.id}`), [a.id, b.id], null);
-  if (!found) return html`<${LoadingOrProblem} what="the comparison" problem=${problem} />`;
-  const columns = makeComparisonColumns(a.name, b.name === a.name ? `${b.name} (${b.id.slice(-4)})` : b.name);
-  return html`<h2>Comparison</h2>
-    ${found.differences.length > 0 && html`<p class="notice">Quality figures are not comparable: the models differ in ${found.differences.map(({ name }) => name).join(", ")}.</p>`}
-    <${Table} caption="Figures of both models" columns=${columns} rows=${found.figures} empty="No common figures." />
-    ${found.spec_differences.length > 0 && html`<h3>Spec differences</h3><${Table} caption="Spec differences" columns=${columns} rows=${found.spec_differences} empty="" />`}`;
-}
+import { fetchAll } from "../api.js";
+import { Comparison } from "../comparison.js";
+import { EmptyState, PageHeader, CopyableId, SearchableTable, formatNumber, formatPercent, usePolling, formatTime } from "../parts.js";
 
 const getSearchText = (model) => [model.name, model.id, model.lineage.teacher, model.job_id ?? "imported"].join(" ");
 
@@ -40,7 +22,7 @@ export function Models() {
     { name: "Created", sort: (model) => model.created_at, cell: (model) => formatTime(model.created_at) },
   ];
   const empty = html`<div class="panel"><${EmptyState} title="No models yet"><a href="#/submit">Start a job</a> to distill one, or import one with <code>swiftkv models import</code>.<//></div>`;
-  const shownModels = models?.filter((model) => chosen.includes(model.id)) ?? [];
+  const shownModels = chosen.map((id) => models?.find((model) => model.id === id)).filter(Boolean);
   return html`<${PageHeader} title="Models" />
     <${SearchableTable} what="models" columns=${columns} rows=${models} problem=${problem} empty=${empty} find=${getSearchText}><span class="end">Select two models to compare.</span><//>
     ${shownModels.length === 2 && html`<${Comparison} a=${shownModels[0]} b=${shownModels[1]} />`}`;

@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.security.keys import Scope, create_key
@@ -73,6 +74,7 @@ NOBODYS = {
     "job_id": "job_x",
     "model_id": "mdl_x",
     "other_id": "mdl_x",
+    "task": "own",
     "deployment_id": "dep_x",
     "path": "x",
     "tracking_path": "x",
@@ -164,7 +166,8 @@ def test_a_tenant_reaches_nothing_of_anothers(as_: As, server: Server) -> None:
     naming = {"data": {"sources": [{"name_or_path": file}]}}
     job = as_("acme").post("/jobs", json={**SPEC, **naming}).json()
     assert (job["tenant"], job["created_by"][:3]) == ("acme", "key")
-    server.run(job["id"]).artifact()
+    server.run(job["id"]).artifact(tasks=[{"task": "own", "metric": "contains", "row_results": "000-own"}])
+    server.parts.objects.put_bytes(AttemptId(job["id"], 1).rows_key("000-own"), b"")
     tracked = "attempts/1/tracking/offline-run-20261123_000000-a/run-a.wandb"
     server.parts.objects.put_bytes(f"jobs/{job['id']}/{tracked}", b"recorded")
     server.end(job["id"])
@@ -175,6 +178,7 @@ def test_a_tenant_reaches_nothing_of_anothers(as_: As, server: Server) -> None:
         "job_id": job["id"],
         "model_id": model,
         "other_id": model,
+        "task": "own",
         "deployment_id": deployment["id"],
         "path": "data.bin",
         "tracking_path": tracked,

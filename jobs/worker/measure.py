@@ -304,6 +304,11 @@ def _prepare_rows(
                 "the teacher generated the job's data, which is not kept: name text to measure on with --data",
                 field="data",
             )
+        if any(source.is_traffic for source in spec.sources):
+            raise DataError(
+                "the job's data is captured traffic, which only jobs can read: name text to measure on with --data",
+                field="data",
+            )
     else:
         raise DataError("the directory is not a job's artifact: name text to measure on with --data", field="data")
     rows = workspace / "rows"

@@ -5,10 +5,12 @@ and the student with its calibrated start. Does not use Ray.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.traffic import MAX_WRITE_DELAY_S
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.data.source_rows import RemoteFile
@@ -35,6 +38,7 @@ from swiftkv_platform.distillation.trainer import parallelize
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.jobs.attempt.stored import StoredInputs
 from swiftkv_platform.jobs.values import GroupMember
+from swiftkv_platform.logs import get_logger
 from swiftkv_platform.model import tokenizers
 from swiftkv_platform.model.calibration import calibrate_layerwise
 from swiftkv_platform.model.configuration import convert_errors, read_config
@@ -45,10 +49,13 @@ from swiftkv_platform.model.weights.writing import ShardWriter
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.planning.config import MODEL_FIELD
 from swiftkv_platform.sources import UNRESTRICTED, Access, S3Source
+from swiftkv_platform.sources.access import CapturedTraffic
 from swiftkv_platform.sources.loader_rules import GENERATION
 from swiftkv_platform.specs import JobSpec, ModelSpec, ResourcesSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.downloads import list_prefix, make_model_download, open_source_bucket
+from swiftkv_platform.storage.object_store import open_temporary
+from swiftkv_platform.storage.traffic import TrafficReader, encode_row
 
 _M_MMAP_THRESHOLD = -3  # from glibc's malloc.h
 _MIN_MAPPED_BYTES = 8 << 20
@@ -142,7 +149,13 @@ def create_shared_workspace(name: str) -> Iterator[Workspace]:
 
 def get_access(request: AttemptRequest) -> Access:
     """Return the read permissions of an attempt, and whether its evaluation tasks may run code."""
-    return Access(request.allowed_roots, request.hub_organizations, request.code_tasks, files=request.files)
+    return Access(
+        request.allowed_roots,
+        request.hub_organizations,
+        request.code_tasks,
+        files=request.files,
+        traffic={deployment_id: CapturedTraffic(uri) for deployment_id, uri in request.traffic.items()} or None,
+    )
 
 
 def resolve_teacher(model: ModelSpec, workspace: Path, *, access: Access = UNRESTRICTED, fetch: bool = True) -> str:
@@ -177,7 +190,7 @@ def uses_validation_rows(spec: JobSpec) -> bool:
 
 
 class StoreFiles:
-    """The `RemoteFiles` of data sources: objects of stores, downloaded to `workspace`."""
+    """The `RemoteFiles` of data sources: objects of stores, and captured requests, downloaded to `workspace`."""
 
     def __init__(self, workspace: Path) -> None:
         self._workspace = workspace
@@ -196,6 +209,24 @@ class StoreFiles:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             open_store(file.store).download_file(file.key, path)
+        return path
+
+    def fetch_traffic(self, uri: str, since: float, until: float) -> Path:
+        """Download the captured requests of a window, unless their copy exists already. Waits until replicas have
+        stored all of them, up to a minute after `until`, so that every attempt reads the same."""
+        digest = hashlib.sha256(f"{uri} {since} {until}".encode()).hexdigest()
+        path = self._workspace / f"traffic-{digest[:32]}.jsonl"
+        if path.exists():
+            return path
+        delay = until + MAX_WRITE_DELAY_S - time.time()
+        if delay > 0:
+            get_logger().info("waiting_for_traffic", seconds=round(delay))
+            time.sleep(delay)
+        rows = TrafficReader(open_store(uri)).iterate_rows(since=since, until=until)
+        with open_temporary(path) as temporary:
+            with temporary.open("wb") as file:
+                file.writelines(map(encode_row, rows))
+            temporary.replace(path)
         return path
 
     def get_path(self, file: RemoteFile) -> Path:

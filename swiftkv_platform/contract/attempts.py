@@ -144,6 +144,8 @@ class AttemptRequest(FrozenModel):
     """Whether evaluation tasks may run code that the model generates."""
     files: dict[str, StoredFile] = {}
     """Uploaded files that the spec names, by id."""
+    traffic: dict[str, str] = {}
+    """Addresses of the captured traffic that the spec names, by deployment id."""
     parent: Parent | None = None
     """Model or checkpoint that `training.from` names; None once the job has its own checkpoint."""
     traceparent: str | None = None
@@ -281,7 +283,7 @@ PROTOCOL = 2
 if a default of the job spec changes, since requests leave defaults out.
 
 1: releases up to 0.1.0, whose drivers do not know `PROTOCOL_OPTION`.
-2: `attempt.json` also has the tenant's rules (`allowed_roots` and the fields after it), uploaded files and the parent.
+2: `attempt.json` also has the tenant's rules (`allowed_roots` and the fields after it), files, traffic and the parent.
 """
 
 PROTOCOL_OPTION = "--protocol"

@@ -10,6 +10,7 @@ rewrites the parts without these rows, and removes the deletion when no replica 
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 from typing import Any, Self
 
@@ -23,6 +24,12 @@ TRAFFIC_PREFIX = "traffic"
 PART_SUFFIX = ".jsonl.gz"
 MAX_WRITE_DELAY_S = 60.0
 """Max seconds after a request's end until its row is stored; later ones are dropped."""
+_DEPLOYMENT_ID = re.compile(r"dep_[0-7][0-9A-HJKMNP-TV-Z]{25}")
+
+
+def is_deployment_id(name: str) -> bool:
+    """Whether a name has the form of a deployment's id."""
+    return _DEPLOYMENT_ID.fullmatch(name) is not None
 
 
 class CapturedRequest(FrozenModel):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
 from swiftkv_platform.contract.attempts import StoredFile
+from swiftkv_platform.contract.traffic import make_traffic_prefix
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import Clock
 from swiftkv_platform.control_plane.cached_call import CachedCall
@@ -26,11 +27,13 @@ from swiftkv_platform.control_plane.parsing import LimitedParserPool, ParserPool
 from swiftkv_platform.control_plane.ray.jobs import Entrypoint, RayJobs
 from swiftkv_platform.control_plane.ray.placement import Node
 from swiftkv_platform.control_plane.retention import RetentionRepository
+from swiftkv_platform.errors import NotFoundError
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.sources.access import list_file_ids
+from swiftkv_platform.sources.access import CapturedTraffic, list_file_ids, list_traffic_sources
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.storage.traffic import TrafficReader
 from swiftkv_platform.traces import Spans
 
 
@@ -74,6 +77,33 @@ class Components:
             for file in found
             if usable_at is None or file.expires_at is None or file.expires_at > usable_at
         }
+
+    def locate_traffic(self, spec: JobSpec, tenant: str) -> Mapping[str, CapturedTraffic]:
+        """Return the captured traffic that a spec names, by deployment. It is below the tenant's own prefix, so that
+        no other tenant's is found."""
+        return {
+            deployment_id: CapturedTraffic(f"{self.objects.uri}/{make_traffic_prefix(tenant, deployment_id)}")
+            for deployment_id, _ in list_traffic_sources(spec)
+        }
+
+    def find_traffic(self, spec: JobSpec, tenant: str) -> Mapping[str, CapturedTraffic]:
+        """Return what `locate_traffic` does with the sizes of the windows of a new spec, without deployments that the
+        tenant does not have."""
+        found = dict[str, CapturedTraffic]()
+        for deployment_id, traffic in self.locate_traffic(spec, tenant).items():
+            try:
+                self.deployments.get_deployment(deployment_id, tenant=tenant)
+            except NotFoundError:
+                continue
+            reader = TrafficReader(self.objects, make_traffic_prefix(tenant, deployment_id))
+            windows = {source.window for name, source in list_traffic_sources(spec) if name == deployment_id}
+            sizes = {
+                (since, until): sum(part.size for part in reader.list_parts(since=since, until=until))
+                for since, until in windows
+            }
+            days = () if all(sizes.values()) else tuple(day.day for day in reader.list_days())
+            found[deployment_id] = replace(traffic, window_sizes=sizes, days=days)
+        return found
 
 
 def get_retention_repository(request: Request) -> RetentionRepository:

@@ -53,12 +53,13 @@ from swiftkv_platform.limits import (
     UPLOAD_ROW_BYTES,
     UPLOAD_ROW_VALUES,
 )
-from swiftkv_platform.sources import UNRESTRICTED, Access, BuiltinSource, FileSource, PathSource
+from swiftkv_platform.sources import UNRESTRICTED, Access, BuiltinSource, FileSource, PathSource, TrafficSource
 from swiftkv_platform.sources.cards import check_hub_layout, check_saved_dataset
 from swiftkv_platform.sources.layout import (
     ACCEPTED_FILES,
     check_builtin,
     check_single_file,
+    check_traffic,
     find_compression,
     find_data_suffix,
     is_hub_layout,
@@ -215,6 +216,8 @@ class _SourceCheck:
                     formats=(reader.format.name,),
                     unread_columns=reader.unread_columns,
                 )
+            case TrafficSource(deployment_id=deployment_id):
+                return self._estimate_traffic(deployment_id)
             case PathSource(path=path):
                 try:
                     return self._estimate_path(self.access.boundary.check_path(path, self.field))
@@ -224,6 +227,19 @@ class _SourceCheck:
                     raise self._make_error(f"it cannot be read ({error.strerror})") from error
             case _:
                 return SourceEstimate(name)
+
+    def _estimate_traffic(self, deployment_id: str) -> SourceEstimate:
+        """Return the bytes of the parts that may have requests of the window."""
+        check_traffic(self.source, self.source_field)
+        assert self.access.traffic is not None, "`Access` refuses captured traffic without an entry"
+        traffic = self.access.traffic[deployment_id]
+        size = traffic.window_sizes[self.source.window]
+        if not size:
+            window = f"from {self.source.since or 'the beginning'} until {self.source.until}"
+            days = f"days with requests: {', '.join(traffic.days)}"
+            hint = days if traffic.days else "none is captured; set `capture` of the deployment, and send requests"
+            raise self._make_error(f"it has no captured requests {window}; {hint}")
+        return SourceEstimate(self.source.name_or_path, num_bytes=size)
 
     def _estimate_path(self, path: Path) -> SourceEstimate:
         name = self.source.name_or_path

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
@@ -67,10 +68,15 @@ class Completion:
     text: str = ""
     unread_columns: tuple[str, ...] = ()
     """Columns of the prompt's row that are not read."""
+    conversation: int | None = None
+    """See `SourceRow.conversation`."""
 
     @property
     def digest(self) -> int:
-        """64-bit hash of the prompt, so that all of its completions are in the same split."""
+        """64-bit hash of the prompt, so that all of its completions are in the same split, or key of its
+        conversation."""
+        if self.conversation is not None:
+            return self.conversation
         return int.from_bytes(_hash_json(self.prompt_token_ids)[:8], "big")
 
 
@@ -96,6 +102,8 @@ class PromptSource:
     seed: int
     remote: RemoteFiles | None
     access: Access = UNRESTRICTED
+    left_out: Counter[str] = field(default_factory=Counter)
+    """See `read_source_rows`."""
 
     @property
     def settings(self) -> CompletionSpec:
@@ -133,7 +141,13 @@ class PromptSource:
 
     def _read_prompts(self) -> Iterator[Completion]:
         rows = read_source_rows(
-            self.source, self.index, seed=self.seed, remote=self.remote, access=self.access, formats=PROMPT_FORMATS
+            self.source,
+            self.index,
+            seed=self.seed,
+            remote=self.remote,
+            access=self.access,
+            formats=PROMPT_FORMATS,
+            left_out=self.left_out,
         )
         for row in rows:
             if row.held_out:
@@ -141,9 +155,13 @@ class PromptSource:
             try:
                 tokens = self.encoder.encode_prompt(row.content).tolist() if row.content else []
             except RowError as error:
-                raise row.make_error(error, f"data.sources[{self.index}]") from error
+                if not row.is_captured:
+                    raise row.make_error(error, f"data.sources[{self.index}]") from error
+                tokens = []
             end = self.settings.prompt_tokens if isinstance(row.content, str) else None
-            yield Completion(row.format, tuple(tokens[:end]), unread_columns=row.unread_columns)
+            yield Completion(
+                row.format, tuple(tokens[:end]), unread_columns=row.unread_columns, conversation=row.conversation
+            )
 
 
 def _derive_seed(seed: int, repeat: int, prompt: Completion) -> int:

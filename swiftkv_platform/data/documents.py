@@ -293,13 +293,16 @@ class Documents:
     first_samples: IntArray
     """[num_documents + 1]"""
     digests: npt.NDArray[np.uint64]
-    """[num_documents]: equal for equal content."""
+    """[num_documents]: equal for documents that belong to the same split: of equal content, answers to one prompt, or
+    captured requests of one conversation."""
     sources: IntArray
     """[num_documents]: index of the source in the spec."""
     held_out: BoolArray
     """[num_documents]: whether the source assigns the document to the held-out split."""
     has_source_split: BoolArray
     """[num_documents]: whether the source assigns the document to a split, held out or training."""
+    is_undivided: BoolArray
+    """[num_documents]: whether all samples of the document belong to the same split, even of little data."""
 
     @property
     def num_samples(self) -> IntArray:
@@ -330,9 +333,18 @@ class DocumentWriter:
         self._digests = array("Q")
         self._sources = array("i")
         self._source_splits = array("b")  # -1: not assigned by the source, 0: train, 1: held out
+        self._undivided = array("b")
 
-    def add_document(self, encoded: EncodedDocument, *, digest: int, source: int, held_out: bool | None) -> None:
-        """Add a document. `held_out`: whether its source holds it out; None if the source has no splits."""
+    def add_document(
+        self, encoded: EncodedDocument, *, digest: int, source: int, held_out: bool | None, is_undivided: bool = False
+    ) -> None:
+        """Add a document.
+
+        Args:
+            digest: see `Documents.digests`.
+            held_out: whether its source holds it out; None if the source has no splits.
+            is_undivided: see `Documents.is_undivided`.
+        """
         for tokens, loss_mask in encoded.samples:
             self._tokens.write(tokens.astype(self._dtype).tobytes())
             self._counts.write(loss_mask.tobytes())
@@ -341,6 +353,7 @@ class DocumentWriter:
         self._digests.append(digest)
         self._sources.append(source)
         self._source_splits.append(-1 if held_out is None else int(held_out))
+        self._undivided.append(is_undivided)
 
     def finish(self) -> Documents:
         """Close the files and return all documents, with tokens memory-mapped."""
@@ -356,6 +369,7 @@ class DocumentWriter:
             sources=np.array(self._sources, dtype=np.int64),
             held_out=splits == 1,
             has_source_split=splits >= 0,
+            is_undivided=np.array(self._undivided, dtype=np.bool_),
         )
 
 

@@ -35,6 +35,7 @@ from swiftkv_platform.data.prepared import (
     RowStatistics,
     SourceStatistics,
     compute_fingerprint,
+    format_counts,
 )
 from swiftkv_platform.data.source_rows import RemoteFiles, SourceRow, read_source_rows
 from swiftkv_platform.errors import DataError
@@ -88,13 +89,21 @@ def prepare_data(
     sources = []
     for index, source in enumerate(spec.sources):
         collector = SourceCollector(source, index, encoder, writer)
+        left_out = collector.left_out
         if source.complete is None:
-            rows = read_source_rows(source, index, seed=seed, remote=remote, access=access)
+            rows = read_source_rows(source, index, seed=seed, remote=remote, access=access, left_out=left_out)
             sources.append(collector.read_rows(rows))
         else:
             assert completions is not None, "the teacher completes prompts before rows are prepared"
             prompts = PromptSource(
-                source, index, encoder, teacher=completions.teacher, seed=seed, remote=remote, access=access
+                source,
+                index,
+                encoder,
+                teacher=completions.teacher,
+                seed=seed,
+                remote=remote,
+                access=access,
+                left_out=left_out,
             )
             sources.append(collector.read_teacher_completions(prompts.read_teacher_completions(completions.store)))
         progress(len(sources), len(spec.sources))
@@ -148,7 +157,8 @@ def prepare_data(
 def _select_held_out(documents: Documents, fraction: float) -> BoolArray:
     """Return the mask [num_samples] of held-out samples: those that their source holds out, and `fraction` of the other
     documents, by digest, so that a document is in the same split of every data set. If `fraction` of the documents is
-    less than one, samples are selected instead. With two or more distinct ones, each split gets at least one.
+    less than one, samples are selected instead, but of undivided documents all or none. With two or more distinct ones,
+    each split gets at least one.
     """
     counts = documents.num_samples
     held_out, eligible = np.repeat(documents.held_out, counts), np.repeat(~documents.has_source_split, counts)
@@ -173,9 +183,11 @@ def _select_steering(documents: Documents, held_out: BoolArray) -> BoolArray:
 
 
 def _derive_sample_digests(documents: Documents, digests: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return distinct digests of samples, from their documents' `digests` [num_samples]."""
-    within = np.arange(len(digests)) - np.repeat(documents.first_samples[:-1], documents.num_samples)
-    return digests ^ _hash_integers(within)
+    """Return distinct digests of samples, from their documents' `digests` [num_samples]; those of undivided documents
+    stay the same."""
+    counts = documents.num_samples
+    within = np.arange(len(digests)) - np.repeat(documents.first_samples[:-1], counts)
+    return digests ^ _hash_integers(np.where(np.repeat(documents.is_undivided, counts), 0, within))
 
 
 def _select_share(digests: npt.NDArray[np.uint64], eligible: BoolArray, fraction: float) -> BoolArray:
@@ -220,6 +232,7 @@ class SourceCollector:
     index: int
     encoder: DocumentEncoder
     writer: DocumentWriter
+    left_out: Counter[str] = field(default_factory=Counter)
     _rows: int = 0
     _formats: Counter[str] = field(default_factory=Counter)
     _unread_columns: tuple[str, ...] = ()
@@ -242,7 +255,13 @@ class SourceCollector:
             encoded = self.encoder.encode_completion(completion.prompt_token_ids, completion.token_ids)
             if completion.token_ids and encoded.samples:
                 self._written_tokens += len(completion.token_ids)
-                self._add_document(encoded, completion.digest, held_out=held_out, is_conversation=True)
+                self._add_document(
+                    encoded,
+                    completion.digest,
+                    held_out=held_out,
+                    is_conversation=True,
+                    is_undivided=completion.conversation is not None,
+                )
         return self._summarize()
 
     def _count_row(self, row: SourceRow | Completion) -> None:
@@ -254,9 +273,10 @@ class SourceCollector:
     def _summarize(self) -> SourceStatistics:
         if not self._rows:
             name = self.source.name_or_path
-            raise DataError.for_field(
-                f"{self._source_field}.name_or_path", name, ", which has no rows; at least one is needed"
-            )
+            why = ", which has no rows; at least one is needed"
+            if self.left_out:
+                why += f" (left out: {format_counts(self.left_out)})"
+            raise DataError.for_field(f"{self._source_field}.name_or_path", name, why)
         lengths = np.array(self._lengths, dtype=np.int64)
         return SourceStatistics(
             name_or_path=self.source.name_or_path,
@@ -271,14 +291,15 @@ class SourceCollector:
             truncated_tokens=self._truncated_tokens,
             written_tokens=self._written_tokens,
             unread_columns=self._unread_columns,
+            left_out=dict(self.left_out),
         )
 
     @property
     def _source_field(self) -> str:
         return f"data.sources[{self.index}]"
 
-    def _render_rows(self, rows: Iterable[SourceRow]) -> Iterator[tuple[RenderedDocument, bool | None]]:
-        """Yield (rendered document, whether the source holds it out); (document, None) if the source has no splits."""
+    def _render_rows(self, rows: Iterable[SourceRow]) -> Iterator[tuple[RenderedDocument, SourceRow]]:
+        """Yield (rendered document, its row)."""
         for row in rows:
             self._count_row(row)
             if not row.content:
@@ -286,20 +307,36 @@ class SourceCollector:
             try:
                 document = self.encoder.render(row.content)
             except RowError as error:
+                if row.is_captured:
+                    continue
                 raise row.make_error(error, self._source_field) from error
-            yield document, row.held_out
+            yield document, row
 
-    def _encode_batch(self, batch: list[tuple[RenderedDocument, bool | None]]) -> None:
+    def _encode_batch(self, batch: list[tuple[RenderedDocument, SourceRow]]) -> None:
         documents = [document for document, _ in batch]
-        for (document, held_out), encoded in zip(batch, self.encoder.encode(documents), strict=True):
+        for (document, row), encoded in zip(batch, self.encoder.encode(documents), strict=True):
             if not encoded.samples:
                 continue
-            self._add_document(encoded, document.digest, held_out=held_out, is_conversation=document.is_conversation)
+            self._add_document(
+                encoded,
+                document.digest if row.conversation is None else row.conversation,
+                held_out=row.held_out,
+                is_conversation=document.is_conversation,
+                is_undivided=row.is_captured,
+            )
 
     def _add_document(
-        self, encoded: EncodedDocument, digest: int, *, held_out: bool | None, is_conversation: bool
+        self,
+        encoded: EncodedDocument,
+        digest: int,
+        *,
+        held_out: bool | None,
+        is_conversation: bool,
+        is_undivided: bool,
     ) -> None:
-        self.writer.add_document(encoded, digest=digest, source=self.index, held_out=held_out)
+        self.writer.add_document(
+            encoded, digest=digest, source=self.index, held_out=held_out, is_undivided=is_undivided
+        )
         self._lengths.append(encoded.num_tokens)
         if encoded.is_too_long and is_conversation:
             self._truncated += 1
@@ -309,11 +346,11 @@ class SourceCollector:
 
 
 def _batch_documents(
-    documents: Iterable[tuple[RenderedDocument, bool | None]],
-) -> Iterator[list[tuple[RenderedDocument, bool | None]]]:
-    """Yield batches of (document, whether its source holds it out). Batches are limited in characters, since tokenizers
-    take about 50 bytes per character."""
-    batch, size = list[tuple[RenderedDocument, "bool | None"]](), 0
+    documents: Iterable[tuple[RenderedDocument, SourceRow]],
+) -> Iterator[list[tuple[RenderedDocument, SourceRow]]]:
+    """Yield batches of (document, its row). Batches are limited in characters, since tokenizers take about 50 bytes per
+    character."""
+    batch, size = list[tuple[RenderedDocument, SourceRow]](), 0
     for document in documents:
         batch.append(document)
         size += document[0].num_characters

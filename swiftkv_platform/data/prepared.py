@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,8 @@ class SourceStatistics(FrozenModel):
     """Tokens that the teacher wrote, for a source of prompts."""
     unread_columns: tuple[str, ...] = ()
     """Columns that no row's format reads."""
+    left_out: dict[str, int] = {}
+    """Number of captured requests that are no rows, by reason."""
 
 
 class RowStatistics(FrozenModel):
@@ -217,9 +219,8 @@ class DataStatistics(FrozenModel):
 
 
 def _describe_source(source: SourceStatistics) -> str:
-    formats = ", ".join(f"{count} {name}" for name, count in source.formats.items())
     parts = [
-        f"{source.rows} rows ({formats})",
+        f"{source.rows} rows ({format_counts(source.formats)})",
         f"{source.documents} documents, {source.tokens} tokens in total "
         f"(median {source.lengths.median}, 95% below {source.lengths.p95 + 1}, max {source.lengths.longest})",
     ]
@@ -233,7 +234,13 @@ def _describe_source(source: SourceStatistics) -> str:
         parts.append(f"{source.split} texts split")
     if source.unread_columns:
         parts.append(f"columns not read: {', '.join(source.unread_columns)}")
+    if source.left_out:
+        parts.append(f"requests left out: {format_counts(source.left_out)}")
     return "; ".join(parts)
+
+
+def format_counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def _exceeds_warning_share(source: SourceStatistics) -> bool:

@@ -5,8 +5,9 @@ rows, and parse the columns as texts and conversations.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -28,6 +29,7 @@ from swiftkv_platform.data.formats import (
 from swiftkv_platform.data.messages import RowError
 from swiftkv_platform.data.packing import IntArray
 from swiftkv_platform.data.repositories import read_hub_dataset, read_hub_repository, read_saved_dataset
+from swiftkv_platform.data.traffic import select_requests
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.sources import (
     UNRESTRICTED,
@@ -38,6 +40,7 @@ from swiftkv_platform.sources import (
     HubSource,
     PathSource,
     S3Source,
+    TrafficSource,
 )
 from swiftkv_platform.sources.builtin_data import (
     make_chat_prompts,
@@ -52,6 +55,7 @@ from swiftkv_platform.sources.layout import (
     check_builtin,
     check_single_file,
     check_subset,
+    check_traffic,
     find_data_suffix,
     is_hub_layout,
     is_saved_dataset,
@@ -91,11 +95,16 @@ class RemoteFiles(Protocol):
     def fetch_file(self, file: RemoteFile) -> Path:
         """Download an object unless its copy exists, and return the copy's path."""
 
+    def fetch_traffic(self, uri: str, since: float, until: float) -> Path:
+        """Download the captured requests below `uri` that ended within [since, until), in Unix seconds, unless their
+        copy exists. Return the path of the copy, JSON Lines of `CapturedRequest`. Deleted requests are left out."""
+
 
 def open_source(
     source: DataSourceSpec, *, source_field: str, remote: RemoteFiles | None, access: Access = UNRESTRICTED
 ) -> list[Table]:
-    """Open a source. Rows are read lazily, when its tables are iterated.
+    """Open a source other than captured traffic, which has no tables. Rows are read lazily, when its tables are
+    iterated.
 
     Args:
         source_field: JSON path of the source in the spec, e.g. `data.sources[0]`, for error messages.
@@ -109,6 +118,7 @@ def open_source(
     """
     field = f"{source_field}.name_or_path"
     named = access.parse_data(source.name_or_path, field)
+    assert not isinstance(named, TrafficSource), "`read_source_rows` reads captured traffic"
     match named:
         case BuiltinSource():
             return _open_builtin(source, source_field)
@@ -262,9 +272,16 @@ class SourceRow:
     number: int
     held_out: bool | None
     """Whether the source holds the row out; None if the source has no splits."""
-    unread_columns: tuple[str, ...]
-    values: Mapping[str, Any]
+    unread_columns: tuple[str, ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
     """Values of the requested other columns; without those that the row lacks."""
+    conversation: int | None = None
+    """Key of a captured request's conversation, all of which belongs to one split; None for rows of other sources."""
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the row is a captured request. One that cannot be used is no error, since nobody can correct it."""
+        return self.conversation is not None
 
     def make_error(self, why: RowError, source_field: str) -> DataError:
         return make_row_error(source_field, self.origin, self.number, f", read as {self.format}: {why}", unit=self.unit)
@@ -280,6 +297,7 @@ def read_source_rows(
     formats: Sequence[RowFormat] = FORMATS,
     source_field: str | None = None,
     other_columns: Sequence[str] = (),
+    left_out: Counter[str] | None = None,
 ) -> Iterator[SourceRow]:
     """Yield the rows of a source: all, or `sample_count` of them, chosen by the seed (the first ones of a streamed
     source, whose length is unknown). The source's own held-out rows come in addition. Raises as `prepare_data`, and
@@ -288,8 +306,15 @@ def read_source_rows(
     Args:
         source_field: JSON path of the source in the spec; None: `data.sources[index]`.
         other_columns: columns to read besides those of the format.
+        left_out: gets the number of captured requests that are not used, by reason.
     """
     source_field = f"data.sources[{index}]" if source_field is None else source_field
+    named = access.parse_data(source.name_or_path, f"{source_field}.name_or_path")
+    if isinstance(named, TrafficSource):
+        counts = Counter[str]() if left_out is None else left_out
+        key = (seed, index)
+        yield from _read_traffic(named, source, source_field, key, remote=remote, access=access, left_out=counts)
+        return
     tables = open_source(source, source_field=source_field, remote=remote, access=access)
     training = [table for table in tables if not table.held_out]
     parser = _RowParser(source, source_field, formats, other_columns)
@@ -297,6 +322,30 @@ def read_source_rows(
     for table in tables:
         if table.held_out:
             yield from parser.parse_rows(table, None)
+
+
+def _read_traffic(
+    named: TrafficSource,
+    source: DataSourceSpec,
+    source_field: str,
+    key: tuple[int, int],
+    *,
+    remote: RemoteFiles | None,
+    access: Access,
+    left_out: Counter[str],
+) -> Iterator[SourceRow]:
+    check_traffic(source, source_field)
+    assert access.traffic is not None, "`Access` refuses captured traffic without an entry"
+    uri = access.traffic[named.deployment_id].uri
+    file = _require_remote(remote, named.name, f"{source_field}.name_or_path").fetch_traffic(uri, *source.window)
+    requests = select_requests(file, with_answers=source.complete is None)
+    left_out.update(requests.left_out)
+    hashes = requests.hashes
+    if source.sample_count is not None:
+        [chosen] = _draw_row_indices([len(hashes)], source.sample_count, key)
+        hashes = hashes if chosen is None else hashes[chosen]
+    for row in requests.read_rows(hashes):
+        yield SourceRow(row.content, row.format, named.name, "request", row.number, None, conversation=row.conversation)
 
 
 def _read_sample(

@@ -13,6 +13,7 @@ from swiftkv_platform.sources.names import (
     PathSource,
     S3Source,
     Source,
+    TrafficSource,
     parse_location,
     parse_source,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "S3Source",
     "Source",
     "SourceRules",
+    "TrafficSource",
     "parse_location",
     "parse_source",
 ]

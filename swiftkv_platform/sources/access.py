@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from swiftkv_platform.contract.attempts import StoredFile, is_file_id
+from swiftkv_platform.contract.traffic import is_deployment_id
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.sources.layout import DATA_SUFFIXES
 from swiftkv_platform.sources.names import (
@@ -22,12 +23,14 @@ from swiftkv_platform.sources.names import (
     PathSource,
     S3Source,
     Source,
+    TrafficSource,
     check_name,
     parse_location,
     parse_source,
 )
 from swiftkv_platform.sources.untrusted_files import UNBOUNDED, Boundary
-from swiftkv_platform.specs import JobSpec, TaskSpec
+from swiftkv_platform.specs import DataSourceSpec, JobSpec, TaskSpec
+from swiftkv_platform.specs.data import TRAFFIC_SCHEME
 from swiftkv_platform.specs.evaluation import get_task_name_and_data_dir, is_task_file_name
 
 _S3_SCHEME = "s3://"
@@ -36,6 +39,18 @@ _TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.()+-]*", re.ASCII)
 """Pattern of the harness's task names; no path with a directory matches."""
 _HUB_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*", re.ASCII)
 _MAX_REVISION_LENGTH = 255
+
+
+@dataclass(frozen=True)
+class CapturedTraffic:
+    """Captured traffic of a deployment."""
+
+    uri: str
+    """Address of its prefix in the object store."""
+    window_sizes: Mapping[tuple[float, float], int] = field(default_factory=dict)
+    """Bytes of the stored parts by window of the spec's sources; known at submission only."""
+    days: Sequence[str] = ()
+    """UTC days with captured requests; known at submission, if a window is empty."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,8 @@ class Access:
     tenant: str | None = None
     files: Mapping[str, StoredFile] | None = None
     """Uploaded files of the tenant that the job's spec names, by id."""
+    traffic: Mapping[str, CapturedTraffic] | None = None
+    """Captured traffic of the tenant that the job's spec names, by deployment; None without a control plane."""
 
     @property
     def is_restricted(self) -> bool:
@@ -69,10 +86,9 @@ class Access:
     def parse_model(self, name: str, field: str = "model.name_or_path") -> ModelSource:
         """Parse the name of a model. Raises `InvalidInputError` if it is not valid, or the tenant may not read it."""
         parsed = parse_source(name, field=field, relative_paths=not self.is_restricted)
-        if isinstance(parsed, FileSource):
-            raise InvalidInputError.for_field(
-                field, name, ", an uploaded file of rows; use a hub id, a directory or a built-in teacher"
-            )
+        if isinstance(parsed, FileSource | TrafficSource):
+            kind = "an uploaded file of rows" if isinstance(parsed, FileSource) else "captured traffic"
+            raise InvalidInputError.for_field(field, name, f", {kind}; use a hub id, a directory or a built-in teacher")
         self._check_source(parsed, field)
         return parsed
 
@@ -128,6 +144,13 @@ class Access:
                     source.name,
                     ", but no file with this id is uploaded; list the files with `swiftkv files list`",
                 )
+        elif isinstance(source, TrafficSource):
+            if self.traffic is None:
+                why = ", which only jobs of its control plane can read; submit the job with `swiftkv jobs submit`"
+                raise InvalidInputError.for_field(field, source.name, why)
+            if source.deployment_id not in self.traffic:
+                why = ", but there is no deployment with this id; list them with `swiftkv deployments`"
+                raise InvalidInputError.for_field(field, source.name, why)
         elif isinstance(source, HubSource):
             organizations = self.hub_organizations
             if organizations is not None and source.organization not in organizations:
@@ -161,10 +184,14 @@ class SourceRules:
     """Origins of the servers that may be asked as teachers; None allows all."""
 
     def build_access(
-        self, tenant: str, hub_organizations: Sequence[str] | None = None, files: Mapping[str, StoredFile] | None = None
+        self,
+        tenant: str,
+        hub_organizations: Sequence[str] | None = None,
+        files: Mapping[str, StoredFile] | None = None,
+        traffic: Mapping[str, CapturedTraffic] | None = None,
     ) -> Access:
         """Return a tenant's access under these rules, with the hub organizations of its policy (None: all) and the
-        uploaded files of its spec."""
+        uploaded files and captured traffic of its spec."""
         return Access(
             roots=None
             if self.roots is None
@@ -174,6 +201,7 @@ class SourceRules:
             teacher_origins=None if self.teacher_origins is None else tuple(self.teacher_origins),
             tenant=tenant,
             files=files,
+            traffic=traffic,
         )
 
 
@@ -194,6 +222,12 @@ def matches_origin(url: str, allowed: str) -> bool:
 def list_file_ids(spec: JobSpec) -> list[str]:
     """Return the ids of the uploaded files that a spec names as data, each once."""
     return list(dict.fromkeys(each.name_or_path for _, each in spec.list_sources() if is_file_id(each.name_or_path)))
+
+
+def list_traffic_sources(spec: JobSpec) -> list[tuple[str, DataSourceSpec]]:
+    """Return (deployment id, source) of the sources of captured traffic."""
+    named = ((each.name_or_path.removeprefix(TRAFFIC_SCHEME), each) for _, each in spec.list_sources() if each.is_traffic)
+    return [(deployment_id, each) for deployment_id, each in named if is_deployment_id(deployment_id)]
 
 
 def check_revision(revision: str, field: str) -> None:

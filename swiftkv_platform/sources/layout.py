@@ -158,6 +158,16 @@ def check_single_file(source: DataSourceSpec, source_field: str) -> None:
         )
 
 
+def check_traffic(source: DataSourceSpec, source_field: str) -> None:
+    """Raise `DataError` for fields that captured traffic does not have."""
+    check_subset(source, source_field)
+    for field, only in (("split", "train"), ("format", "auto"), ("streaming", False)):
+        value = getattr(source, field)
+        if value != only:
+            why = f", but captured traffic has no {field}; remove {field}"
+            raise DataError.for_field(f"{source_field}.{field}", value, why)
+
+
 BUILTIN_SPLITS = {
     BUILTIN_DATA: ("train",),
     BUILTIN_CHATS: ("train", "held_out", "unseen"),

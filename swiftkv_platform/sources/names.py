@@ -1,5 +1,5 @@
-"""Parse the name of a model or data set as a built-in source, uploaded file, S3 address, path or hub id; make relative
-paths of a spec absolute, or refuse them.
+"""Parse the name of a model or data set as a built-in source, uploaded file, captured traffic, S3 address, path or hub
+id; make relative paths and times of a spec absolute, or refuse them.
 
 A relative path is valid only in the caller's working directory. In a worker's, the same name may be missing, or a hub
 id.
@@ -18,9 +18,11 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel
 
 from swiftkv_platform.contract.attempts import is_file_id
+from swiftkv_platform.contract.traffic import is_deployment_id
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.sources.layout import DATA_SUFFIXES
-from swiftkv_platform.specs import JobSpec, TaskSpec, is_path_like
+from swiftkv_platform.specs import DataSourceSpec, JobSpec, TaskSpec, is_path_like
+from swiftkv_platform.specs.data import TRAFFIC_SCHEME
 from swiftkv_platform.specs.evaluation import get_task_name_and_data_dir, is_task_file_name
 
 _BUILTIN_SCHEME = "builtin:"
@@ -53,6 +55,17 @@ class FileSource:
     """A file uploaded to the control plane; the name is its id."""
 
     name: str
+
+
+@dataclass(frozen=True)
+class TrafficSource:
+    """Captured traffic of a deployment of the control plane."""
+
+    name: str
+
+    @property
+    def deployment_id(self) -> str:
+        return self.name.removeprefix(TRAFFIC_SCHEME)
 
 
 @dataclass(frozen=True)
@@ -103,7 +116,7 @@ class HubSource:
 
 
 ModelSource = BuiltinSource | S3Source | PathSource | HubSource
-Source = ModelSource | FileSource
+Source = ModelSource | FileSource | TrafficSource
 
 
 def parse_source(name: str, *, field: str, suffixes: Collection[str] = (), relative_paths: bool = True) -> Source:
@@ -122,6 +135,10 @@ def parse_source(name: str, *, field: str, suffixes: Collection[str] = (), relat
         return _parse_s3(name, field)
     if is_file_id(name):
         return FileSource(name)
+    if name.startswith(TRAFFIC_SCHEME):
+        if not is_deployment_id(name.removeprefix(TRAFFIC_SCHEME)):
+            raise _make_error(name, field, f"names no deployment; {TRAFFIC_SCHEME}dep_... with its id is accepted")
+        return TrafficSource(name)
     is_path = is_path_like(name, suffixes) or _HUB_ID.fullmatch(name) is None
     # In a directory that this process may not enter, this is False, where `Path.exists` raises.
     if is_path or (relative_paths and os.path.exists(name)):  # noqa: PTH110
@@ -264,6 +281,23 @@ def refuse_relative_paths(spec: JobSpec, *, relative_paths: bool) -> None:
     _map_names(spec, require_absolute)
 
 
+def make_windows_absolute(spec: JobSpec, now: float) -> JobSpec:
+    """Return the spec with absolute times for all captured traffic, see `DataSourceSpec.resolve_window`. Raises
+    `InvalidInputError` for an empty window.
+
+    Args:
+        now: Unix seconds of the submission.
+    """
+
+    def resolve(field: str, source: DataSourceSpec) -> DataSourceSpec:
+        try:
+            return source.resolve_window(now) if source.is_traffic else source
+        except ValueError as error:
+            raise InvalidInputError.for_field(f"{field}.since", source.since, str(error)) from error
+
+    return _map_sources(spec, resolve)
+
+
 def is_relative(path: str) -> bool:
     """Whether a path depends on the process: its working directory, or its user's home."""
     return not path.startswith("/")
@@ -288,18 +322,24 @@ def _make_source_absolute(source: Any) -> Any:
 def _map_names(spec: JobSpec, change: ChangeName) -> JobSpec:
     """Return the spec with `change` applied to every name that may be a path; unchanged sections are not copied."""
     model = _copy_with_changes(spec.model, name_or_path=change(spec.model.name_or_path, "model", "model.name_or_path"))
-    sources = [
-        _copy_with_changes(source, name_or_path=change(source.name_or_path, "data", f"{field}.name_or_path"))
-        for field, source in spec.list_sources()
-    ]
+    tasks = tuple(_map_task(task, f"evaluation.tasks[{i}]", change) for i, task in enumerate(spec.evaluation.tasks))
+    evaluation = _copy_with_changes(spec.evaluation, tasks=tasks)
+
+    def change_source(field: str, source: DataSourceSpec) -> DataSourceSpec:
+        return _copy_with_changes(source, name_or_path=change(source.name_or_path, "data", f"{field}.name_or_path"))
+
+    return _map_sources(_copy_with_changes(spec, model=model, evaluation=evaluation), change_source)
+
+
+def _map_sources(spec: JobSpec, change: Callable[[str, DataSourceSpec], DataSourceSpec]) -> JobSpec:
+    """Return the spec with `change(JSON path, source)` for every data source."""
+    sources = [change(field, source) for field, source in spec.list_sources()]
     own, of_rows = tuple(sources[: len(spec.data.sources)]), sources[len(spec.data.sources) :]
     rows = tuple(
         _copy_with_changes(task, source=source) for task, source in zip(spec.evaluation.rows, of_rows, strict=True)
     )
-    tasks = tuple(_map_task(task, f"evaluation.tasks[{i}]", change) for i, task in enumerate(spec.evaluation.tasks))
-    data = _copy_with_changes(spec.data, sources=own)
-    evaluation = _copy_with_changes(spec.evaluation, tasks=tasks, rows=rows)
-    return _copy_with_changes(spec, model=model, data=data, evaluation=evaluation)
+    data, evaluation = _copy_with_changes(spec.data, sources=own), _copy_with_changes(spec.evaluation, rows=rows)
+    return _copy_with_changes(spec, data=data, evaluation=evaluation)
 
 
 def _map_task(task: str | TaskSpec, field: str, change: ChangeName) -> str | TaskSpec:

@@ -18,6 +18,7 @@ from swiftkv_platform.sources.teacher_config import read_config_file, read_teach
 from swiftkv_platform.specs import DataSourceSpec, DataSpec, ModelSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.downloads import download_prefix
+from tests.support.captured_traffic import NOON, SOURCE, Traffic
 from tests.support.fakes.peft import save_adapter
 from tests.support.fakes.tokenizers import byte_tokenizer
 from tests.support.requirements import required_module
@@ -150,3 +151,18 @@ def test_an_uploaded_file_is_read_from_its_bucket(prefix: str, tmp_path: Path) -
         spec, byte_tokenizer(), rows, seed=0, remote=StoreFiles(tmp_path / "objects"), access=access
     )
     assert prepared.statistics.sources[0].formats == {"text": 20}
+
+
+def test_captured_traffic_is_read_from_its_bucket(prefix: str, tmp_path: Path) -> None:
+    traffic, rows = Traffic(open_store(prefix)), tmp_path / "rows"
+    for number in range(20):
+        traffic.chat(f"question {number}", "say", user=f"user {number % 4}")
+    traffic.chat("after the window", "say", time=NOON + 86400.0)
+    traffic.delete(user="user 3")
+    rows.mkdir()
+    source = DataSourceSpec(name_or_path=SOURCE, since="2024-10-04T12:00:05Z", until="2024-10-05")
+    spec = DataSpec(sources=(source,), max_length=64, validation_fraction=0.0)
+    prepared = prepare_data(
+        spec, byte_tokenizer(), rows, seed=0, remote=StoreFiles(tmp_path / "objects"), access=traffic.access
+    )
+    assert prepared.statistics.sources[0].formats == {"messages": 12}

@@ -417,6 +417,7 @@ class Reconciler:
             publish_targets=targets,
             code_tasks=access.code_tasks,
             files=dict(access.files or {}),
+            traffic={name: each.uri for name, each in self._parts.locate_traffic(job.spec, job.tenant).items()},
             parent=None if found is None else found.parent,
             traceparent=job.traceparent,
         )

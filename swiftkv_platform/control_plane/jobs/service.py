@@ -50,6 +50,7 @@ from swiftkv_platform.errors import (
 )
 from swiftkv_platform.limits import RESUMPTIONS
 from swiftkv_platform.settings import Settings
+from swiftkv_platform.sources.names import make_windows_absolute
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import MAX_SPEC_BYTES
 
@@ -83,7 +84,7 @@ class JobService:
         return add_time_and_cost(found, spec, speed, get_prices(self.settings))
 
     def _validate_spec(self, spec: JobSpec, caller: Caller, client: Client) -> tuple[JobSpec, JobEstimate]:
-        """Validate a spec. Returns (spec to store, with resolved targets and checkpoint; estimate)."""
+        """Validate a spec. Returns (spec to store, with resolved targets, windows and checkpoint; estimate)."""
         # 1. Limits of the operator and the tenant.
         check_spec_bytes(spec)
         check_job_limits(spec, self.settings)
@@ -97,8 +98,11 @@ class JobService:
             self._check_demand(spec, caller.tenant)
             return self._resolve_parent(spec, caller, JobEstimate())
         # 2. Sources, quotas, webhook and prices.
-        files = self.parts.find_files(spec, caller.tenant, usable_at=self.parts.clock())
-        access = make_source_rules(self.settings).build_access(caller.tenant, organizations, files)
+        now = self.parts.clock()
+        spec = make_windows_absolute(spec, now)
+        files = self.parts.find_files(spec, caller.tenant, usable_at=now)
+        traffic = self.parts.find_traffic(spec, caller.tenant)
+        access = make_source_rules(self.settings).build_access(caller.tenant, organizations, files, traffic)
         self._check_demand(spec, caller.tenant)
         if spec.webhook is not None:
             make_webhook_rules(self.settings).get_secret(spec.webhook, caller.tenant)

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from swiftkv_platform.cli.context import read_spec
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.sources.names import make_windows_absolute
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import STORED_CONTEXT
 from swiftkv_platform.specs.documents import apply_changes, load_yaml
@@ -201,3 +202,68 @@ def test_a_key_given_twice_is_refused_with_both_lines(
 def test_a_key_may_stand_beside_one_that_is_merged_in() -> None:
     merged = "a: &a {x: 1, y: 1}\nb: &b\n  <<: *a\n  x: 2\nc:\n  <<: *b\n  y: 3\n"
     assert load_yaml(merged)["c"] == {"x": 2, "y": 3}
+
+
+TRAFFIC = "traffic:dep_01JZ8Q4M7W3X5N6P9R2S1T0VAB"
+SUBMITTED = 20_000.5 * 86400.0
+"""2024-10-04T12:00:00Z."""
+
+
+@pytest.mark.parametrize(
+    ("times", "since", "until"),
+    [
+        ("", None, "2024-10-04T12:00:00Z"),
+        ("since: 7d, until: 90m", "2024-09-27T12:00:00Z", "2024-10-04T10:30:00Z"),
+        ("since: 2024-10-01, until: 2024-10-03", "2024-10-01T00:00:00Z", "2024-10-03T00:00:00Z"),
+        ("since: 2024-10-01 06:00:00, until: 12h", "2024-10-01T06:00:00Z", "2024-10-04T00:00:00Z"),
+        ("since: '2024-10-01T08:00+02:00'", "2024-10-01T06:00:00Z", "2024-10-04T12:00:00Z"),
+        ("since: 2024-10-01T06:00:00.5Z, until: 2030-01-01", "2024-10-01T06:00:00.500000Z", "2024-10-04T12:00:00Z"),
+        ("since: 99999d, until: 1m", "1750-12-21T12:00:00Z", "2024-10-04T11:59:00Z"),
+    ],
+)
+def test_a_window_of_traffic_is_resolved_at_submission(
+    times: str, since: str | None, until: str, tmp_path: Path
+) -> None:
+    """Also times that YAML reads as dates, since nobody quotes them. A resolved window stays."""
+    path = tmp_path / "spec.yaml"
+    path.write_text(f"name: n\ndata: {{sources: [{{name_or_path: '{TRAFFIC}', {times}}}]}}")
+    resolved = make_windows_absolute(read_spec(path), SUBMITTED + 0.5)
+    [source] = resolved.data.sources
+    assert (source.since, source.until) == (since, until)
+    assert make_windows_absolute(resolved, SUBMITTED + 86400.0) == resolved
+    stored = JobSpec.model_validate_json(resolved.model_dump_json())
+    assert stored.data.sources[0].window == source.window
+    assert source.window[1] - source.window[0] > 0
+
+
+@pytest.mark.parametrize("field", ["since", "until"])
+@pytest.mark.parametrize(
+    "value", ["", "now", "7", "0d", "7 d", "7w", "-7d", "2024-13-01", "12:00", "0001-01-01T00:00+14:00"]
+)
+def test_what_is_no_time_is_refused_with_examples(field: str, value: str) -> None:
+    with pytest.raises(ValidationError, match=f"(?s){field}.*use a date or time such as 2026-11-30"):
+        spec(data={"sources": [{"name_or_path": TRAFFIC, field: value}]})
+
+
+@pytest.mark.parametrize("field", ["since", "until"])
+@pytest.mark.parametrize("name", ["org/data", "rows.jsonl", "s3://bucket/rows", "file-01", "builtin:python-stdlib"])
+def test_only_traffic_has_times(name: str, field: str) -> None:
+    with pytest.raises(
+        ValidationError, match=f"{field} is '7d', but only captured traffic .* has times; remove {field}"
+    ):
+        spec(data={"sources": [{"name_or_path": name, field: "7d"}]})
+
+
+@pytest.mark.parametrize(
+    "times", [{"since": "2024-10-05"}, {"since": "1h", "until": "1h"}, {"since": "1h", "until": "1d"}]
+)
+def test_an_empty_window_is_refused(times: dict[str, str]) -> None:
+    sources = [{"name_or_path": "org/data"}, {"name_or_path": TRAFFIC, **times}]
+    with pytest.raises(InvalidInputError, match="which is not before until") as refused:
+        make_windows_absolute(spec(data={"sources": sources}), SUBMITTED)
+    assert (refused.value.field, refused.value.value) == ("data.sources[1].since", times["since"])
+
+
+def test_a_spec_without_traffic_is_not_changed() -> None:
+    given = spec(data={"sources": [{"name_or_path": "org/data"}]})
+    assert make_windows_absolute(given, SUBMITTED) is given

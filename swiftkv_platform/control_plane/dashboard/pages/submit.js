@@ -113,7 +113,9 @@ function Spec({ start, schema, recipes }) {
   };
   const upload = html`<${Upload} id="spec-upload" label="or upload rows" hint="Choose or drop a JSON Lines file. It replaces the first data source." disabled=${spec.value === null} onDone=${replaceFirstSource} />`;
   const teachers = [...new Set(recipes.map((recipe) => recipe.spec.model.name_or_path))];
-  const sources = [...new Set(recipes.flatMap((recipe) => recipe.spec.data.sources.map((source) => source.name_or_path)))];
+  const [deployments] = usePolling(() => fetchAll("/deployments"), [], null);
+  const captured = (deployments ?? []).filter(({ capture }) => capture).map(({ id }) => `traffic:${id}`);
+  const sources = [...new Set(recipes.flatMap((recipe) => recipe.spec.data.sources.map((source) => source.name_or_path))), ...captured];
   const go = (field) => setShown({ ...findRange(spec.doc, splitPath(field)) });
   return html`<div class="spec">
     <${Form} spec=${spec.value} schema=${schema} faults=${faults} onChange=${(changes) => edit(setFields(text, changes))} models=${teachers} sources=${sources} files=${files ?? []} upload=${upload} />

@@ -1,0 +1,151 @@
+"""Captured requests as rows: which requests a source uses, their content, and the keys of their conversations.
+
+Clients send a conversation again with each of its turns, so most requests contain earlier ones. Memory holds hashes of
+requests, and one request at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from swiftkv_platform.contract.traffic import CapturedRequest
+from swiftkv_platform.data.formats import FORMATS, PROMPT_FORMATS, Content, Conversation, RowReader, hash_content
+from swiftkv_platform.data.messages import RowError
+
+Hashes = npt.NDArray[np.uint64]
+
+MESSAGES, TEXT = "messages", "text"
+"""Row formats of captured requests."""
+_READERS = {
+    with_answers: RowReader(
+        next(each for each in formats if each.name == MESSAGES), required=("messages",), columns=("messages", "tools")
+    )
+    for with_answers, formats in ((True, FORMATS), (False, PROMPT_FORMATS))
+}
+_CUT_OFF = "length"
+"""Finish reason of an answer from which a student would learn to stop too early."""
+_HASHES_PER_MERGE = 1 << 20
+
+
+@dataclass(frozen=True)
+class TrafficRow:
+    """A captured request as a sample, or as a prompt."""
+
+    number: int
+    """Line in the file, from 1."""
+    content: Content
+    conversation: int
+    """See `hash_conversation`."""
+
+    @property
+    def format(self) -> str:
+        return TEXT if isinstance(self.content, str) else MESSAGES
+
+
+@dataclass(frozen=True)
+class TrafficRows:
+    """Distinct captured requests of a file."""
+
+    file: Path
+    """JSON Lines of `CapturedRequest`."""
+    with_answers: bool
+    hashes: Hashes
+    """Sorted hashes of the distinct requests."""
+    left_out: Counter[str]
+    """Number of other requests by reason."""
+
+    def read_rows(self, hashes: Hashes) -> Iterator[TrafficRow]:
+        """Yield the first request with each of these sorted hashes, in the order of the file."""
+        is_read = np.zeros(len(hashes), dtype=np.bool_)
+        for number, request, content in _read_requests(self.file, Counter(), with_answers=self.with_answers):
+            own = np.uint64(_hash_beginnings(content)[-1])
+            index = int(np.searchsorted(hashes, own))
+            if index < len(hashes) and hashes[index] == own and not is_read[index]:
+                is_read[index] = True
+                yield TrafficRow(number, content, hash_conversation(request, content))
+
+
+def select_requests(file: Path, *, with_answers: bool) -> TrafficRows:
+    """Select the distinct requests of a file.
+
+    Args:
+        with_answers: whether the recorded answers are used. If so, requests with cut-off answers, and those whose
+            messages are the beginning of another request's, are left out. Otherwise prompts are compared.
+    """
+    left_out, num_requests = Counter[str](), 0
+    wholes, pending, beginnings = array("Q"), array("Q"), np.empty(0, dtype=np.uint64)
+    for _, _, content in _read_requests(file, left_out, with_answers=with_answers):
+        num_requests += 1
+        *parts, whole = _hash_beginnings(content)
+        wholes.append(whole)
+        pending.extend(parts if with_answers else ())
+        if len(pending) >= _HASHES_PER_MERGE:
+            beginnings, pending = _merge_hashes(beginnings, pending), array("Q")
+    distinct = np.unique(np.array(wholes, dtype=np.uint64))
+    hashes = np.setdiff1d(distinct, _merge_hashes(beginnings, pending), assume_unique=True)
+    left_out["repeated"] = num_requests - len(distinct)
+    left_out["contained in later ones"] = len(distinct) - len(hashes)
+    return TrafficRows(file, with_answers, hashes, +left_out)
+
+
+def hash_conversation(request: CapturedRequest, content: Content) -> int:
+    """Return the key of a request's conversation: a 64-bit hash of its messages up to the first of the user, or of a
+    text's prompt. Requests with the same key belong to the same split, with and without their answers."""
+    if isinstance(content, str):
+        return hash_content(request.prompt or "")
+    end = next((number for number, each in enumerate(content.messages, start=1) if each["role"] == "user"), None)
+    return hash_content(
+        Conversation([{"role": each["role"], "content": each["content"]} for each in content.messages[:end]])
+    )
+
+
+def _read_requests(
+    file: Path, left_out: Counter[str], *, with_answers: bool
+) -> Iterator[tuple[int, CapturedRequest, Content]]:
+    """Yield (line, request, content) of the usable requests; count the others in `left_out`. Nobody can correct what a
+    caller has sent, so that a message that no row may have is no error."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            request = CapturedRequest.model_validate_json(line)
+            if with_answers and request.finish_reason == _CUT_OFF:
+                left_out["cut off"] += 1
+                continue
+            try:
+                content = _parse_content(request, with_answers=with_answers)
+            except RowError:
+                left_out["with unusable messages"] += 1
+                continue
+            yield number, request, content
+
+
+def _parse_content(request: CapturedRequest, *, with_answers: bool) -> Content:
+    if request.messages is None:
+        return (request.prompt or "") + ((request.completion or "") if with_answers else "")
+    return _READERS[with_answers]({"messages": request.messages, "tools": request.tools})
+
+
+def _hash_beginnings(content: Content) -> list[int]:
+    """Return 64-bit hashes of the beginnings of a conversation that end with an answer, and of the whole, which is the
+    last. A text has no such beginnings."""
+    if isinstance(content, str):
+        return [hash_content(content)]
+    hasher = hashlib.blake2b(json.dumps(content.tools, sort_keys=True).encode(), digest_size=8)
+    found = []
+    for number, message in enumerate(content.messages, start=1):
+        hasher.update(json.dumps(message, sort_keys=True).encode() + b"\n")
+        if message["role"] == "assistant" or number == len(content.messages):
+            found.append(int.from_bytes(hasher.digest(), "big"))
+    return found or [int.from_bytes(hasher.digest(), "big")]
+
+
+def _merge_hashes(merged: Hashes, others: array[int]) -> Hashes:
+    return np.union1d(merged, np.array(others, dtype=np.uint64))

@@ -228,6 +228,15 @@ def test_all_requests_of_a_conversation_are_in_one_split(
         assert find_conversations(prepared.steering)
 
 
+def test_long_texts_are_not_divided_either(traffic: Traffic, prepare_traffic: Prepare) -> None:
+    """Of little other text, single samples are held out."""
+    for number in range(3):
+        traffic.text(f"talk {number} " * 500, "answer")
+    prepared = prepare_traffic(data={"validation_fraction": 0.01, "with_steering": True})
+    check_split(prepared, 3)
+    assert (len(find_conversations(prepared.train)), len(prepared.held_out.members) > 10) == (2, True)
+
+
 def test_a_single_conversation_is_not_divided(traffic: Traffic, prepare_traffic: Prepare) -> None:
     for branch in range(5):
         traffic.chat("talk 0", "say", f"branch {branch}", "no")

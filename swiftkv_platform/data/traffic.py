@@ -60,6 +60,8 @@ class TrafficRows:
     with_answers: bool
     hashes: Hashes
     """Sorted hashes of the distinct requests."""
+    cut_off: Hashes
+    """Sorted hashes of the requests with cut-off answers only."""
     left_out: Counter[str]
     """Number of other requests by reason."""
 
@@ -67,11 +69,23 @@ class TrafficRows:
         """Yield the first request with each of these sorted hashes, in the order of the file."""
         is_read = np.zeros(len(hashes), dtype=np.bool_)
         for number, request, content in _read_requests(self.file, Counter(), with_answers=self.with_answers):
-            own = np.uint64(_hash_beginnings(content)[-1])
-            index = int(np.searchsorted(hashes, own))
-            if index < len(hashes) and hashes[index] == own and not is_read[index]:
+            beginnings = np.array(_hash_beginnings(content), dtype=np.uint64)
+            index = int(np.searchsorted(hashes, beginnings[-1]))
+            if index < len(hashes) and hashes[index] == beginnings[-1] and not is_read[index]:
                 is_read[index] = True
+                self._exclude_cut_off_answers(content, beginnings)
                 yield TrafficRow(number, content, hash_conversation(request, content))
+
+    def _exclude_cut_off_answers(self, content: Content, beginnings: Hashes) -> None:
+        """Exclude answers of earlier turns from the loss if they were cut off."""
+        if isinstance(content, str) or not len(self.cut_off):
+            return
+        answers = [message for message in content.messages if message["role"] == "assistant"]
+        indices = np.minimum(np.searchsorted(self.cut_off, beginnings), len(self.cut_off) - 1)
+        # Messages that do not end with an answer have one beginning more.
+        for message, is_cut_off in zip(answers, self.cut_off[indices] == beginnings, strict=False):
+            if is_cut_off:
+                message["weight"] = 0
 
 
 def select_requests(file: Path, *, with_answers: bool) -> TrafficRows:
@@ -81,20 +95,25 @@ def select_requests(file: Path, *, with_answers: bool) -> TrafficRows:
         with_answers: whether the recorded answers are used. If so, requests with cut-off answers, and those whose
             messages are the beginning of another request's, are left out. Otherwise prompts are compared.
     """
-    left_out, num_requests = Counter[str](), 0
-    wholes, pending, beginnings = array("Q"), array("Q"), np.empty(0, dtype=np.uint64)
-    for _, _, content in _read_requests(file, left_out, with_answers=with_answers):
-        num_requests += 1
+    left_out = Counter[str]()
+    wholes, cut_off, pending, beginnings = array("Q"), array("Q"), array("Q"), np.empty(0, dtype=np.uint64)
+    for _, request, content in _read_requests(file, left_out, with_answers=with_answers):
         *parts, whole = _hash_beginnings(content)
+        if with_answers and request.finish_reason == _CUT_OFF:
+            cut_off.append(whole)
+            continue
         wholes.append(whole)
         pending.extend(parts if with_answers else ())
         if len(pending) >= _HASHES_PER_MERGE:
             beginnings, pending = _merge_hashes(beginnings, pending), array("Q")
     distinct = np.unique(np.array(wholes, dtype=np.uint64))
     hashes = np.setdiff1d(distinct, _merge_hashes(beginnings, pending), assume_unique=True)
-    left_out["repeated"] = num_requests - len(distinct)
+    left_out["cut off"] = len(cut_off)
+    left_out["repeated"] = len(wholes) - len(distinct)
     left_out["contained in later ones"] = len(distinct) - len(hashes)
-    return TrafficRows(file, with_answers, hashes, +left_out)
+    return TrafficRows(
+        file, with_answers, hashes, np.setdiff1d(np.array(cut_off, dtype=np.uint64), distinct), +left_out
+    )
 
 
 def hash_conversation(request: CapturedRequest, content: Content) -> int:
@@ -116,9 +135,6 @@ def _read_requests(
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             request = CapturedRequest.model_validate_json(line)
-            if with_answers and request.finish_reason == _CUT_OFF:
-                left_out["cut off"] += 1
-                continue
             try:
                 content = _parse_content(request, with_answers=with_answers)
             except RowError:

@@ -1,5 +1,6 @@
 """Captured traffic in a real object store, for tests of the jobs that train on it."""
 
+import gzip
 from typing import Any
 
 from ulid import ULID
@@ -14,7 +15,7 @@ from swiftkv_platform.contract.traffic import (
 from swiftkv_platform.sources import Access
 from swiftkv_platform.sources.access import CapturedTraffic
 from swiftkv_platform.storage.object_store import ObjectStore, join_key
-from swiftkv_platform.storage.traffic import TrafficStore, compress_rows, encode_row
+from swiftkv_platform.storage.traffic import TrafficStore, encode_row
 from tests.support.training_text import turns
 
 DEPLOYMENT = "dep_01JZ8Q4M7W3X5N6P9R2S1T0VAB"
@@ -52,7 +53,7 @@ class Traffic:
         defaults = {"model": "mdl", "finish_reason": "stop", "prompt_tokens": 1, "completion_tokens": 1}
         row = CapturedRequest.model_validate({"id": f"r{self._count}", "time": time, **defaults, **fields})
         name = f"{make_day(time)}/{ULID.from_timestamp(time)}{PART_SUFFIX}"
-        self._store.put_bytes(join_key(self.prefix, name), compress_rows([encode_row(row)]))
+        self._store.put_bytes(join_key(self.prefix, name), gzip.compress(encode_row(row)))
 
     def delete(self, **condition: Any) -> None:
         deletion = TrafficDeletion.model_validate({"requested_at": NOON + 86400.0, **condition})

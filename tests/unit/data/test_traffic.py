@@ -31,7 +31,7 @@ from swiftkv_platform.sources import UNRESTRICTED, Access, TrafficSource, parse_
 from swiftkv_platform.specs import BUILTIN_TEACHER, DataSourceSpec, DataSpec
 from swiftkv_platform.storage.addresses import open_store
 from tests.support.captured_traffic import DEPLOYMENT, NOON, SOURCE, Traffic
-from tests.support.training_text import CHAT, prepare, samples_of, texts, turns
+from tests.support.training_text import CHAT, prepare, samples_of, targets, texts, turns
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -112,6 +112,23 @@ def test_answers_that_were_cut_off_are_not_trained_on(traffic: Traffic, prepare_
     traffic.chat("ask", "say")
     prepared = prepare_traffic()
     assert (texts(prepared.train), left_out(prepared)) == (["<user>ask|<assistant>say|"], {"cut off": 2})
+
+
+def test_answers_that_were_cut_off_count_for_no_loss_in_later_turns(traffic: Traffic, prepare_traffic: Prepare) -> None:
+    traffic.chat("ask", "full", "more", "cu", finish_reason="length")
+    traffic.chat("ask", "full", "more", "cu", "go on", "end")
+    traffic.chat("ask", "full")
+    traffic.chat("again", "same")
+    traffic.chat("again", "same", finish_reason="length")  # the limit was just enough
+    prepared = prepare_traffic(data={"train_on": "assistant"})
+    assert targets(prepared.train) == ["full|end|", "same|"]
+    assert left_out(prepared) == {"cut off": 2, "contained in later ones": 1}
+
+
+def test_a_request_that_only_a_cut_off_one_contains_is_used(traffic: Traffic, prepare_traffic: Prepare) -> None:
+    traffic.chat("ask", "full")
+    traffic.chat("ask", "full", "more", "cu", finish_reason="length")
+    assert texts(prepare_traffic().train) == ["<user>ask|<assistant>full|"]
 
 
 def test_a_request_that_no_row_may_have_fails_no_job(traffic: Traffic, prepare_traffic: Prepare) -> None:

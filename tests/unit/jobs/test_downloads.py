@@ -22,6 +22,7 @@ from swiftkv_platform.sources import FileSource, HubSource, parse_source
 from swiftkv_platform.sources.access import list_file_ids
 from swiftkv_platform.specs import EvaluationSpec, JobSpec, ModelSpec, RowTaskSpec
 from swiftkv_platform.storage.addresses import open_store
+from tests.support.captured_traffic import DEPLOYMENT, SOURCE, Traffic
 from tests.support.fakes.tokenizers import byte_tokenizer
 from tests.unit.jobs.attempts import request
 
@@ -103,6 +104,28 @@ def test_rows_that_have_changed_are_refused(of_a_file: AttemptRequest, tmp_path:
 def test_a_file_that_the_control_plane_has_not_granted_is_closed(of_a_file: AttemptRequest, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="no file with this id is uploaded"):
         prepare(of_a_file.model_copy(update={"files": {}}), tmp_path)
+
+
+def test_an_attempt_reads_the_traffic_that_it_was_granted(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"))
+    traffic = Traffic(store)
+    for number in range(20):
+        traffic.chat(f"question {number}", "say")
+    data = {"sources": [{"name_or_path": SOURCE, "until": "2024-10-05"}], "max_length": 64, "validation_fraction": 0.1}
+    made = request(
+        spec=JobSpec.model_validate({"name": "n", "data": data}),
+        allowed_roots=(),
+        traffic={DEPLOYMENT: f"{store.uri}/{traffic.prefix}"},
+    )
+    granted = AttemptRequest.model_validate_json(made.to_json())
+    assert granted == made
+    assert prepare(granted, tmp_path) == 20
+    [copy] = (path for path in (tmp_path / "objects").rglob("*") if path.is_file())
+    assert copy.read_bytes().count(b"\n") == 20
+    (tmp_path / "closed").mkdir()
+    with pytest.raises(InvalidInputError, match="only jobs of its control plane can read"):
+        prepare(granted.model_copy(update={"traffic": {}}), tmp_path / "closed")
+    assert b"traffic" not in request().to_json(), "older workers refuse fields that they do not know"
 
 
 def test_only_the_exact_form_of_an_id_is_a_file() -> None:

@@ -10,13 +10,14 @@ import pytest
 from swiftkv_platform.contract.attempts import AttemptId, AttemptRequest
 from swiftkv_platform.data import completions
 from swiftkv_platform.data.prepared import PreparedData
-from swiftkv_platform.errors import DataError, InvalidInputError
+from swiftkv_platform.errors import DataError, InvalidInputError, StorageError
 from swiftkv_platform.jobs.attempt.stored import find_prepared_rows
 from swiftkv_platform.jobs.driver import prepare_run, write_answers
 from swiftkv_platform.jobs.worker.setup import calibrate
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
+from tests.support.captured_traffic import DEPLOYMENT, SOURCE, Traffic
 from tests.unit.jobs.attempts import COPIED, Job, request, said
 
 
@@ -116,6 +117,46 @@ def test_workers_write_their_shares_and_training_sees_them(asking: Any, store: O
     source = plan.statistics["sources"][0]
     assert (source["written_tokens"], source["formats"]) == (first + second, {"prompt_completion": 6})
     assert any(f"{first + second} tokens written by the teacher" in message for message, _ in plan.messages)
+
+
+@pytest.fixture
+def reading(job: Job) -> Any:
+    """Return a function that makes attempts of a job on captured traffic of three users."""
+    traffic = Traffic(job.store)
+    for number in range(30):
+        traffic.chat(f"question {number}", "say", user=f"user {number % 3}")
+
+    def attempt(number: int = 1, **source: Any) -> AttemptRequest:
+        sources = [{"name_or_path": SOURCE, "until": "2024-10-05", **source}]
+        spec = job.spec(**COPIED, data={"sources": sources, "max_length": 64})
+        return request(number, spec, traffic={DEPLOYMENT: f"{job.store.uri}/{traffic.prefix}"})
+
+    return attempt
+
+
+def count_rows(attempt: AttemptRequest, store: ObjectStore) -> int:
+    plan, _ = prepare_run(attempt, store.uri)
+    return int(plan.statistics["sources"][0]["rows"])
+
+
+def test_a_deletion_holds_for_attempts_that_have_not_read_yet(reading: Any, store: ObjectStore) -> None:
+    assert count_rows(reading(), store) == 30
+    Traffic(store).delete(user="user 1")
+    assert count_rows(reading(2), store) == 30, "a resumed run needs the rows that the first attempt has prepared"
+    store.delete_prefix("jobs")
+    assert count_rows(reading(), store) == 20
+
+
+def test_answers_to_prompts_that_are_deleted_before_training_are_not_used(reading: Any, store: ObjectStore) -> None:
+    asking = {"complete": {"max_tokens": 5}}
+    write_answers(reading(**asking), store.uri, 0)
+    write_answers(reading(**asking), store.uri, 1)
+    Traffic(store).delete(user="user 1")
+    with pytest.raises(StorageError, match=r"completions .* are missing; the next attempt writes them again"):
+        prepare_run(reading(**asking), store.uri)
+    write_answers(reading(2, **asking), store.uri, 0)
+    write_answers(reading(2, **asking), store.uri, 1)
+    assert count_rows(reading(2, **asking), store) == 20
 
 
 def test_another_attempt_writes_only_what_is_missing(asking: Any, store: ObjectStore) -> None:

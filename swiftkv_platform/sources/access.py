@@ -226,7 +226,9 @@ def list_file_ids(spec: JobSpec) -> list[str]:
 
 def list_traffic_sources(spec: JobSpec) -> list[tuple[str, DataSourceSpec]]:
     """Return (deployment id, source) of the sources of captured traffic."""
-    named = ((each.name_or_path.removeprefix(TRAFFIC_SCHEME), each) for _, each in spec.list_sources() if each.is_traffic)
+    named = (
+        (each.name_or_path.removeprefix(TRAFFIC_SCHEME), each) for _, each in spec.list_sources() if each.is_traffic
+    )
     return [(deployment_id, each) for deployment_id, each in named if is_deployment_id(deployment_id)]
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
-from swiftkv_platform.storage.traffic import TrafficReader
 
 from swiftkv_platform.client import Resource
 from swiftkv_platform.contract.traffic import make_traffic_prefix
 from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.traffic import TrafficReader
 from tests.integration.planes import Plane, RayCluster
 from tests.support.waiting import eventually
 

@@ -106,7 +106,7 @@ def _build_tables(report: Mapping[str, Any]) -> dict[str, Table]:
     stages += [
         (name, report[name]["perplexity"], report[name]["kl"], report[name]["top1_agreement"])
         for name in STAGES
-        if report[name] is not None
+        if report.get(name) is not None
     ]
     tables = {"quality": Table(("model", "perplexity", "kl", "top1_agreement"), tuple(stages))}
     if report["tasks"]:

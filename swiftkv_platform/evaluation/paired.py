@@ -157,7 +157,7 @@ def _sum_parts(samples: Sequence[SampleSums], values: Sequence[Sequence[float]])
     """Return (unit, sums [num_parts, num_values]) of the units to resample: whole texts or, if there are few, samples.
     `values`: of each sample."""
     texts = np.unique([each.text for each in samples], return_inverse=True)[1]
-    rows = np.array(values, np.float64).reshape(len(samples), -1)
+    rows = np.array(values, np.float64)
     if not len(samples) or texts.max() + 1 < MIN_TEXTS:
         return "row", rows
     parts = np.zeros((texts.max() + 1, rows.shape[1]))

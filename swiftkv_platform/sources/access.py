@@ -109,10 +109,10 @@ class Access:
         self.parse_model(spec.model.name_or_path)
         if spec.model.revision is not None:
             check_revision(spec.model.revision, "model.revision")
-        for field, source in spec.list_sources():
-            self.parse_data(source.name_or_path, f"{field}.name_or_path")
+        for source_field, source in spec.list_sources():
+            self.parse_data(source.name_or_path, f"{source_field}.name_or_path")
             if source.complete is not None and source.complete.endpoint is not None:
-                self._check_teacher_endpoint(source.complete.endpoint, f"{field}.complete.endpoint")
+                self._check_teacher_endpoint(source.complete.endpoint, f"{source_field}.complete.endpoint")
         for index, task in enumerate(spec.evaluation.tasks):
             self.check_task(task, f"evaluation.tasks[{index}]")
 

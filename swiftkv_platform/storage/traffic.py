@@ -31,9 +31,9 @@ MAX_ROW_BYTES = 16 << 20
 """Max bytes of a row as JSON; longer ones are not stored."""
 MAX_PENDING_DELETIONS = 1000
 """Max deletions of a deployment that are not applied yet; readers read them all."""
-CLOCK_TOLERANCE_S = 60.0
+WRITE_TOLERANCE_S = 300.0
 """Max seconds by which the clocks of two machines differ, and for which a write may take."""
-_DELETION_DELAY_S = MAX_WRITE_DELAY_S + CLOCK_TOLERANCE_S
+_DELETION_DELAY_S = MAX_WRITE_DELAY_S + WRITE_TOLERANCE_S
 """Seconds after a deletion until no replica writes rows of earlier requests."""
 _DAY_S = 86400.0
 _ULID_RESOLUTION_S = 1e-3
@@ -62,7 +62,7 @@ class TrafficPart:
     @property
     def earliest(self) -> float:
         """Unix seconds before which no row of the part has ended."""
-        return self.created_at - MAX_WRITE_DELAY_S - CLOCK_TOLERANCE_S
+        return self.created_at - MAX_WRITE_DELAY_S - WRITE_TOLERANCE_S
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,7 @@ class TrafficReader:
         since: float | None = None,
         until: float | None = None,
         user: str | None = None,
+        max_bytes: int | None = None,
     ) -> TrafficPage:
         """Return at most `limit` rows of requests that ended within [since, until), newest part first. Reads a bounded
         number of parts.
@@ -121,13 +122,15 @@ class TrafficReader:
         Args:
             after: `next` of the previous page.
             user: only rows of this end user.
+            max_bytes: max bytes of the rows as JSON, if the page has several.
 
         Raises `InvalidInputError` for a cursor that no page has returned.
         """
         deletions = [*self.list_deletions().values()]
         cursor = None if after is None else _Cursor.parse(after)
         rows: list[CapturedRequest] = []
-        num_parts = num_bytes = 0
+        num_parts = num_bytes = num_row_bytes = 0
+        last = ""
         for part in self._list_newest_parts(cursor, since, until):
             if num_parts == _MAX_PARTS_PER_PAGE or num_bytes >= _MAX_BYTES_PER_PAGE:
                 return TrafficPage(rows, str(_Cursor(part.name)))
@@ -137,9 +140,11 @@ class TrafficReader:
                 is_wanted = _is_within(row, since, until) and user in (None, row.user)
                 if is_read or not is_wanted or _is_deleted(row, deletions):
                     continue
+                num_row_bytes += 0 if max_bytes is None else len(encode_row(row))
+                if rows and (len(rows) == limit or num_row_bytes > (max_bytes or num_row_bytes)):
+                    return TrafficPage(rows, last)
                 rows.append(row)
-                if len(rows) == limit:
-                    return TrafficPage(rows, str(_Cursor(part.name, row.time, row.id)))
+                last = str(_Cursor(part.name, row.time, row.id))
         return TrafficPage(rows, None)
 
     def list_days(self) -> list[TrafficDay]:
@@ -153,7 +158,8 @@ class TrafficReader:
     def list_parts(self, *, since: float | None = None, until: float | None = None) -> Iterator[TrafficPart]:
         """Yield the parts that may have rows of requests that ended within [since, until): days in order, and within a
         day by creation time."""
-        first_day = None if since is None else join_key(self._prefix, make_day(since))
+        # Some servers leave out a directory after its own name.
+        first_day = None if since is None else join_key(self._prefix, f"{make_day(since)}/0")
         last_day = None if until is None else make_day(until)
         for part in self._list_parts(self._prefix, start_after=first_day):
             if last_day is not None and part.day > last_day:
@@ -217,9 +223,9 @@ class TrafficReader:
 class TrafficStore(TrafficReader):
     """Captured traffic that its owner also writes, deletes and removes."""
 
-    def write_part(self, rows: Iterable[CapturedRequest], *, day: str) -> None:
-        """Store rows of one day as a new part."""
-        self._store.put_bytes(join_key(self._prefix, make_part_name(day)), compress_rows(map(encode_row, rows)))
+    def write_part(self, lines: Iterable[bytes], *, day: str) -> None:
+        """Store rows of one day, as `encode_row` returns them, as a new part."""
+        self._store.put_bytes(join_key(self._prefix, make_part_name(day)), _compress_rows(lines))
 
     def delete(self, deletion: TrafficDeletion) -> None:
         """Store a deletion, which hides its rows at once; `apply_deletions` then removes them. Raises `OverloadedError`
@@ -254,7 +260,7 @@ class TrafficStore(TrafficReader):
         kept = [row for row in rows if not _is_deleted(row, deletions)]
         if len(kept) == len(rows):
             return RewrittenPart()
-        data = compress_rows(map(encode_row, kept))
+        data = _compress_rows(map(encode_row, kept))
         if kept:
             self._store.put_bytes(part.key, data)
         else:
@@ -318,7 +324,7 @@ def _parse_row(line: bytes) -> CapturedRequest:
     return CapturedRequest.model_validate_json(line)
 
 
-def compress_rows(lines: Iterable[bytes]) -> bytes:
+def _compress_rows(lines: Iterable[bytes]) -> bytes:
     """Return a part with these lines."""
     buffer = BytesIO()
     with gzip.open(buffer, "wb", compresslevel=_COMPRESSION_LEVEL) as file:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from swiftkv_platform.engine import EngineConfig
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.specs.base import Reserved
-from swiftkv_platform.specs.deployment import ReplicasSpec, ResolvedCandidate, ServedSpec
+from swiftkv_platform.specs.deployment import ReplicasSpec, ResolvedCandidate, ResolvedCapture, ServedSpec
 
 HUB_PREFIX = "hf:"
 """Prefix of an `artifact_uri` that is a model id of the Hugging Face hub."""
@@ -24,7 +24,7 @@ class BaseModelAccess(FiniteModel):
     """Organizations of the hub; null allows all."""
 
 
-class ServedConfig(ServedSpec[EngineConfig, ResolvedCandidate]):
+class ServedConfig(ServedSpec[EngineConfig, ResolvedCandidate, ResolvedCapture]):
     """The served models: Serve's `user_config`. Running replicas swap to a changed one without a restart.
 
     `model` and `candidate.model` are any names; responses contain them.
@@ -49,14 +49,16 @@ class ServedConfig(ServedSpec[EngineConfig, ResolvedCandidate]):
         return self
 
     def loads_same_models(self, other: ServedConfig) -> bool:
-        """Whether both have the same models: they may differ in shares, ignored fields, CORS origins, `base_access` and
-        `revision`."""
+        """Whether both have the same models: they may differ in shares, captured traffic, ignored fields, CORS origins,
+        `base_access` and `revision`."""
         return self._select_loaded_fields() == other._select_loaded_fields()
 
     def _select_loaded_fields(self) -> ServedConfig:
         candidate = self.candidate and self.candidate.model_copy(update={"share": 0.0})
-        others = {"revision": "", "ignored_fields": None, "cors_origins": None, "base_access": BaseModelAccess()}
-        return self.model_copy(update={**others, "candidate": candidate})
+        others = dict.fromkeys(("capture", "ignored_fields", "cors_origins"))
+        return self.model_copy(
+            update={**others, "candidate": candidate, "base_access": BaseModelAccess(), "revision": ""}
+        )
 
 
 class ReplicaArgs(FiniteModel):

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import ClientDisconnect, Request
 from ulid import ULID
@@ -16,10 +16,37 @@ from ulid import ULID
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.errors import DeadlineExceededError, SwiftKVError
 from swiftkv_platform.serve.access import Caller
+from swiftkv_platform.specs.deployment import ResolvedCapture
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput, RequestStream
     from swiftkv_platform.engine.frontend import EngineFrontend
+
+
+class Conversation(Protocol):
+    """Conversation of a request that is captured."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Approximate size in memory."""
+
+    def make_row_fields(self, output: RequestOutput) -> dict[str, Any]:
+        """Return `messages`, `tools` and `finish_reason` of the captured row with this answer. Slow for long ones."""
+
+
+@dataclass(frozen=True)
+class CapturePlan:
+    """How a request is captured after it has finished. Only requests that were chosen for it have one."""
+
+    settings: ResolvedCapture
+    path: str
+    """Route, such as `/v1/completions`."""
+    decode: Callable[[Sequence[int]], str]
+    """Decoder of prompts that are token ids."""
+    user: str | None = None
+    """End user, as the caller named him."""
+    conversation: Conversation | None = None
+    """None: the prompts are texts or token ids."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +65,7 @@ class RequestContext:
     setting."""
     ignored_fields: tuple[str, ...] = ()
     """Names of request fields that were accepted without effect."""
+    capture: CapturePlan | None = None
 
 
 @dataclass

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import AsyncIterator, Sequence
-from contextlib import nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from hmac import compare_digest
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BeforeValidator, FailFast, Field, model_validator
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -39,7 +40,7 @@ from swiftkv_platform.serve.access import (
 from swiftkv_platform.serve.anthropic import make_anthropic_router
 from swiftkv_platform.serve.chat import rename_prompt_errors, tokenize_chat
 from swiftkv_platform.serve.collector import OutputCollector, RequestContext, collect_unless_disconnected
-from swiftkv_platform.serve.openai.chat import CHAT, prepare_prompt, require_served_model
+from swiftkv_platform.serve.openai.chat import CHAT, ChatConversation, prepare_prompt, require_served_model
 from swiftkv_platform.serve.openai.fields import ROUTES
 from swiftkv_platform.serve.openai.outputs import DONE, make_event_stream
 from swiftkv_platform.serve.openai.routes import make_openai_router
@@ -134,8 +135,15 @@ def create_http_app(
     With a key ring, all routes require a key (of `tenant`, if given) except the API's documentation and `/health`,
     whose response without a key is the status only. `max_body_bytes`, `allowed_hosts`: see `ReplicaArgs`.
     """
+
+    @asynccontextmanager
+    async def record_until_end(_app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await run_in_threadpool(state.recorder.close)
+
     app = FastAPI(
         title="SwiftKV serve",
+        lifespan=record_until_end,
         license_info=LICENSE,
         docs_url=None,
         redoc_url=None,
@@ -166,8 +174,10 @@ def create_http_app(
     async def generate(body: GenerateRequest, request: Request, caller: AdmittedCaller) -> Response:
         """Complete prompts or a conversation. If the client disconnects, the request is aborted within one step."""
         interval_s = body.stream_interval_s if body.stream else math.inf
-        context = RequestContext(caller, body.request_id, body.priority, body.timeout_s, interval_s)
+        conversation = None if body.messages is None else ChatConversation(body.messages)
         with state.acquire_version() as version, rename_prompt_errors() if body.messages else nullcontext():
+            plan = version.plan_capture("/generate", may_store=body.store, user=body.user, conversation=conversation)
+            context = RequestContext(caller, body.request_id, body.priority, body.timeout_s, interval_s, capture=plan)
             prompts = await _read_prompts(body, version, caller)
             collector = await state.submit(version, prompts, body.make_sampling_params(), context)
         if body.stream:
@@ -266,7 +276,7 @@ def create_http_app(
 async def _read_prompts(body: GenerateRequest, version: ModelVersion, caller: Caller) -> list[str | list[int]]:
     if body.prompt is not None:
         return list_prompts(body.prompt)
-    messages = [message.model_dump(exclude_none=True) for message in body.messages or ()]
+    messages = [message.to_openai_format() for message in body.messages or ()]
     return [await tokenize_chat(version.engine, messages, caller.sender)]
 
 

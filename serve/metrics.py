@@ -36,6 +36,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "request_success": ("Finished answers.", ("finished_reason",)),
     "rejected_requests": ("Requests that were not admitted.", ("reason",)),
     "requests": ("Requests sent to the model, whatever their outcome.", ("model",)),
+    "captured_requests": ("Requests chosen for captured traffic, by outcome.", ("outcome",)),
     "model_loads": ("Models loaded, at a start or for a swap.", ()),
     "model_load_seconds": ("Time to load models, by phase.", ("phase",)),
     "swaps": ("Swaps of versions, by outcome.", ("outcome",)),
@@ -94,6 +95,10 @@ class Metrics:
     def count_swap(self, outcome: str) -> None:
         """Count a swap by its outcome: `succeeded`, `refused` or `superseded`."""
         self._increment_counter("swaps", outcome=outcome)
+
+    def count_captured(self, outcome: str, number: int) -> None:
+        """Count requests chosen for captured traffic by their outcome: `stored`, `dropped` or `failed`. Thread-safe."""
+        self._increment_counter("captured_requests", number, outcome=outcome)
 
     def count_request(self, model: str) -> None:
         """Count a request, admitted or not. `model`: model chosen for the request."""

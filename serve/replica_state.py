@@ -16,8 +16,10 @@ from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.limits import REPLICA_BODY_BYTES, REPLICA_BODY_VALUES, REPLICA_TOKEN_IDS
 from swiftkv_platform.serve.access import Caller, TokenReservation
 from swiftkv_platform.serve.args import ServedConfig
-from swiftkv_platform.serve.collector import OutputCollector, RequestContext
+from swiftkv_platform.serve.collector import CapturePlan, Conversation, OutputCollector, RequestContext
 from swiftkv_platform.serve.metrics import Metrics
+from swiftkv_platform.serve.traffic import TrafficRecorder
+from swiftkv_platform.specs.deployment import ResolvedCapture
 from swiftkv_platform.web.limiters import Sender
 
 if TYPE_CHECKING:
@@ -81,6 +83,7 @@ class ModelVersion:
     ignored_fields: frozenset[str] = frozenset()
     """Request fields below `/v1` that the deployment ignores."""
     cors_origins: frozenset[str] = frozenset()
+    capture: ResolvedCapture | None = None
     num_users: int = field(default=0, init=False)
     """Number of requests that need the open engine before or after their generation."""
 
@@ -110,12 +113,29 @@ class ModelVersion:
         is_candidate = random.random() < self.candidate_share  # noqa: S311  # not a secret
         return self.candidate if self.candidate is not None and is_candidate else self
 
+    def plan_capture(
+        self, path: str, *, may_store: bool, user: str | None, conversation: Conversation | None = None
+    ) -> CapturePlan | None:
+        """Return how to capture a new request, with the probability of the deployment's `capture.share`; else None.
+
+        Args:
+            path: route of the request.
+            may_store: False if the caller has refused that the request is stored.
+            user: end user, as the caller named him.
+            conversation: None if the prompts are texts or token ids.
+        """
+        is_chosen = self.capture is not None and random.random() < self.capture.share  # noqa: S311  # not a secret
+        # Without a tokenizer there is no text.
+        if self.capture is None or not is_chosen or not may_store or self.tokenizer is None:
+            return None
+        return CapturePlan(self.capture, path, self.engine.input_processor.decode, user, conversation)
+
     def apply_settings(self, served: ServedConfig) -> None:
-        """Apply the settings that need no loading: shares, ignored fields and CORS origins."""
-        self.ignored_fields = frozenset(served.ignored_fields or ())
+        """Apply the settings that need no loading: shares, captured traffic, ignored fields and CORS origins."""
+        for version in (self,) if self.candidate is None else (self, self.candidate):
+            version.ignored_fields = frozenset(served.ignored_fields or ())
+            version.capture = served.capture
         self.cors_origins = frozenset(served.cors_origins or ())
-        if self.candidate is not None:
-            self.candidate.ignored_fields = self.ignored_fields
         if served.candidate is not None:
             self.candidate_share = served.candidate.share
 
@@ -171,8 +191,9 @@ class ReplicaState:
     ) -> None:
         self.swap = SwapState()
         self.replica = replica
-        self._observers = observers
         self.metrics = metrics or Metrics()
+        self.recorder = TrafficRecorder(self.metrics.count_captured)
+        self._observers = (*observers, self.recorder)
         self.metrics.replica = replica
         self.metrics.version = self._version = version
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from sys import getsizeof
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -362,6 +363,14 @@ class Message(FrozenModel, strict=True):
     content: str
     name: str | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Approximate size in memory."""
+        return getsizeof(self) + getsizeof(self.content)
+
+    def to_openai_format(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True)
+
 
 class GenerateRequest(SamplingFields):
     """Body of `POST /generate`."""
@@ -378,6 +387,10 @@ class GenerateRequest(SamplingFields):
     """Return log-probabilities of the prompt's tokens, which then run through all layers."""
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """Unique among the caller's running requests."""
+    user: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    """End user in captured traffic."""
+    store: bool = True
+    """False: the request is not captured."""
     stream: bool = False
     """Respond with server-sent events of new tokens, and `[DONE]` last."""
     stream_interval_s: Annotated[float, Field(ge=0.0, le=MAX_STREAM_INTERVAL_S)] | None = None

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,7 @@ from swiftkv_platform.serve.collector import OutputCollector, RequestContext, co
 from swiftkv_platform.serve.openai.fields import Route, get_served_names
 from swiftkv_platform.serve.openai.outputs import (
     ToolCallStreams,
+    format_answer,
     format_chat_choice,
     format_chat_delta,
     format_prompt_logprobs,
@@ -33,7 +34,8 @@ from swiftkv_platform.serve.openai.outputs import (
     parse_tool_calls,
     stream_chunks,
 )
-from swiftkv_platform.serve.openai.schemas import ChatRequest, OpenAIFields, StreamOptions
+from swiftkv_platform.serve.openai.schemas import ChatMessage, ChatRequest, OpenAIFields, StreamOptions
+from swiftkv_platform.serve.schemas import Message
 from swiftkv_platform.serve.tools.calling import OPENAI_LIMITS, ToolCallRules, ToolLimits, make_tool_call_rules
 from swiftkv_platform.web.problems import Problem, make_error_problem
 
@@ -90,6 +92,32 @@ CHAT = ChatFieldMap("chat/completions", {})
 
 
 @dataclass(frozen=True)
+class ChatConversation:
+    """Conversation of a request, for captured traffic. `is_continued`: the answer continues the last message."""
+
+    messages: Sequence[ChatMessage | Message]
+    tool_rules: ToolCallRules | None = None
+    is_continued: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(message.num_bytes for message in self.messages)
+
+    def make_row_fields(self, output: RequestOutput) -> dict[str, Any]:
+        """Return `messages`, `tools` and `finish_reason` of the captured row with this answer."""
+        messages = [message.to_openai_format() for message in self.messages]
+        choice = format_answer(output)
+        if self.tool_rules is not None:
+            choice = parse_tool_calls(choice, self.tool_rules)
+        answer = {name: value for name, value in choice["message"].items() if name != "refusal"}
+        if self.is_continued:
+            last = messages.pop()
+            answer = {**last, **answer, "content": (last["content"] or "") + (answer["content"] or "")}
+        tools = self.tool_rules and self.tool_rules.tools
+        return {"messages": [*messages, answer], "tools": tools, "finish_reason": choice["finish_reason"]}
+
+
+@dataclass(frozen=True)
 class ChatGeneration:
     """Generation of the assistant's next message, submitted to the engine."""
 
@@ -114,7 +142,8 @@ class ChatGeneration:
         `prepare_prompt` and `ReplicaState.submit`."""
         with state.acquire_version() as version:
             tool_rules, prompt = await prepare_prompt(version, body, request, route_body or body, field_map)
-            context = make_context(caller, body, request)
+            conversation = ChatConversation(body.messages, tool_rules, is_continued=body.continue_final_message)
+            context = make_context(caller, route_body or body, request, version, conversation)
             # max_tokens defaults to the context that the prompt leaves
             limit = body.truncate_prompt_tokens or -1
             num_prompt_tokens = len(prompt) if limit < 0 else min(len(prompt), limit)
@@ -192,14 +221,23 @@ def require_served_model(model: str, version: ModelVersion) -> None:
         raise ModelNotFoundError.for_field("model", model, f"; the served model is {version.card.model!r}")
 
 
-def make_context(caller: Caller, body: OpenAIFields, request: Request) -> RequestContext:
-    """Return the context of a request after `prepare_prompt` or `find_ignored_fields`, which set its ignored fields."""
+def make_context(
+    caller: Caller,
+    body: OpenAIFields,
+    request: Request,
+    version: ModelVersion,
+    conversation: ChatConversation | None = None,
+) -> RequestContext:
+    """Return the context of a request after `prepare_prompt` or `find_ignored_fields`, which set its ignored fields.
+    `conversation`: None if its prompts are texts or token ids."""
+    path = request.scope["route"].path
     return RequestContext(
         caller,
         priority=body.priority,
         timeout_s=body.timeout_s,
         interval_s=None if body.stream else math.inf,
         ignored_fields=request.state.ignored_fields,
+        capture=version.plan_capture(path, may_store=body.may_store, user=body.end_user, conversation=conversation),
     )
 
 

@@ -150,9 +150,10 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
     Treatment.WITHOUT_EFFECT: {
         # On every route, since clients send an option of one API to another, as Vercel's AI SDK does with any option
         ("OpenAI", ALL): {
-            "metadata service_tier user safety_identifier prompt_cache_options prompt_cache_retention verbosity "
-            "client_metadata": "",
-            "store": "nothing is stored",
+            "service_tier prompt_cache_options prompt_cache_retention verbosity client_metadata": "",
+            "user safety_identifier": "end user in captured traffic",
+            "metadata": "`user_id`: end user in captured traffic",
+            "store": "`false`: the request is not captured",
             "prompt_cache_key": "prefix caching needs no key",
             "prediction": "`num_lookup_tokens` drafts from the prompt",
             "reasoning reasoning_effort": "not passed to the model",

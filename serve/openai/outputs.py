@@ -135,13 +135,12 @@ def format_prompt_logprobs(output: RequestOutput, vocabulary: Vocabulary, top: i
 
 def format_chat_choice(index: int, output: RequestOutput, vocabulary: Vocabulary, *, top: int) -> dict[str, Any]:
     """Return a choice of a chat completion, with the `top` most probable tokens at each position."""
-    message = {"role": "assistant", "content": output.text, "refusal": None}
-    return {
-        "index": index,
-        "message": message,
-        "logprobs": _format_chat_logprobs(output, vocabulary, 0, top),
-        **_make_finish_fields(output),
-    }
+    return {"index": index, **format_answer(output), "logprobs": _format_chat_logprobs(output, vocabulary, 0, top)}
+
+
+def format_answer(output: RequestOutput) -> dict[str, Any]:
+    """Return the part of a chat completion's choice that does not depend on the request."""
+    return {"message": {"role": "assistant", "content": output.text, "refusal": None}, **_make_finish_fields(output)}
 
 
 def format_chat_delta(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from sys import getsizeof
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -44,6 +45,8 @@ CLIENT_LINE = r"(?<![a-z0-9-])(x-[a-z0-9-]{1,64}+):(?:[ \t]*+[\w.-]++=[^\s;\"\\]
 """Pattern of a line such as `x-anthropic-billing-header: cc_version=2.1; cch=7f3a1;` at the beginning of instructions,
 also of its JSON text. Clients write it for their provider's accounting, with other values in each request."""
 _CLIENT_LINE = re.compile(rf"\s*+{CLIENT_LINE}[ \t]*+(?:\r?\n|$)", re.IGNORECASE)
+_MESSAGE_BYTES = 4096
+"""Approximate size in memory of a message without its texts."""
 _LEGACY_CALL_ID = "call_0"
 """Id of a call in the legacy field `function_call`, which has none."""
 
@@ -88,8 +91,8 @@ class FunctionCall(BodyPart):
     name: Annotated[str, Field(min_length=1)]
     arguments: CallArguments = ""
 
-    def to_template_format(self) -> dict[str, Any]:
-        return {"name": self.name, "arguments": parse_call_arguments(self.arguments)}
+    def to_openai_format(self) -> dict[str, Any]:
+        return {"name": self.name, "arguments": self.arguments}
 
 
 class ToolCall(TypedPart):
@@ -193,16 +196,29 @@ class ChatMessage(BodyPart):
             raise ValueError("content is missing; it may be null only with tool_calls")
         return self
 
-    def to_template_format(self) -> dict[str, Any]:
-        """Return the message in the format of templates, with valid call arguments as objects."""
+    @property
+    def num_bytes(self) -> int:
+        """Approximate size in memory."""
+        texts = [part.text_content for part in self.content or ()]
+        texts += [call.function.arguments for call in self.calls]
+        return _MESSAGE_BYTES + sum(map(getsizeof, [*texts, self.reasoning_text or ""]))
+
+    def to_openai_format(self) -> dict[str, Any]:
+        """Return the message as the template gets it, in OpenAI's format: call arguments are JSON text."""
         fields: dict[str, Any] = {"role": self.role, "content": self.text_content}
         others = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_text}
         fields |= {name: value for name, value in others.items() if value is not None}
         if self.calls:
             fields["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": call.function.to_template_format()}
-                for call in self.calls
+                {"id": call.id, "type": "function", "function": call.function.to_openai_format()} for call in self.calls
             ]
+        return fields
+
+    def to_template_format(self) -> dict[str, Any]:
+        """Return the message in the format of templates, with valid call arguments as objects."""
+        fields = self.to_openai_format()
+        for call in fields.get("tool_calls", ()):
+            call["function"]["arguments"] = parse_call_arguments(call["function"]["arguments"])
         return fields
 
 
@@ -248,6 +264,20 @@ class OpenAIFields(SamplingFields, extra="allow"):
         if self.stream and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs are not available in a stream; use stream: false")
         return self
+
+    @property
+    def may_store(self) -> bool:
+        """False if the caller has refused with `store` that the request is captured."""
+        return (self.model_extra or {}).get("store") is not False
+
+    @property
+    def end_user(self) -> str | None:
+        """End user, as the caller named him: by `user`, `safety_identifier`, or Anthropic's `metadata.user_id`."""
+        extra = self.model_extra or {}
+        metadata = extra.get("metadata")
+        names = [extra.get("user"), extra.get("safety_identifier")]
+        names += [metadata.get("user_id")] if isinstance(metadata, dict) else []
+        return next((name for name in names if isinstance(name, str) and name), None)
 
     def find_ignored_fields(
         self, route: Route, ignored: Collection[str], unused: Collection[str] = ()

@@ -156,6 +156,8 @@ MinReplicas = Annotated[int, Range(0, MAX_REPLICAS)]
 MaxReplicas = Annotated[int, Range(1, MAX_REPLICAS)]
 NumOngoingRequests = Annotated[float, Range(0.01, 1e6)]
 """Target requests per replica for Ray Serve's autoscaling."""
+RetentionDays = Annotated[int, Range(1, 3650)]
+CaptureBytes = Annotated[int, Range(1 << 20, 1 << 50)]
 DelaySeconds = Annotated[float, Range(0.0, 1e9)]
 """Seconds, 0 or more."""
 WaitSeconds = Annotated[float, Range(1e-3, 1e9)]

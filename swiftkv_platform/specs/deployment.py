@@ -7,16 +7,18 @@ are those of `EngineConfig`."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, Literal, Self, TypeVar
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 
 from pydantic import ConfigDict, Field, model_validator
 
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.specs.base import (
+    CaptureBytes,
     DelaySeconds,
     MaxReplicas,
     MinReplicas,
     NumOngoingRequests,
+    RetentionDays,
     Share,
     make_field_error,
 )
@@ -47,15 +49,34 @@ class CandidateSpec(FiniteModel):
     """Share of requests that the candidate serves, chosen at random; a request may also name either model."""
 
 
+RedactedKind = Literal["email", "phone", "credit_card", "ip_address", "secret"]
+"""Kinds of passages in captured texts. `secret`: API keys, bearer tokens, passwords and PEM blocks."""
+
+
+class CaptureSpec(FiniteModel):
+    """Storage of a share of the requests with their answers, to train and compare models on."""
+
+    share: Share
+    """Share of requests to capture, chosen at random; 0 stops capturing and keeps what was captured. Requests with
+    `store: false` are never captured."""
+    retention_days: RetentionDays = 30
+    """Days after which captured requests are deleted."""
+    max_bytes: CaptureBytes = 1 << 30
+    """Max stored bytes, compressed; the oldest requests are deleted first. Counts as storage of the tenant."""
+    redact: Annotated[tuple[RedactedKind, ...], Field(max_length=16)] = get_args(RedactedKind)
+    """Kinds of passages to replace by `[email]` and so on before storage; `[]`: none. Finds usual forms only."""
+
+
 FieldName = Annotated[str, Field(pattern=r"^(\*|[A-Za-z_][A-Za-z0-9_]*)$", max_length=64)]
 
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]_-]+)$", max_length=200)]
 
 Engine = TypeVar("Engine")
 Candidate = TypeVar("Candidate", bound=CandidateSpec)
+Capture = TypeVar("Capture", bound=CaptureSpec)
 
 
-class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
+class ServedSpec(FiniteModel, Generic[Engine, Candidate, Capture]):
     """Models and options that running replicas can change without downtime."""
 
     model: Annotated[ModelName, PatchRule("Loaded next to the running model, then swapped in; no request fails.")]
@@ -74,6 +95,11 @@ class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
         PatchRule("Loaded without downtime; a new `share` takes effect at once. Null removes the candidate."),
     ] = None
     """Second model, for a share of the requests."""
+    capture: Annotated[
+        Capture | None,
+        PatchRule("Takes effect at once, without a reload. Null: stops capturing and deletes what was captured."),
+    ] = None
+    """Captured traffic: a share of the requests is stored with the answers. Null: none."""
     ignored_fields: Annotated[
         tuple[FieldName, ...] | None,
         Field(max_length=64),
@@ -132,7 +158,7 @@ class ReplicasSpec(ScalingSpec):
     `/t/acme/chat`."""
 
 
-class DeploymentSpec(ReplicasSpec, ServedSpec[dict[str, Any], CandidateSpec]):
+class DeploymentSpec(ReplicasSpec, ServedSpec[dict[str, Any], CandidateSpec, CaptureSpec]):
     """Request for a deployment: model, options and replicas."""
 
 
@@ -143,7 +169,14 @@ class ResolvedCandidate(CandidateSpec):
     """Directory or `s3://` prefix with the artifact's `manifest.json`."""
 
 
-class ResolvedDeployment(ReplicasSpec, ServedSpec[dict[str, Any], ResolvedCandidate]):
+class ResolvedCapture(CaptureSpec):
+    """Captured traffic with its address."""
+
+    uri: Annotated[str, Field(min_length=1)]
+    """Directory or `s3://` prefix of the deployment's captured traffic."""
+
+
+class ResolvedDeployment(ReplicasSpec, ServedSpec[dict[str, Any], ResolvedCandidate, ResolvedCapture]):
     """A deployment spec with resolved model names, as stored and passed to the serving cluster."""
 
     # Ignore unknown fields, so that rows of newer versions are still served.

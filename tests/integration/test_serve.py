@@ -17,6 +17,7 @@ from swiftkv_platform.sources import Access
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import hash_manifest, read_manifest
+from swiftkv_platform.storage.traffic import TrafficReader
 from tests.integration.conftest import wait_for
 from tests.integration.load import GREEDY, publish
 from tests.unit.engine.tiny_models import make_model, save_swiftkv
@@ -53,7 +54,8 @@ def specs(artifacts: Path) -> list[ResolvedDeployment]:
             **options,
         )
 
-    good = spec("good", tenant="acme", engine={"max_num_seqs": 1, "max_num_waiting": 0})
+    capture = {"share": 1.0, "uri": str(artifacts.parent / "traffic")}
+    good = spec("good", tenant="acme", engine={"max_num_seqs": 1, "max_num_waiting": 0}, capture=capture)
     return [good, spec("corrupt"), spec("adapter", tenant="acme")]
 
 
@@ -170,10 +172,15 @@ def test_a_wrong_token_is_a_cluster_that_cannot_be_used(cluster: RayServe, monke
 def test_what_is_no_longer_applied_is_gone_and_the_rest_serves_on(
     cluster: RayServe, client: httpx.Client, specs: list[ResolvedDeployment]
 ) -> None:
-    """Must run last: it takes the deployments down."""
+    """Must run last: it takes the deployments down. What a replica has captured is stored before it ends."""
     cluster.apply(specs[:1])
     wait_for(lambda: set(cluster.list_states()) == {"dep_good"})
-    assert generate(client, prompt=[1], **GREEDY).is_success
+    answer = generate(client, prompt="hello", user="ann", **GREEDY)
+    assert answer.is_success
     cluster.apply([])
     wait_for(lambda: not cluster.list_states())
     assert not generate(client, prompt=[1], **GREEDY).is_success
+    assert specs[0].capture is not None
+    *_, row = TrafficReader(open_store(specs[0].capture.uri)).iterate_rows()
+    assert (row.id, row.user, row.prompt) == (answer.json()["id"].removeprefix("gen_"), "ann", "hello")
+    assert (row.model, row.completion) == ("mdl_good", answer.json()["choices"][0]["text"])

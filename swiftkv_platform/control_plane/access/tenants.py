@@ -56,8 +56,8 @@ class TenantPolicy(FiniteModel):
     max_file_rows: Annotated[int, Field(ge=1)] | None = None
     """Max rows of an uploaded file, if less than the operator's `SWIFTKV_MAX_FILE_ROWS`."""
     max_stored_bytes: Annotated[int, Field(ge=0)] | None = STORED_BYTES.default
-    """Max bytes of all its uploaded files and models; more files, imports and jobs are refused until some are
-    deleted."""
+    """Max bytes of all its uploaded files and models, and of what its deployments may capture; more files, imports,
+    jobs and captured traffic are refused until some are deleted."""
     max_files: Annotated[int, Field(ge=0)] | None = FILES.default
     """Max uploaded files; more are refused until some are deleted."""
     max_imported_models: Annotated[int, Field(ge=0)] | None = IMPORTED_MODELS.default

@@ -28,6 +28,8 @@ from swiftkv_platform.control_plane.jobs.job import LIVE_STATUSES, STATUSES_ON_C
 from swiftkv_platform.errors import QuotaExceededError
 
 _TENANT: Any = bindparam("tenant")
+_CAPTURE_BYTES: Any = DeploymentRow.spec["capture"]["max_bytes"].as_float()
+"""Bytes that a deployment reserves for captured traffic; NULL without. Integers of PostgreSQL are too small."""
 
 
 def _count_rows(table: Any, *where: Any) -> Select[Any]:
@@ -86,22 +88,25 @@ def check_count_quota(session: Session, limit: str, tenant: str, policy: TenantP
 
 
 def check_storage_quota(session: Session, tenant: str, added: int, policy: TenantPolicy) -> None:
-    """Raise `QuotaExceededError` if the tenant's files and models would, with `added` bytes, exceed its quota."""
+    """Raise `QuotaExceededError` if the tenant's files, models and captured traffic would, with `added` bytes, exceed
+    its quota."""
     quota = policy.max_stored_bytes
     if quota is not None and (used := sum_stored_bytes(session, tenant) + added) > quota:
         raise QuotaExceededError(
-            f"files and models of tenant {tenant!r} would use {used} bytes; its quota max_stored_bytes is {quota}; "
-            "delete some (their bytes are freed within minutes), or ask the operator for a higher quota",
+            f"files, models and captured traffic of tenant {tenant!r} would use {used} bytes; its quota "
+            f"max_stored_bytes is {quota}; delete some (their bytes are freed within minutes), or ask the operator for "
+            "a higher quota",
             field="max_stored_bytes",
             value=used,
         )
 
 
 def sum_stored_bytes(session: Session, tenant: str) -> int:
-    """Return the bytes of the tenant's files and models: jobs' models included, and deleted ones until their objects
-    are gone."""
-    tables = (FileRow, ModelRow, DeletionRow)
-    sums = (select(func.coalesce(func.sum(table.size), 0)).where(table.tenant == tenant) for table in tables)
+    """Return the bytes of the tenant's files and models, and those that its deployments reserve for captured traffic.
+    Models of jobs count, and deleted ones until their objects are gone."""
+    sizes: list[tuple[Any, Any]] = [(table, table.size) for table in (FileRow, ModelRow, DeletionRow)]
+    sizes.append((DeploymentRow, _CAPTURE_BYTES))
+    sums = (select(func.sum(size)).where(table.tenant == tenant) for table, size in sizes)
     return sum(int(session.scalar(each) or 0) for each in sums)
 
 

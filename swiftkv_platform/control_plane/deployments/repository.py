@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
-from swiftkv_platform.control_plane.access.usage import check_count_quota, sum_demand
+from swiftkv_platform.control_plane.access.usage import check_count_quota, check_storage_quota, sum_demand
 from swiftkv_platform.control_plane.base import Page, PageQuery
 from swiftkv_platform.control_plane.database.paging import (
     Repository,
@@ -57,7 +57,7 @@ class DeploymentRepository(Repository):
         """Store a deployment; concurrent changes of the tenant's deployments wait.
 
         Args:
-            policy: says how many deployments the tenant may have, this one included.
+            policy: says how many deployments and bytes the tenant may have, this one included.
             admit: raises if the tenant's other jobs and deployments leave no room for it.
 
         Raises `QuotaExceededError`, and `ConflictError` if another deployment's route prefix interferes, naming it only
@@ -69,6 +69,7 @@ class DeploymentRepository(Repository):
             check_count_quota(session, "max_deployments", deployment.tenant, policy)
             if admit is not None:
                 admit(sum_demand(session, deployment.tenant, exclude=deployment.spec.id))
+            _check_capture_quota(session, deployment, None, policy)
             self._database.lock(session, "deployment routes")
             _check_route(session, deployment)
             deployment = replace(deployment, spec=_resolve_alias(session, deployment.spec, deployment.tenant))
@@ -134,12 +135,19 @@ class DeploymentRepository(Repository):
             rows = fetch_rows(session, query, DeploymentRow.id, PageQuery(limit=limit), after=None).items
             return parse_readable_rows(rows, read_deployment)[0]
 
-    def change_deployment(self, deployment_id: str, change: ComputeDeploymentChange, *, tenant: str) -> Deployment:
+    def change_deployment(
+        self,
+        deployment_id: str,
+        change: ComputeDeploymentChange,
+        *,
+        tenant: str,
+        policy: TenantPolicy = DEFAULT_POLICY,
+    ) -> Deployment:
         """Store what `change` returns for the present deployment; other changes of the tenant's deployments wait.
 
-        Its route prefix stays, and a deployment that follows an alias gets the alias's present model. Raises
-        `NotFoundError`, `ConflictError` for a deployment that is being deleted, and what `change` raises; then nothing
-        is stored.
+        Its route prefix stays, and a deployment that follows an alias gets the alias's present model. `policy`: says
+        how many bytes the tenant may have. Raises `NotFoundError`, `ConflictError` for a deployment that is being
+        deleted, `QuotaExceededError`, and what `change` raises; then nothing is stored.
         """
         with self._database.begin_write() as session:
             self._lock_deployments(session, tenant)
@@ -149,6 +157,7 @@ class DeploymentRepository(Repository):
                 message = f"deployment {deployment_id} is being deleted; create another one"
                 raise ConflictError(message, field="deployment_id", value=deployment_id)
             spec, state = change(deployment, sum_demand(session, tenant, exclude=deployment_id))
+            _check_capture_quota(session, replace(deployment, spec=spec), deployment.spec, policy)
             write_deployment(row, _resolve_alias(session, spec, tenant), state)
             return read_deployment(row)
 
@@ -182,6 +191,17 @@ class DeploymentRepository(Repository):
 def make_deployments_lock_key(tenant: str) -> str:
     """Return the key of the lock that changes of a tenant's wanted deployments hold."""
     return f"deployments of {tenant}"
+
+
+def _check_capture_quota(
+    session: Session, wanted: Deployment, previous: ResolvedDeployment | None, policy: TenantPolicy
+) -> None:
+    """Raise `QuotaExceededError` if captured traffic may take more bytes than before, and more than the quota."""
+    reserved = [
+        0 if spec is None or spec.capture is None else spec.capture.max_bytes for spec in (wanted.spec, previous)
+    ]
+    if (added := reserved[0] - reserved[1]) > 0:
+        check_storage_quota(session, wanted.tenant, added, policy)
 
 
 def _check_route(session: Session, wanted: Deployment) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
+from swiftkv_platform.contract.traffic import TrafficDeletion, make_traffic_prefix
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import get_source_access
 from swiftkv_platform.control_plane.base import Caller, new_id
@@ -32,6 +33,8 @@ from swiftkv_platform.errors import (
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 from swiftkv_platform.specs.engine import EngineConfig
+from swiftkv_platform.storage.object_store import join_key
+from swiftkv_platform.storage.traffic import TrafficStore
 
 MAX_PREFIX_CHARS = 200
 """Max characters of a route prefix, its tenant's part included."""
@@ -56,10 +59,11 @@ class DeploymentService:
         `ConflictError` for a route prefix that is taken or interferes with another deployment's, and as `resolve_route`
         and `check_limits`.
         """
+        deployment_id = new_id("dep")
         spec = _validate_document(
             {
-                **self._resolve_models(wanted.model_dump(), caller),
-                "id": new_id("dep"),
+                **self._resolve_names(wanted.model_dump(), deployment_id, caller),
+                "id": deployment_id,
                 "route_prefix": self.resolve_route(wanted.route_prefix, caller.tenant),
                 "tenant": caller.tenant,
             }
@@ -92,11 +96,11 @@ class DeploymentService:
 
         Raises `NotFoundError`, `InvalidInputError` for an unknown model or options that would be refused,
         `PreconditionFailedError` for a deployment at another version than `expected`, `StaleVersionError` if a field is
-        changed to another value at the same time, `ConflictError` for a deployment that is being deleted, and as
-        `check_limits`.
+        changed to another value at the same time, `ConflictError` for a deployment that is being deleted, as
+        `check_limits`, and `StorageError` if captured traffic cannot be deleted at once; retention then deletes it.
         """
         loaded = self.parts.deployments.get_deployment(deployment_id, tenant=caller.tenant)
-        patch = self._resolve_models(changes, caller)
+        patch = self._resolve_names(changes, deployment_id, caller)
 
         def change(present: Deployment, used: Demand) -> tuple[ResolvedDeployment, DeploymentState]:
             if expected is None:
@@ -107,7 +111,14 @@ class DeploymentService:
             self.check_limits(spec, caller.tenant, used, previous_spec=present.spec)
             return apply_change(present, spec)
 
-        return self.parts.deployments.change_deployment(deployment_id, change, tenant=caller.tenant)
+        policy = self.parts.policies.get(caller.tenant)
+        changed = self.parts.deployments.change_deployment(deployment_id, change, tenant=caller.tenant, policy=policy)
+        if loaded.spec.capture is not None and changed.spec.capture is None:
+            # Hides the traffic at once, also if it is captured again before retention has removed it.
+            now = self.parts.clock()
+            prefix = make_traffic_prefix(caller.tenant, deployment_id)
+            TrafficStore(self.parts.objects, prefix).delete(TrafficDeletion(requested_at=now, before=now))
+        return changed
 
     def resolve_route(self, route_prefix: str, tenant: str) -> str:
         """Return the prefix that `tenant` gets for `route_prefix`: the same, or the same below its own.
@@ -195,8 +206,9 @@ class DeploymentService:
                 value=requested,
             )
 
-    def _resolve_models(self, changes: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
-        """Return the changes with ids and artifact addresses of the models that they name."""
+    def _resolve_names(self, changes: Mapping[str, Any], deployment_id: str, caller: Caller) -> dict[str, Any]:
+        """Return the changes with ids and artifact addresses of the models that they name, and the address of captured
+        traffic."""
         patch = dict(changes)
         if "model" in changes:
             found, alias = self._find_model(changes["model"], caller.tenant, "model")
@@ -207,6 +219,9 @@ class DeploymentService:
                 **candidate,
                 **self._find_model(candidate["model"], caller.tenant, "candidate.model")[0],
             }
+        if (capture := changes.get("capture")) is not None:
+            uri = join_key(self.parts.objects.uri, make_traffic_prefix(caller.tenant, deployment_id))
+            patch["capture"] = {**capture, "uri": uri}
         return patch
 
     def _find_model(self, name: str, tenant: str, field: str) -> tuple[dict[str, str], str | None]:

@@ -139,6 +139,24 @@ async def test_a_bad_version_is_refused_and_the_old_one_stays(
     assert current.version is loader.loaded["one"], "the version that is served is not loaded again"
 
 
+async def test_capture_counts_at_once_for_both_models_and_loads_nothing(
+    current: ReplicaState, swaps: VersionSwapper, tmp_path: Path
+) -> None:
+    before = current.version
+    before.candidate = version_of(before.engine, "two")
+    settings = {"share": 1.0, "uri": str(tmp_path), "redact": ["email"]}
+    for number, capture in enumerate((settings, {**settings, "share": 0.0}, None)):
+        await swaps.request_version(document("one", revision=f"r{number}", capture=capture))
+        await swapped(current, f"r{number}")
+        assert current.version is before
+        for version in (before, before.candidate):
+            assert version is not None
+            plan = version.plan_capture("/generate", may_store=True, user="ann")
+            assert (plan is not None) == (number == 0)
+            assert version.plan_capture("/generate", may_store=False, user=None) is None
+    before.candidate = None  # has the same engine
+
+
 @pytest.mark.parametrize(
     ("field", "good", "bad", "read"),
     [

@@ -75,6 +75,7 @@ _COMMANDS: dict[str, dict[str, _Command]] = {
             "Compare two models: quality, prefill compute, KV cache, job specs, and evaluation tasks row by row.",
         ),
         "deployments": _Command("deployments:deployments_app", "Manage deployments. Create one with `swiftkv deploy`."),
+        "traffic": _Command("traffic:traffic_app", "Show and delete captured requests of deployments."),
         "deploy": _Command("deploy:deploy", "Deploy a distilled model."),
         "generate": _Command("deploy:generate", "Generate a completion with a deployed model, streamed to stdout."),
     },

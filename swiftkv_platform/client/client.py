@@ -376,6 +376,48 @@ class Deployments(Collection):
         path = f"/deployments/{deployment_id}/rollouts/{job_id}/rollback"
         return self._transport.send(Resource, "POST", path, json={"reason": reason}, repeatable=False)
 
+    def traffic(self, deployment_id: str) -> Resource:
+        """Return the settings of captured traffic (`capture`), its bytes by day, and pending deletions."""
+        return self._transport.get(Resource, f"/deployments/{deployment_id}/traffic")
+
+    def captured_requests(
+        self,
+        deployment_id: str,
+        *,
+        user: str | None = None,
+        since: float | None = None,
+        until: float | None = None,
+        limit: int | None = None,
+    ) -> builtins.list[Resource]:
+        """List captured requests with their answers, newest first; all without `limit`.
+
+        Args:
+            user: only requests of this end user.
+            since: only requests that ended at this time or later, in Unix seconds.
+            until: only requests that ended before this time, in Unix seconds.
+        """
+        params = _drop_none({"user": user, "since": since, "until": until})
+        return self._transport.list(Resource, f"/deployments/{deployment_id}/traffic/rows", params, limit)
+
+    def delete_traffic(
+        self,
+        deployment_id: str,
+        *,
+        user: str | None = None,
+        request_id: str | None = None,
+        before: float | None = None,
+    ) -> Resource:
+        """Delete captured requests that match all given conditions. They are hidden at once.
+
+        Args:
+            user: end user of the requests.
+            request_id: id of a response.
+            before: delete requests that ended before this time, in Unix seconds.
+        """
+        params = _drop_none({"user": user, "request_id": request_id, "before": before})
+        path = f"/deployments/{deployment_id}/traffic"
+        return self._transport.send(Resource, "DELETE", path, params=params, repeatable=True)
+
     def generate(self, deployment_id: str, prompt: str | list[int], **parameters: Any) -> Iterator[Generation]:
         """Generate with a deployment through the control plane, which alone must be reachable. Yields chunks.
 

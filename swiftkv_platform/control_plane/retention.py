@@ -6,6 +6,7 @@ after a crash or by another one at the same time.
     ended jobs: the data of a kind ─▶ the job's mark
     deleted jobs and models: their rows, replaced by a `deletions` row ─▶ their objects ─▶ the `deletions` row
     interrupted imports: a `deletions` row that is due in a day, unless the model is registered ─▶ as above
+    captured traffic: what exceeds a deployment's settings, deleted rows, all of deployments without capture
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from pydantic import ValidationError
 from sqlalchemy import ColumnElement, Select, delete, func, insert, or_, select, update
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
 from swiftkv_platform.contract.attempts import MANIFEST, attempts_prefix, trials_prefix
+from swiftkv_platform.contract.traffic import TRAFFIC_PREFIX, make_traffic_prefix
 from swiftkv_platform.control_plane.base import Clock, is_due
 from swiftkv_platform.control_plane.database.paging import Repository, get_tenant_row, to_dataclass
 from swiftkv_platform.control_plane.database.tables import (
@@ -52,7 +55,10 @@ from swiftkv_platform.control_plane.references import find_referencing_jobs
 from swiftkv_platform.errors import ConflictError, NotFoundError, StorageError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.settings import Settings
+from swiftkv_platform.specs.base import STORED_CONTEXT
+from swiftkv_platform.specs.deployment import ResolvedCapture
 from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_key
+from swiftkv_platform.storage.traffic import TrafficStore
 
 _TERMINAL_STATUSES = [status.value for status in JobStatus if status.is_terminal]
 _PARENT_NAME = JobRow.spec["training"]["from"].as_string()
@@ -259,6 +265,12 @@ class RetentionRepository(Repository):
         with self._database.begin_write() as session:
             session.execute(delete(DeletionRow).where(DeletionRow.prefix == prefix))
 
+    def list_capture_settings(self) -> Mapping[tuple[str, str], Any]:
+        """Return the unparsed `capture` of each deployment, by tenant and deployment id."""
+        query = select(DeploymentRow.tenant, DeploymentRow.id, DeploymentRow.spec["capture"])
+        with self._database.begin_read() as session:
+            return {(tenant, deployment_id): capture for tenant, deployment_id, capture in session.execute(query)}
+
     def count_rows(self) -> Mapping[str, int]:
         """Return the number of rows by table."""
         with self._database.begin_read() as session:
@@ -450,6 +462,26 @@ class RetentionStore:
         found, last = self.list_objects(place, limit=limit, after=after)
         return ObjectBatch(len(found), sum(info.size for info in found), last)
 
+    def list_traffic(self) -> Sequence[tuple[str, str]]:
+        """Return tenant and id of the deployments with captured traffic."""
+        tenants = self._store.list_directories(TRAFFIC_PREFIX)
+        return [(each, name) for each in tenants for name in self._store.list_directories(f"{TRAFFIC_PREFIX}/{each}")]
+
+    def open_traffic(self, tenant: str, deployment_id: str) -> TrafficStore:
+        return TrafficStore(self._store, make_traffic_prefix(tenant, deployment_id))
+
+    def remove_traffic_parts(
+        self, tenant: str, deployment_id: str, settings: ResolvedCapture, *, now: float, dry_run: bool
+    ) -> Iterator[ObjectBatch]:
+        """Remove the parts that exceed a deployment's settings, in batches."""
+        expired = self.open_traffic(tenant, deployment_id).list_expired_parts(
+            now=now, retention_days=settings.retention_days, max_bytes=settings.max_bytes
+        )
+        while batch := [*islice(expired, _MAX_OBJECTS_PER_STEP)]:
+            if not dry_run:
+                self._store.delete_many([part.key for part in batch])
+            yield ObjectBatch(len(batch), sum(part.size for part in batch), batch[-1].key)
+
     def list_objects(self, prefix: str, *, limit: int, after: str | None) -> tuple[Sequence[ObjectInfo], str | None]:
         """Return (up to `limit` objects, key of the last object); the key is None if there are no more."""
         found = list(islice(self._store.list(prefix, start_after=after), limit + 1))
@@ -460,6 +492,8 @@ def classify_object(key: str) -> str:
     """Return the kind of an object for the counts."""
     if key.startswith(f"{IMPORTED_MODELS_PREFIX}/"):
         return "artifacts"
+    if key.startswith(f"{TRAFFIC_PREFIX}/"):
+        return "traffic"
     match = _ATTEMPT_OBJECT.match(key)
     if match is None:
         return "other"
@@ -531,16 +565,18 @@ class RetentionSweeper:
         self._next_round = self.clock() + self.settings.sweep_interval_s
 
     def _run_deletions(self) -> Iterator[RemovedAmount]:
-        """Remove objects of recently deleted jobs and models, which count toward their tenant's quota until then."""
+        """Remove objects of recently deleted jobs and models, which count toward their tenant's quota until then, and
+        deleted rows of captured traffic."""
         self._failures = 0
         yield from self._sweep_deletions(dry_run=False)
+        yield from self._sweep_traffic(dry_run=False)
         self._next_deletions = self.clock() + _DELETIONS_INTERVAL_S
 
     def run_round(self, *, dry_run: bool = False) -> Iterator[RemovedAmount]:
         """Remove all data that has exceeded its retention, in bounded steps, and yield each step's amount.
         `dry_run`: remove nothing, and yield what would be removed. Raises `DatabaseUnavailableError`, and
         `StorageError` if the store fails several times in a row."""
-        # 1. objects of earlier deletions  2. data of ended jobs  3. old rows  4. unused models and jobs
+        # 1. objects of earlier deletions  2. data of ended jobs  3. old rows  4. unused models and jobs  5. traffic
         now, rows = self.clock(), self.rows
         self._failures = 0
         yield from self._sweep_deletions(dry_run=dry_run)
@@ -558,6 +594,7 @@ class RetentionSweeper:
             yield from self._sweep_unused("job", expired, rows.preview_job_deletion, rows.delete_job, dry_run=dry_run)
         if not dry_run:
             yield from self._sweep_deletions(dry_run=False)
+        yield from self._sweep_traffic(dry_run=dry_run, may_expire=True)
 
     def _get_cutoff(self, kind: str, now: float) -> float | None:
         """Return the time up to which data of this kind is due; None if it is kept forever."""
@@ -650,6 +687,39 @@ class RetentionSweeper:
             self._failures = 0
             if not dry_run:
                 self.rows.finish_deletion(prefix)
+
+    def _sweep_traffic(self, *, dry_run: bool, may_expire: bool = False) -> Iterator[RemovedAmount]:
+        """Remove deleted rows of captured traffic, and that of deployments without capture. `may_expire`: also remove
+        what exceeds a deployment's settings, for which all parts are listed."""
+        found = self.objects.list_traffic()  # first: a deployment that is created meanwhile has none in it
+        settings = self.rows.list_capture_settings() if found else {}
+        for tenant, deployment_id in found:
+            try:
+                capture = settings.get((tenant, deployment_id))
+                yield from self._sweep_captured(tenant, deployment_id, capture, dry_run=dry_run, may_expire=may_expire)
+            except StorageError as error:
+                self._record_failure(make_traffic_prefix(tenant, deployment_id), error)
+                continue
+            except ValidationError as error:  # stored by another version of this program
+                get_logger(loop=RETENTION_AUTHOR).warning(
+                    "traffic settings unreadable", deployment_id=deployment_id, reason=str(error)
+                )
+            self._failures = 0
+
+    def _sweep_captured(
+        self, tenant: str, deployment_id: str, capture: Any, *, dry_run: bool, may_expire: bool
+    ) -> Iterator[RemovedAmount]:
+        """Remove a deployment's captured traffic. `capture`: its settings; None: remove all."""
+        if capture is None:
+            yield from self._sweep_prefix(make_traffic_prefix(tenant, deployment_id), "traffic", dry_run=dry_run)
+            return
+        settings, now = ResolvedCapture.model_validate(capture, context=STORED_CONTEXT), self.clock()
+        if may_expire:
+            for batch in self.objects.remove_traffic_parts(tenant, deployment_id, settings, now=now, dry_run=dry_run):
+                yield RemovedAmount("traffic", objects=batch.objects, bytes=batch.bytes)
+        if not dry_run:
+            for part in self.objects.open_traffic(tenant, deployment_id).apply_deletions(now):
+                yield RemovedAmount("traffic", rows=part.rows, bytes=part.bytes)
 
     def _record_failure(self, subject: str, error: StorageError) -> None:
         """Log a failure of the store; raise it after several consecutive failures."""

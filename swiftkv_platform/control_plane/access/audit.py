@@ -1,4 +1,4 @@
-"""The audit trail's entries, one for each request that changes something or is refused access.
+"""The audit trail's entries, one for each request that changes something, reads captured traffic or is refused access.
 
 Once a caller is admitted, the first transaction that its request commits includes the entry, with the status that the
 route normally answers. If the status turns out otherwise, the entry is corrected before the answer. Without such a
@@ -33,7 +33,7 @@ from swiftkv_platform.web.limiters import RateLimiter
 
 @dataclass(frozen=True)
 class AuditEntry:
-    """A request that changed something, tried to, or was refused access."""
+    """A request that changed something, tried to, read captured traffic, or was refused access."""
 
     id: str
     created_at: float
@@ -129,6 +129,8 @@ REQUEST_ID_HEADER = "X-Request-ID"
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _READ_ONLY_POSTS = frozenset({"/jobs/validate"})
 """`POST` routes that need a write scope, but change nothing."""
+_CONFIDENTIAL_ROUTES = frozenset({"/deployments/{deployment_id}/traffic/rows"})
+"""Routes whose reading requests are recorded."""
 _REFUSAL_STATUSES = frozenset({401, 403, 429})
 _MAX_PER_ADDRESS, _BURST_PER_ADDRESS = 30, 20
 """Max recorded refusals per address and minute, and at once."""
@@ -173,8 +175,10 @@ class RequestAudit:
         self.entry = replace(self.entry, route=route[:_MAX_TEXT_CHARS], object=found, status=status)
 
     @property
-    def is_change(self) -> bool:
-        """Whether the route may change data."""
+    def is_recorded(self) -> bool:
+        """Whether the route may change data, or reads confidential ones."""
+        if self.entry.route in _CONFIDENTIAL_ROUTES:
+            return True
         asks = self._is_read_only or self.entry.method in _SAFE_METHODS
         return not asks and self.entry.route not in (*_READ_ONLY_POSTS, _UNMATCHED_ROUTE)
 
@@ -182,7 +186,7 @@ class RequestAudit:
         """Store the audit entry with the request's next database transaction. Call it once the caller is admitted.
         `is_read_only`: the route changes nothing, whatever its HTTP method."""
         self._is_read_only = is_read_only
-        self._is_enabled = self.is_change
+        self._is_enabled = self.is_recorded
 
     def stop_storing(self) -> None:
         """Stop storing the audit entry with transactions: the request has been answered."""
@@ -301,7 +305,7 @@ def _needs_storing(record: RequestAudit, status: int, refusal_limiter: RefusalLi
         record.entry = replace(record.entry, left_out=left_out)
         return True
     # An unknown caller changes nothing: its body was refused before the route, or its session has ended.
-    return record.is_change and record.entry.actor is not None and record.set_status(status)
+    return record.is_recorded and record.entry.actor is not None and record.set_status(status)
 
 
 def _store_or_log(trail: AuditTrail, entry: AuditEntry) -> None:

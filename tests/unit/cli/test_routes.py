@@ -129,6 +129,18 @@ CALLS: dict[str, tuple[Call | None, str | None]] = {
         lambda own, ids: own.deployments.roll_back(ids["deployment"], ids["rolled"], reason="worse"),
         "deployments rollback {deployment} {rolled} --reason worse",
     ),
+    "GET /deployments/{deployment_id}/traffic": (
+        lambda own, ids: own.deployments.traffic(ids["deployment"]),
+        "traffic show {deployment}",
+    ),
+    "GET /deployments/{deployment_id}/traffic/rows": (
+        lambda own, ids: own.deployments.captured_requests(ids["deployment"]),
+        "traffic rows {deployment}",
+    ),
+    "DELETE /deployments/{deployment_id}/traffic": (
+        lambda own, ids: own.deployments.delete_traffic(ids["deployment"], user="ann"),
+        "traffic delete {deployment} --user ann",
+    ),
     "POST /deployments/{deployment_id}/generate": (
         lambda own, ids: list(own.deployments.generate(ids["deployment"], "a")),
         "generate a --deployment {deployment}",

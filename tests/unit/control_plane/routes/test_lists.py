@@ -215,7 +215,10 @@ SEEDS: dict[str, Callable[[Server], list[str] | tuple[str, list[str]]]] = {
 """For each list, a function that stores large objects, and returns their ids, after the id of the job or deployment
 that they belong to, if there is one."""
 CURSORS = {"/jobs/{job_id}/metrics": "step", "/deployments/{deployment_id}/rollouts": "job_id"}
-NO_LISTS = {"/jobs/{job_id}/logs": "`limit` is a number of bytes of text"}
+NO_LISTS = {
+    "/jobs/{job_id}/logs": "`limit` is a number of bytes of text",
+    "/deployments/{deployment_id}/traffic/rows": "pages of objects, newest first only: `test_traffic.py`",
+}
 
 
 def test_every_list_is_tested(server: Server) -> None:

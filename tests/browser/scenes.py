@@ -10,12 +10,14 @@ from typing import Any
 
 import httpx
 
+from swiftkv_platform.contract.traffic import CapturedRequest, make_day, make_traffic_prefix
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import write_manifest
 from swiftkv_platform.storage.object_store import LocalObjectStore
+from swiftkv_platform.storage.traffic import TrafficStore, encode_row
 from tests.support.browsers import playwright
 from tests.support.components import make_components
 from tests.support.fakes.scripted_server import Answer, Request, Script, event_stream, serve
@@ -245,6 +247,32 @@ def deploy(server: Server, model: str | None = None, **spec: Any) -> str:
     return deployment
 
 
+def capture(server: Server, deployment: str, number: int = 3) -> TrafficStore:
+    """Store captured requests of two users, as replicas do: `r1` is the oldest."""
+    traffic = TrafficStore(server.parts.objects, make_traffic_prefix("default", deployment))
+    now = server.parts.clock()
+    call = {"id": "c", "type": "function", "function": {"name": "send", "arguments": '{"to": "[email]"}'}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Write to [email], my key is [secret]."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    usual = {"path": "/v1/chat/completions", "model": "mdl_1", "finish_reason": "tool_calls", "redacted": 3}
+    for index in range(1, number + 1):
+        time_ = now - number + index
+        row = CapturedRequest(
+            id=f"r{index}",
+            time=time_,
+            user=("ann", "bob")[index % 2],
+            messages=messages,
+            tools=[{"type": "function", "function": {"name": "send"}}],
+            prompt_tokens=1200,
+            completion_tokens=34,
+            **usual,
+        )
+        traffic.write_part([encode_row(row)], day=make_day(time_))
+    return traffic
+
+
 def upload(server: Server, name: str) -> str:
     """Upload a file of two rows; return its id."""
     sent = {"files": {"file": (name, b'{"text": "a"}\n' * 2)}, "data": {"purpose": "fine-tune"}}
@@ -263,7 +291,8 @@ def team(server: Server) -> dict[str, str]:
         for name, swiftkv in (("python-half", {"deep_tail": 16}), ("python-half-g4", {"key_value_group_size": 4}))
     )
     server.client.post(f"/models/{first['distilled_model']}/promote", json={"reason": "best KL"}).raise_for_status()
-    chat = deploy(server, first["distilled_model"], route_prefix="/chat")
+    chat = deploy(server, first["distilled_model"], route_prefix="/chat", capture={"share": 0.5})
+    capture(server, chat)
     deploy(server, second["distilled_model"], route_prefix="/next")
     lost, running = failed(server), sweep(server)
     file = upload(server, "support-chats-" + "2026-" * 20 + ".jsonl")
@@ -285,6 +314,7 @@ def team(server: Server) -> dict[str, str]:
         "model": f"models/{first['distilled_model']}",
         "deployments": "deployments",
         "deployment": f"deployments/{chat}",
+        "traffic": f"traffic/{chat}",
         "playground": f"playground?a={chat}",
         "audit": "audit",
     }

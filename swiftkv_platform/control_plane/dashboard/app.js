@@ -15,6 +15,7 @@ import { Overview } from "./pages/overview.js";
 import { Playground } from "./pages/playground.js";
 import { Runs } from "./pages/runs.js";
 import { Submit } from "./pages/submit.js";
+import { Traffic } from "./pages/traffic.js";
 import { ThemeSwitch } from "./theme.js";
 
 const PAGES = [
@@ -28,6 +29,7 @@ const PAGES = [
   { path: /^models\/(\w+)$/, page: Model },
   { path: /^deployments$/, page: Deployments, title: "Deployments" },
   { path: /^deployments\/(\w+)$/, page: Deployment },
+  { path: /^traffic\/(\w+)$/, page: Traffic, section: "deployments" },
   { path: /^playground$/, page: Playground, title: "Playground" },
   { path: /^audit$/, page: Audit, title: "Audit" },
 ];

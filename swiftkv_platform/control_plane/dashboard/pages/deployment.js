@@ -105,9 +105,11 @@ function Snippets({ deployment }) {
     ${Object.entries(SNIPPETS).map(([name, text]) => html`<${Snippet} name=${name} code=${text(url, deployment.model)} />`)}</details>`;
 }
 
+const describeChange = ({ method, route }) => (method === "PATCH" ? "updated" : route.endsWith("/traffic") ? "deleted captured requests" : "deleted");
+
 const CHANGES = [
   { name: "Time", whole: true, cell: (entry) => formatTime(entry.created_at) },
-  { name: "Change", cell: ({ method, status }) => `${method === "DELETE" ? "deleted" : "updated"}${status < 400 ? "" : ` (refused: ${status})`}` },
+  { name: "Change", cell: (entry) => `${describeChange(entry)}${entry.status < 400 ? "" : ` (refused: ${entry.status})`}` },
   { name: "By", cell: (entry) => entry.actor ?? html`<span class="unknown">unknown</span>` },
 ];
 const MAX_CHANGES = 20;
@@ -170,6 +172,7 @@ function DeploymentPage({ value: deployment, problem, onChange }) {
       alias: deployment.alias,
       address: html`<${CopyableId} text=${deployment.url} />`,
       replicas: describeReplicas(deployment),
+      "captured traffic": html`<a href="#/traffic/${deployment.id}">${deployment.capture ? `${formatPercent(deployment.capture.share)} of requests` : "off"}</a>`,
       created: formatTime(deployment.created_at),
     }} /></section>
     ${deployment.url && html`<${Snippets} deployment=${deployment} />`}

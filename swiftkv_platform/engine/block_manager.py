@@ -1,8 +1,8 @@
 """Blocks of the KV cache and the tokens that they hold: paging, reference counts, prefix caching. Knows no tensors.
 
 A block is cached once it is full and the KV of all its tokens is committed. Its hash is the SHA-256 of the preceding
-block's hash and its own tokens. The first block's parent hash covers model, KV dtype, block size and tenant. So a
-request never reads a block of another model, dtype, block size or tenant.
+block's hash and its own tokens. The first block's parent hash covers model, adapter, KV dtype, block size and tenant.
+So a request never reads a block of another model, adapter, dtype, block size or tenant.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class BlockTable:
     """Number of leading blocks that were added to the prefix cache, or found in it."""
     runs: list[tuple[int, int]] = field(default_factory=list)
     """The blocks as runs [first, end) of adjacent blocks."""
+    adapter_digest: str = ""
+    """Digest of the sequence's adapter, whose K and V differ from other models'; empty without an adapter."""
 
     def append_block(self, block: int) -> None:
         self.blocks.append(block)
@@ -163,8 +165,8 @@ class BlockManager:
         """Return the hash of the sequence's block `index`. Missing hashes before it are computed too."""
         while len(table.hashes) <= index:
             at = len(table.hashes)
-            root = hashlib.sha256(f"{self._fingerprint}\n{self.block_size}\n{tenant}".encode()).digest()
-            parent = table.hashes[-1] if at else root
+            root = f"{self._fingerprint}\n{table.adapter_digest}\n{self.block_size}\n{tenant}"
+            parent = table.hashes[-1] if at else hashlib.sha256(root.encode()).digest()
             tokens = array("q", token_ids[at * self.block_size : (at + 1) * self.block_size])
             assert len(tokens) == self.block_size, "only full blocks have hashes"
             table.hashes.append(hashlib.sha256(parent + tokens.tobytes()).digest())

@@ -62,20 +62,33 @@ class EngineFrontend(ABC):
     backend: Backend
 
     def __init__(
-        self, config: EngineConfig, model: ModelDescription, input_processor: InputProcessor, grammars: GrammarCompiler
+        self,
+        config: EngineConfig,
+        model: ModelDescription,
+        input_processor: InputProcessor,
+        grammars: GrammarCompiler,
+        *,
+        shared: EngineFrontend | None = None,
     ) -> None:
+        """Make a frontend. `shared`: another frontend of the same engine, whose queue, limits and threads it shares."""
         self.config = config
         self.model = model
         self.input_processor = input_processor
         self.grammar_compiler = grammars
-        self.tokenizer_threads = TokenizerThreads(self.max_sequences_per_caller)
-        self._compilers = FairThreadPool(MAX_CONCURRENT_COMPILATIONS, "grammars", max_per_sender=1)
-        self._compiling = FairLimit(MAX_COMPILING_PER_CALLER, "grammars", "are being compiled")
-        self._budgets: OrderedDict[Sender, GrammarBudget] = OrderedDict()
-        self._streams: dict[str, RequestStream] = {}
-        self._interval_controller = StreamIntervalController()
         self._failure: str | None = None
-        self._wait_estimator = QueueWaitEstimator()
+        if shared is None:
+            self.tokenizer_threads = TokenizerThreads(self.max_sequences_per_caller)
+            self._compilers = FairThreadPool(MAX_CONCURRENT_COMPILATIONS, "grammars", max_per_sender=1)
+            self._compiling = FairLimit(MAX_COMPILING_PER_CALLER, "grammars", "are being compiled")
+            self._budgets: OrderedDict[Sender, GrammarBudget] = OrderedDict()
+            self._streams: dict[str, RequestStream] = {}
+            self._interval_controller = StreamIntervalController()
+            self._wait_estimator = QueueWaitEstimator()
+        else:
+            self.tokenizer_threads = shared.tokenizer_threads
+            self._compilers, self._compiling, self._budgets = shared._compilers, shared._compiling, shared._budgets
+            self._streams, self._interval_controller = shared._streams, shared._interval_controller
+            self._wait_estimator = shared._wait_estimator
 
     @property
     @abstractmethod
@@ -187,7 +200,7 @@ class EngineFrontend(ABC):
 
     @property
     def num_requests(self) -> int:
-        return len(self._streams)
+        return sum(stream.engine is self for stream in self._streams.values())
 
     def check_health(self) -> None:
         """Raise `EngineDeadError` if the engine has failed or was closed."""

@@ -48,6 +48,8 @@ def round_weights(model: Any, form: WeightFormat) -> None:
     num_layers = model.config.num_hidden_layers
     for name, linear in _iterate_projections(model):
         is_int4 = form == "int4" and not is_mixed_int8(name.removesuffix(".part"), num_layers)
+        if getattr(linear, "is_rounded", False):  # a weight of the base, which an adapter shares
+            continue
         if (stored := get_integers(linear)) is not None:
             if is_int4 and stored.form == "int8":
                 raise ModelError.for_field(
@@ -90,6 +92,7 @@ def _iterate_projections(model: Any) -> Iterator[tuple[str, Any]]:
 
 def _round_linear(linear: Any, form: WeightFormat, *, keeps_floats: bool = False) -> None:
     group = packing.INT4_GROUP_SIZE if form == "int4" else None
+    linear.is_rounded = True
     linear.integers = rounded = IntegerWeight(*quantize_weight(linear.weight.detach(), form, group), form)
     if not keeps_floats:
         linear.weight.data = dequantize_weight(rounded.integers, rounded.scale).to(linear.weight.dtype)

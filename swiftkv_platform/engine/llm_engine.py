@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import sys
 from collections import abc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from ulid import ULID
 
+from swiftkv_platform.engine.adapters import find_weight_bytes
 from swiftkv_platform.engine.block_manager import BlockManager
 from swiftkv_platform.engine.grammars import Constraint, GrammarCompiler
 from swiftkv_platform.engine.kv_cache import KVCache
-from swiftkv_platform.engine.loading import LoadedModel, ModelDescription, check_tensor_parallel_size, load_model
+from swiftkv_platform.engine.loading import (
+    LoadedModel,
+    ModelDescription,
+    check_tensor_parallel_size,
+    load_adapter,
+    load_model,
+)
 from swiftkv_platform.engine.memory import compute_num_blocks, make_cache, make_largest_step, measure_memory
 from swiftkv_platform.engine.model_runner import ModelRunner
 from swiftkv_platform.engine.outputs import EngineState, RequestOutput, StepResult
@@ -25,9 +33,9 @@ from swiftkv_platform.engine.ranks import AllocateMessage, BroadcastingDecoder, 
 from swiftkv_platform.engine.requests import InputProcessor, Prompt, TokenizedRequest, check_request_id
 from swiftkv_platform.engine.scheduler import ScheduledSequence, Scheduler
 from swiftkv_platform.engine.sequence import Sequence
-from swiftkv_platform.engine.speculative import DraftPlanner, estimate_draft_costs
+from swiftkv_platform.engine.speculative import AdapterDraftPlanner, DraftPlanner, estimate_draft_costs
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.model.weights.adapters import open_merged_model
+from swiftkv_platform.model.weights.adapters import FindBase, open_merged_model
 from swiftkv_platform.sources.model_directories import fetch_model_directory
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
@@ -44,10 +52,33 @@ def show_progress_bar(total: int, *, shown: bool | None) -> Iterator[Callable[[]
         yield lambda: progress.advance(task)
 
 
-class LLMEngine:
-    """Generates text with a model, dense or SwiftKV, for many requests at a time."""
+@dataclass(frozen=True)
+class EngineModel:
+    """One of an engine's models: its own, or an adapter."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig, rank_processes: RankProcesses | None = None) -> None:
+    loaded: LoadedModel
+    runner: ModelRunner
+    input_processor: InputProcessor
+    """Validates and tokenizes requests. Thread-safe."""
+    grammar_compiler: GrammarCompiler
+    """Compiles grammars of structured outputs. Thread-safe."""
+
+
+class LLMEngine:
+    """Generates text with a model, dense or SwiftKV, and with adapters of the same base, for many requests at a time.
+
+    A step runs one batch for each model that has scheduled sequences.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        rank_processes: RankProcesses | None = None,
+        *,
+        adapters: Mapping[str, LoadedModel] = MappingProxyType({}),
+    ) -> None:
+        """Make an engine. `adapters`: the first adapters, as for `add_adapter`."""
         self.config = config
         self._rank_processes = rank_processes
         self.description: ModelDescription = loaded
@@ -55,12 +86,14 @@ class LLMEngine:
         self.model_config = loaded.config
         self.tokenizer = loaded.tokenizer
         """transformers' tokenizer; None if the model's directory has none."""
-        self._drafting = DraftPlanner(estimate_draft_costs(loaded.model))
+        # 1. make the KV cache in the memory that the weights leave
+        self._unused_adapter_bytes = max((config.max_adapter_bytes or 0) - _count_adapter_bytes(loaded, adapters), 0)
+        drafting = DraftPlanner(estimate_draft_costs(loaded.model))
         decoder = None if rank_processes is None else BroadcastingDecoder(loaded.model.model, rank_processes)
         self._runner = ModelRunner(
             loaded.model,
             self._make_cache(loaded, config),
-            self._drafting,
+            drafting,
             decoder,
             num_token_ids=loaded.num_token_ids,
         )
@@ -76,24 +109,51 @@ class LLMEngine:
             enable_prefix_caching=config.enable_prefix_caching,
             fingerprint=f"{loaded.digest}/{cache.format}",
         )
+        # 2. make the scheduler
+        self._draft_planners: dict[str | None, DraftPlanner] = {None: drafting}
         self._scheduler = Scheduler(
             self._blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            drafting=self._drafting,
+            drafting=AdapterDraftPlanner(self._draft_planners),
         )
+        # 3. add the models
         self.input_processor = InputProcessor(loaded, config, num_slots=self.num_blocks * self.block_size)
         """Validates and tokenizes requests. Thread-safe."""
         self.grammar_compiler = GrammarCompiler(loaded, config)
         """Compiles grammars of structured outputs. Thread-safe."""
+        self._base = loaded
+        self._models: dict[str | None, EngineModel] = {
+            None: EngineModel(loaded, self._runner, self.input_processor, self.grammar_compiler)
+        }
+        for name, adapter in adapters.items():
+            self.add_adapter(name, adapter)
         self._running: dict[str, list[Sequence]] = {}  # sequences in the scheduler, by request
         self._pending_samples: dict[
             str, list[Sequence]
         ] = {}  # samples waiting for the first sample's prefill, by request
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, config: EngineConfig | None = None) -> Self:
-        """Load a Hugging Face directory or hub id. Raises `ModelError`; `InvalidInputError`: the backend is vLLM."""
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        weights: Path | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
+        find_base: FindBase | None = None,
+    ) -> Self:
+        """Load a Hugging Face directory or hub id.
+
+        Args:
+            weights: directory with the weights, if it is not `path` (an adapter assembled with its base).
+            adapters: further adapters of the same base, by name. None: the engine takes no adapters.
+            find_base: see `open_merged_model`; used for adapters that replace tensors of the base.
+
+        Raises:
+            ModelError: the model or an adapter cannot be loaded. InvalidInputError: the backend is vLLM, or options
+                that exclude adapters.
+        """
         config = config or EngineConfig()
         if config.backend == "vllm":
             raise InvalidInputError(
@@ -101,14 +161,21 @@ class LLMEngine:
                 field="backend",
                 value=config.backend,
             )
+        if adapters is not None:
+            check_adapter_options(config)
         if config.tensor_parallel_size == 1:
-            return cls(load_model(path, config), config)
+            loaded = load_model(path, config, weights=weights, has_adapters=adapters is not None)
+            resident = [loaded]
+            for adapter in (adapters or {}).values():
+                resident.append(load_adapter(adapter, config, resident, find_base))
+            return cls(loaded, config, adapters=dict(zip(adapters or {}, resident[1:], strict=True)))
         check_tensor_parallel_size(path, config)
         model_directory = fetch_model_directory(str(path), field="model")
-        with open_merged_model(model_directory) as (weights, _):  # an adapter is merged once for all ranks
-            rank_processes = RankProcesses.start(str(weights), config)
+        merged = open_merged_model(model_directory) if weights is None else nullcontext((weights, None))
+        with merged as (whole, _):  # an adapter is merged once for all ranks
+            rank_processes = RankProcesses.start(str(whole), config)
             try:
-                loaded = load_model(path, config, rank_processes.ranks, weights=Path(weights))
+                loaded = load_model(path, config, rank_processes.ranks, weights=Path(whole))
                 rank_processes.wait_until_loaded()
                 return cls(loaded, config, rank_processes)
             except BaseException:
@@ -117,7 +184,7 @@ class LLMEngine:
 
     def _make_cache(self, loaded: LoadedModel, config: EngineConfig, num_blocks: int | None = None) -> KVCache:
         """Make the KV cache, here and on the other ranks."""
-        cache = make_cache(loaded, config, num_blocks)
+        cache = make_cache(loaded, config, num_blocks, reserved_bytes=self._unused_adapter_bytes)
         if self._rank_processes is not None:
             self._rank_processes.send_message(AllocateMessage(cache.num_blocks))
         return cache
@@ -126,31 +193,84 @@ class LLMEngine:
         """Run the largest step, measure its memory, and return the number of blocks that fit on the GPU."""
         cache = self._runner.kv_cache
         memory = measure_memory(lambda: self._runner.run(make_largest_step(loaded, config, cache)), cache.device)
-        return compute_num_blocks(loaded, config, cache, memory)
+        return compute_num_blocks(loaded, config, cache, memory, reserved_bytes=self._unused_adapter_bytes)
 
     def close(self) -> None:
         """End the processes of the other ranks, if any. The engine cannot generate afterwards."""
         if self._rank_processes is not None:
             self._rank_processes.close()
 
+    def load_adapter(self, path: str | Path, find_base: FindBase | None = None) -> LoadedModel:
+        """Load an adapter for `add_adapter`. Any thread may call it, while steps run. Raises as `loading.load_adapter`,
+        and `InvalidInputError`: the engine was made without adapters."""
+        if self._base.origin is None:
+            raise InvalidInputError("the engine was made without adapters; give adapters={}", field="adapters")
+        return load_adapter(path, self.config, [model.loaded for model in list(self._models.values())], find_base)
+
+    def add_adapter(self, name: str, loaded: LoadedModel) -> EngineModel:
+        """Serve an adapter from now on. Raises `InvalidInputError`: the name is in use."""
+        if name in self._models:
+            raise InvalidInputError(f"adapter {name!r} is loaded already", field="adapters", value=name)
+        drafting = DraftPlanner(estimate_draft_costs(loaded.model))
+        model = EngineModel(
+            loaded,
+            ModelRunner(loaded.model, self._runner.kv_cache, drafting, num_token_ids=loaded.num_token_ids),
+            InputProcessor(
+                loaded,
+                self.config,
+                num_slots=self.num_blocks * self.block_size,
+                adapter=name,
+                adapter_digest=loaded.digest,
+                arrivals=self.input_processor.arrivals,
+            ),
+            GrammarCompiler(loaded, self.config),
+        )
+        self._models[name], self._draft_planners[name] = model, drafting
+        return model
+
+    def remove_adapter(self, name: str) -> None:
+        """Unload an adapter that has no unfinished request. Its memory is freed with the last reference to it."""
+        running = [
+            sequence for each in (self._running, self._pending_samples) for one in each.values() for sequence in one
+        ]
+        assert not any(sequence.adapter == name for sequence in running), f"adapter {name!r} has unfinished requests"
+        del self._models[name], self._draft_planners[name]
+
+    @property
+    def adapters(self) -> dict[str, EngineModel]:
+        """Loaded adapters by name."""
+        return {name: model for name, model in list(self._models.items()) if name is not None}
+
     def add_request(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        adapter: str | None = None,
     ) -> str:
-        """Queue a request and return its id. Raises `InvalidInputError`: an empty or too long prompt, a token id
-        outside the vocabulary, a request id in use, unsupported parameters, a request larger than the KV cache, or a
-        grammar that cannot be compiled."""
+        """Queue a request and return its id. `adapter`: its name; None: the engine's own model. Raises
+        `InvalidInputError`: an empty or too long prompt, a token id outside the vocabulary, a request id in use,
+        unsupported parameters, a request larger than the KV cache, a grammar that cannot be compiled, or an unknown
+        adapter."""
         params = params or SamplingParams()
         request_id = request_id or f"gen_{ULID()}"
         check_request_id(request_id, self._running)
-        self.input_processor.validate([prompt], params)
-        request = self.input_processor.tokenize(prompt, params)
+        model = self._get_model(adapter)
+        model.input_processor.validate([prompt], params)
+        request = model.input_processor.tokenize(prompt, params)
         wanted = params.structured_outputs
-        constraint = None if wanted is None else self.grammar_compiler.compile(wanted)
-        self.add_tokenized_request(request, request_id, priority=0, sender=Sender(), constraint=constraint)
+        constraint = None if wanted is None else model.grammar_compiler.compile(wanted)
+        self.add_tokenized_request(
+            request, request_id, priority=0, sender=Sender(), constraint=constraint, adapter=adapter
+        )
         return request_id
+
+    def _get_model(self, adapter: str | None) -> EngineModel:
+        if adapter not in self._models:
+            names = ", ".join(self.adapters) or "none"
+            raise InvalidInputError.for_field("adapter", adapter, f"; loaded adapters: {names}")
+        return self._models[adapter]
 
     def add_tokenized_request(
         self,
@@ -160,17 +280,20 @@ class LLMEngine:
         priority: int,
         sender: Sender,
         constraint: Constraint | None,
+        adapter: str | None = None,
     ) -> None:
-        """Queue a request from `input_processor`. Raises `InvalidInputError`: the id is in use.
+        """Queue a request from the model's `input_processor`. Raises `InvalidInputError`: the id is in use, or the
+        adapter is not loaded.
 
         Args:
             priority: lower is served first; equal priorities, first come, first served.
             sender: cached prefixes are reused only within its tenant. Tenants, and the keys of each tenant, get fair
                 shares of the time.
-            constraint: the request's `structured_outputs`, compiled by `grammar_compiler`.
+            constraint: the request's `structured_outputs`, compiled by the model's `grammar_compiler`.
+            adapter: name of the adapter that runs the request; None: the engine's own model.
         """
         check_request_id(request_id, self._running)
-        sequences = self.input_processor.make_sequences(
+        sequences = self._get_model(adapter).input_processor.make_sequences(
             request_id, request, priority=priority, sender=sender, constraint=constraint
         )
         first, *others = sequences
@@ -183,8 +306,17 @@ class LLMEngine:
         """Run one batch. Returns the outputs of sequences that got a token or ended; empty without unfinished requests,
         and while prompts are prefilled."""
         scheduled = self._scheduler.schedule()
-        results = self._runner.run(scheduled) if scheduled else []
-        return self._process_results(scheduled, results)
+        return self._process_results(scheduled, self._run_models(scheduled))
+
+    def _run_models(self, scheduled: list[ScheduledSequence]) -> list[StepResult]:
+        """Run the batch of each model that has scheduled sequences, one after another. Returns their results in the
+        order of `scheduled`."""
+        results: dict[Sequence, StepResult] = {}
+        for adapter in dict.fromkeys(item.sequence.adapter for item in scheduled):
+            own = [item for item in scheduled if item.sequence.adapter == adapter]
+            found = self._models[adapter].runner.run(own)
+            results |= {item.sequence: result for item, result in zip(own, found, strict=True)}
+        return [results[item.sequence] for item in scheduled]
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Abort a request, free its blocks, and return its output. None if no unfinished request has this id."""
@@ -202,11 +334,13 @@ class LLMEngine:
         params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
+        adapter: str | None = None,
     ) -> list[RequestOutput]:
         """Generate outputs for all prompts, in their order.
 
         Args:
             params: one for all prompts, or one per prompt.
+            adapter: as in `add_request`.
             progress: show a progress bar; None: only on a terminal.
 
         Raises:
@@ -217,7 +351,7 @@ class LLMEngine:
         samples: dict[str, list[RequestOutput]] = {}
         try:
             for prompt, one in zip(prompts, params_by_prompt, strict=True):
-                request_ids.append(self.add_request(prompt, one))
+                request_ids.append(self.add_request(prompt, one, adapter=adapter))
             with show_progress_bar(sum(one.n for one in params_by_prompt), shown=progress) as advance:
                 while any(request_id in self._running for request_id in request_ids):
                     for output in self.step():
@@ -286,6 +420,26 @@ class LLMEngine:
         self._running[sequence.request_id].remove(sequence)
         if not self._running[sequence.request_id]:
             del self._running[sequence.request_id]
+
+
+def check_adapter_options(config: EngineConfig) -> None:
+    """Raise `InvalidInputError` for options of an engine that takes no adapters."""
+    if config.tensor_parallel_size > 1:
+        raise InvalidInputError.for_field(
+            "tensor_parallel_size", config.tensor_parallel_size, ", but adapters need 1; deploy each of them separately"
+        )
+    if not config.swiftkv:
+        raise InvalidInputError(
+            "swiftkv is false, but adapters are students; leave it out", field="swiftkv", value=False
+        )
+
+
+def _count_adapter_bytes(base: LoadedModel, adapters: Mapping[str, LoadedModel]) -> int:
+    """Return the bytes of the adapters' weights that the base does not have."""
+    weights: dict[int, int] = {}
+    for adapter in adapters.values():
+        weights |= find_weight_bytes(adapter.model)
+    return sum(size for address, size in weights.items() if address not in find_weight_bytes(base.model))
 
 
 def _expand_params(

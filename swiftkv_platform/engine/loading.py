@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, 
 
 from swiftkv_platform.configs.adapter import ADAPTER_FILE
 from swiftkv_platform.engine import kernels
+from swiftkv_platform.engine.adapters import WeightsOrigin, open_adapter_model, read_origin, read_resident_adapter
 from swiftkv_platform.engine.integer_weights import attach_stored_integers, drop_integers, round_weights
 from swiftkv_platform.engine.native_layers import NativeLinear
 from swiftkv_platform.engine.ranks import TensorParallelGroup, get_rank_device
@@ -26,6 +28,7 @@ from swiftkv_platform.model.conversion import resolve_dense_model
 from swiftkv_platform.model.decoder import LENGTH_DEPENDENT_ROPE, read_rope_parameters
 from swiftkv_platform.model.families import get_student_classes  # registers the SwiftKV classes with the Auto classes
 from swiftkv_platform.model.tokenizers import find_highest_token_id, get_end_ids, has_tokenizer, load_tokenizer
+from swiftkv_platform.model.weights.adapters import FindBase
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.model.weights.loading import resolve_tied_head
 from swiftkv_platform.model.weights.quantization import BITS, is_quantized
@@ -78,6 +81,8 @@ class LoadedModel(ModelDescription):
     model: PreTrainedModel
     digest: str
     """Digest that identifies the weights, for the hashes of cached blocks."""
+    origin: WeightsOrigin | None = None
+    """Origin of the weights, if adapters may share them."""
 
     @cached_property
     def operators(self) -> str:
@@ -85,7 +90,12 @@ class LoadedModel(ModelDescription):
 
 
 def load_model(
-    path: str | Path, config: EngineConfig, ranks: TensorParallelGroup | None = None, *, weights: Path | None = None
+    path: str | Path,
+    config: EngineConfig,
+    ranks: TensorParallelGroup | None = None,
+    *,
+    weights: Path | None = None,
+    has_adapters: bool = False,
 ) -> LoadedModel:
     """Load a Hugging Face directory or hub id, SwiftKV or not. Raises `ModelError`: the checkpoint cannot be read, or
     `max_model_len` exceeds its context.
@@ -93,21 +103,87 @@ def load_model(
     Args:
         ranks: load only this rank's part.
         weights: directory with the weights, if it is not `path` (an adapter assembled with its base).
+        has_adapters: keep what `load_adapter` needs.
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     directory = fetch_model_directory(str(path), field="model")
     model = _read_model(weights or directory, config, ranks)
-    tokenizer = _read_tokenizer(directory, model.config)
+    origin = WeightsOrigin.from_model(model, read_origin(directory, model.config)) if has_adapters else None
     context_length = _get_context_length(path, model.config, config)
+    device = None if ranks is None else ranks.device
+    return _prepare_loaded(directory, model, config, context_length, device, origin)
+
+
+def load_adapter(
+    path: str | Path, config: EngineConfig, residents: Sequence[LoadedModel], find_base: FindBase | None = None
+) -> LoadedModel:
+    """Load an adapter, which shares the weights of its base with the resident models.
+
+    Args:
+        residents: loaded models of the same base, with their origins.
+        find_base: see `open_merged_model`.
+
+    Raises:
+        ModelError: as `read_resident_adapter` and `open_adapter_model`, or the adapter has another dtype or another
+            layout of the KV cache than the first resident model.
+    """
+    directory, first = fetch_model_directory(str(path), field="adapters"), residents[0]
+    assert first.origin is not None, "the first model was loaded without has_adapters"
+    adapter = read_resident_adapter(directory, first.origin.adapter)
+    model_config: Any = read_config(directory, field="adapters")
+    adapter.check_shape(model_config.to_dict(), str(directory))
+    _check_same_layout(directory, model_config, config, first)
+    origins = [(each.model, each.origin) for each in residents if each.origin is not None]
+    opened = open_adapter_model(directory, model_config, adapter, origins, dtype=first.model.dtype, find_base=find_base)
+    with opened as (model, checkpoint):
+        if config.weights != "bfloat16" and is_quantized(model_config):
+            attach_stored_integers(model, checkpoint)
+        origin = WeightsOrigin.from_model(model, adapter)
+        context_length = _get_context_length(path, model_config, config)
+        return _prepare_loaded(directory, model, config, context_length, first.model.device, origin, is_adapter=True)
+
+
+def _check_same_layout(directory: Path, model_config: Any, config: EngineConfig, resident: LoadedModel) -> None:
+    """Raise `ModelError` unless the adapter's dtype and KV cache are those of the resident model."""
+    own, shared = StudentShape.from_config(model_config), StudentShape.from_config(resident.config)
+    is_dense = shared == StudentShape.dense(resident.config.num_hidden_layers)
+    if own != shared and not (is_dense and own.num_key_value_heads_swiftkv is None):
+        raise ModelError.for_field(
+            "adapters",
+            str(directory),
+            f", a student of the shape {own.to_config()}, but the served model has the shape {shared.to_config()}: one "
+            "KV cache serves all adapters; deploy students of another shape separately",
+        )
+    if config.dtype == "auto" and model_config.dtype != resident.config.dtype:
+        raise ModelError.for_field(
+            "adapters",
+            str(directory),
+            f", whose dtype is {model_config.dtype}, but that of the served model is {resident.config.dtype}; set the "
+            "engine's dtype, or export the adapter in the same dtype",
+        )
+
+
+def _prepare_loaded(
+    directory: Path,
+    model: PreTrainedModel,
+    config: EngineConfig,
+    context_length: int,
+    device: Any,
+    origin: WeightsOrigin | None,
+    *,
+    is_adapter: bool = False,
+) -> LoadedModel:
+    tokenizer = _read_tokenizer(directory, model.config)
     _pin_short_rotary_factors(model, context_length)
     return LoadedModel(
         config=model.config,
         tokenizer=tokenizer,
         eos_token_ids=_find_eos_token_ids(model.generation_config, model.config, tokenizer),
         context_length=context_length,
-        model=prepare_model(model, config, None if ranks is None else ranks.device),
+        model=prepare_model(model, config, device, is_adapter=is_adapter),
         digest=_compute_digest(directory),
+        origin=origin,
     )
 
 
@@ -227,8 +303,11 @@ def _find_eos_token_ids(generation_config: Any, model_config: Any, tokenizer: An
     return get_end_ids(next((candidate for candidate in candidates if candidate is not None), None))
 
 
-def prepare_model(model: PreTrainedModel, config: EngineConfig, device: Any = None) -> PreTrainedModel:
-    """Move a model to its device, and round and lay out its weights for inference. Raises `ModelError`."""
+def prepare_model(
+    model: PreTrainedModel, config: EngineConfig, device: Any = None, *, is_adapter: bool = False
+) -> PreTrainedModel:
+    """Move a model to its device, and round and lay out its weights for inference. `is_adapter`: some of its weights
+    are those of a prepared model. Raises `ModelError`."""
     # 1. choose the device
     device = device or config.device
     if device == "auto":
@@ -252,7 +331,7 @@ def prepare_model(model: PreTrainedModel, config: EngineConfig, device: Any = No
     if problem is not None:
         drop_integers(model)
     if config.fuse_weights:
-        fuse_weights(model, native=problem is None)
+        fuse_weights(model, native=problem is None, is_adapter=is_adapter)
     if problem is None:
         use_kernels(model)
     align_weights(model)

@@ -40,9 +40,19 @@ def get_layer_shapes(config: Any, num_ranks: int = 1) -> list[LayerShape]:
     return [(TensorShape(config.get_cache_num_key_value_heads(i) // num_ranks, dim),) * 2 for i in layers]
 
 
-def make_cache(loaded: LoadedModel, config: EngineConfig, num_blocks: int | None = None) -> KVCache:
-    """Make the KV cache of an engine or a rank. `num_blocks`: None computes it. Raises `InvalidInputError`:
-    `kv_cache_bytes` is less than one block, or attention on a GPU does not support `kv_cache_dtype` or `block_size`."""
+def make_cache(
+    loaded: LoadedModel, config: EngineConfig, num_blocks: int | None = None, *, reserved_bytes: int = 0
+) -> KVCache:
+    """Make the KV cache of an engine or a rank.
+
+    Args:
+        num_blocks: None computes it.
+        reserved_bytes: free memory that adapters may still take.
+
+    Raises:
+        InvalidInputError: `kv_cache_bytes` is less than one block, or attention on a GPU does not support
+            `kv_cache_dtype` or `block_size`.
+    """
     device, format_ = torch.device(loaded.model.device), get_storage_format(config.kv_cache_dtype, loaded.model.dtype)
     model_config = loaded.model.config
     if device.type == "cuda" and format_.storage_dtype != loaded.model.dtype:
@@ -58,7 +68,7 @@ def make_cache(loaded: LoadedModel, config: EngineConfig, num_blocks: int | None
     block_bytes = get_bytes_per_block(shapes, block_size, format_)
     return KVCache(
         shapes,
-        num_blocks=num_blocks or _choose_num_blocks(loaded, config, block_size, block_bytes, device),
+        num_blocks=num_blocks or _choose_num_blocks(loaded, config, block_size, block_bytes, device, reserved_bytes),
         block_size=block_size,
         format_=format_,
         device=device,
@@ -93,7 +103,12 @@ def _is_latent(config: Any) -> bool:
 
 
 def _choose_num_blocks(
-    loaded: LoadedModel, config: EngineConfig, block_size: int, block_bytes: int, device: torch.device
+    loaded: LoadedModel,
+    config: EngineConfig,
+    block_size: int,
+    block_bytes: int,
+    device: torch.device,
+    reserved_bytes: int,
 ) -> int:
     if config.kv_cache_bytes is None:
         wanted = count_needed_blocks(loaded, config, block_size)
@@ -101,7 +116,7 @@ def _choose_num_blocks(
             # Enough for a step of `max_num_batched_tokens` tokens. `compute_num_blocks` chooses the final number.
             num_sequences = min(config.max_num_seqs, config.max_num_batched_tokens)
             return min(wanted, config.max_num_batched_tokens // block_size + num_sequences + 1)
-        available: int = psutil.virtual_memory().available
+        available: int = psutil.virtual_memory().available - reserved_bytes
         return max(min(wanted, available // FREE_MEMORY_DIVISOR // config.tensor_parallel_size // block_bytes), 1)
     if config.kv_cache_bytes < block_bytes:
         raise InvalidInputError.for_field(
@@ -138,12 +153,15 @@ class DeviceMemory:
         return int(self.total * (1 - reserved)) - (self.total - self.free) - (self.peak - self.allocated)
 
 
-def compute_num_blocks(loaded: LoadedModel, config: EngineConfig, cache: KVCache, memory: DeviceMemory) -> int:
+def compute_num_blocks(
+    loaded: LoadedModel, config: EngineConfig, cache: KVCache, memory: DeviceMemory, *, reserved_bytes: int = 0
+) -> int:
     """Return the number of blocks that fit into a GPU's memory together with the largest step, which ran with `cache`.
-    Raises `InvalidInputError`: no block fits."""
+    `reserved_bytes`: memory that adapters may still take. Raises `InvalidInputError`: no block fits."""
     shapes = get_layer_shapes(loaded.model.config, config.tensor_parallel_size)
     block_bytes = get_bytes_per_block(shapes, cache.block_size, cache.format)
-    num_fitting = memory.compute_kv_cache_bytes(ServingSetup.reserved) // block_bytes + cache.num_blocks
+    free_bytes = memory.compute_kv_cache_bytes(ServingSetup.reserved) - reserved_bytes
+    num_fitting = free_bytes // block_bytes + cache.num_blocks
     if num_fitting < 1:
         raise InvalidInputError.for_field(
             "max_num_batched_tokens",

@@ -213,7 +213,8 @@ class RequestStream:
         self.sender = sender
         self.newest_outputs: dict[int, RequestOutput] = {}
         """Newest output of each sample by index. It may be ahead of the outputs that the stream has yielded."""
-        self._engine = engine
+        self.engine = engine
+        """Frontend that admitted the request."""
         self._interval_s = interval_s
         self._unfinished = self._unended = num_samples
         self._unread: dict[tuple[int, int], RequestOutput] = {}
@@ -240,7 +241,7 @@ class RequestStream:
             self._unread.clear()
             if self._failed:  # both events stay set, so that the rest is yielded without waiting
                 if not self._due:
-                    raise self._engine.make_dead_error()
+                    raise self.engine.make_dead_error()
                 break
             self._arrived.clear()
             self._urgent.clear()
@@ -274,7 +275,7 @@ class RequestStream:
         if not self._closed:
             self._closed = True
             self._remove_from_controller(self._num_counted)
-            self._engine.drop_stream(self.request_id, abort=self._unfinished > 0)
+            self.engine.drop_stream(self.request_id, abort=self._unfinished > 0)
 
     def start_delivery(self) -> None:
         """Accept outputs from now on. Earlier ones belong to an aborted request with the same id."""

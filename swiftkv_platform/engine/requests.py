@@ -7,6 +7,7 @@ one of them. A tokenizer releases Python's global lock, so the model and the eve
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections import abc
 from collections.abc import Callable, Mapping
@@ -47,7 +48,20 @@ class TokenizedRequest:
 class InputProcessor:
     """Validates and tokenizes requests, and makes their sequences, one per sample (`n`)."""
 
-    def __init__(self, model: ModelDescription, config: EngineConfig, *, num_slots: int) -> None:
+    def __init__(
+        self,
+        model: ModelDescription,
+        config: EngineConfig,
+        *,
+        num_slots: int,
+        adapter: str | None = None,
+        adapter_digest: str = "",
+        arrivals: abc.Iterator[int] | None = None,
+    ) -> None:
+        """Make the processor of a model, or of an adapter of an engine's model. `arrivals`: numbers of all requests of
+        the engine."""
+        self._adapter, self._adapter_digest = adapter, adapter_digest
+        self.arrivals = itertools.count(1) if arrivals is None else arrivals
         self._tokenizer = model.tokenizer
         self._eos_token_ids = model.eos_token_ids
         self._max_model_len = model.context_length
@@ -57,7 +71,6 @@ class InputProcessor:
         self._num_slots = num_slots
         self.vocabulary = Vocabulary(model.tokenizer)
         self._random = random.Random(config.seed)  # noqa: S311  # sampling, not secrets
-        self._arrivals = 0
         bytes_per_token, self._silent = MAX_BYTES_PER_TOKEN, frozenset[int]()
         if self._tokenizer is not None:
             # The first call resets the truncation and padding of the tokenizer's file. Later calls do not change the
@@ -121,7 +134,7 @@ class InputProcessor:
         params = request.params
         seed = self._random.randint(0, MAX_SEED) if params.seed is None else params.seed
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
-        self._arrivals += 1
+        arrival = next(self.arrivals)
         others = [
             None if constraint is None else constraint.copy(constraint.name, constraint.cpu_time)
             for _ in range(params.n - 1)
@@ -136,12 +149,14 @@ class InputProcessor:
                 max_model_len=self._max_model_len,
                 excluded_token_ids=self._get_excluded_token_ids(params),
                 detokenizer=self._make_detokenizer(request),
-                arrival=self._arrivals,
+                arrival=arrival,
                 index=index,
                 priority=priority,
                 sender=sender,
                 constraint=own,
                 deep_tail=self._deep_tail,
+                adapter=self._adapter,
+                adapter_digest=self._adapter_digest,
             )
             for index, own in enumerate([constraint, *others])
         ]

@@ -29,7 +29,7 @@ from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
 from swiftkv_platform.web.limiters import Sender
 
 if TYPE_CHECKING:
-    from swiftkv_platform.engine.speculative import DraftPlanner
+    from swiftkv_platform.engine.speculative import AdapterDraftPlanner
 
 MAX_SLOW_GRAMMAR_STEP_S = 0.005
 """Max expected CPU seconds per step for slow grammars, if there are several."""
@@ -65,7 +65,7 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        drafting: DraftPlanner | None = None,
+        drafting: AdapterDraftPlanner | None = None,
     ) -> None:
         self._blocks = blocks
         self._drafting = drafting

@@ -53,6 +53,8 @@ class Sequence:
         sender: Sender = _ANONYMOUS_SENDER,
         constraint: Constraint | None = None,
         deep_tail: int | None = None,
+        adapter: str | None = None,
+        adapter_digest: str = "",
     ) -> None:
         self.request_id = request_id
         self.index = index
@@ -67,8 +69,10 @@ class Sequence:
         """Grammar of this sequence's output, or None."""
         self.deep_tail = deep_tail
         """As in `LayerMap`; None: the K and V of all tokens come from x."""
+        self.adapter = adapter
+        """Name of the adapter that runs the sequence; None: the engine's own model."""
         self.token_ids = list(prompt_token_ids)
-        self.block_table = BlockTable()
+        self.block_table = BlockTable(adapter_digest=adapter_digest)
         self.num_computed_tokens = 0
         """Number of leading tokens whose KV is in the cache."""
         self.status = SequenceStatus.WAITING

@@ -10,7 +10,7 @@ drafts have no effect: their KV slots are overwritten before they are read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +95,26 @@ class DraftPlanner:
         if found and constraint is not None:
             return found[: constraint.count_allowed_tokens(sequence.output_token_ids, found)]
         return found
+
+
+class AdapterDraftPlanner:
+    """Plans the drafts of an engine's sequences by the `DraftPlanner` of each sequence's model. `planners`: by adapter;
+    None: the engine's own model."""
+
+    def __init__(self, planners: Mapping[str | None, DraftPlanner]) -> None:
+        self._planners = planners
+
+    def plan_drafts(
+        self, decoding: list[EngineSequence], *, num_sequences: int, num_tokens: int
+    ) -> dict[EngineSequence, Draft]:
+        """Plan as `DraftPlanner.plan_drafts`."""
+        drafts: dict[EngineSequence, Draft] = {}
+        for adapter in dict.fromkeys(sequence.adapter for sequence in decoding):
+            own = [sequence for sequence in decoding if sequence.adapter == adapter]
+            planned = self._planners[adapter].plan_drafts(own, num_sequences=num_sequences, num_tokens=num_tokens)
+            num_tokens += sum(draft.size for draft in planned.values())
+            drafts |= planned
+        return drafts
 
 
 @dataclass

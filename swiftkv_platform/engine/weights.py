@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers.activations import SiLUActivation
 
 from swiftkv_platform.engine.integer_weights import get_common_weights, get_integers
-from swiftkv_platform.engine.kernels.packing import TENSOR_ALIGNMENT, Arena
+from swiftkv_platform.engine.kernels.packing import TENSOR_ALIGNMENT, Arena, SeparateArenas
 from swiftkv_platform.engine.native_layers import (
     NativeAttention,
     NativeEmbedding,
@@ -52,13 +52,18 @@ PACKING_OVERHEAD = 1 << 14
 MakeLinear = Callable[[Any, torch.Tensor | None], nn.Module]
 
 
-def fuse_weights(model: Any, *, native: bool = False) -> None:
+def fuse_weights(model: Any, *, native: bool = False, is_adapter: bool = False) -> None:
     """Fuse and pack the weights of one of this project's causal language models, in place. Projections that only the
-    teacher uses are dropped. `native`: pack for the native kernels."""
+    teacher uses are dropped.
+
+    Args:
+        native: pack for the native kernels.
+        is_adapter: the model shares weights with others, so each packed weight gets memory that is freed with it.
+    """
     # 1. drop unused weights, and pack MLPs and heads for the kernels
     decoder = model.model
-    _drop_teacher_projections(decoder)
-    arena = Arena(sum(parameter.nbytes + PACKING_OVERHEAD for parameter in model.parameters())) if native else None
+    drop_teacher_projections(decoder)
+    arena = _make_arena(model, is_adapter=is_adapter) if native else None
     make_linear: MakeLinear = _FloatLinear if arena is None else partial(NativeLinear, arena=arena)
     if arena is not None:
         _replace_modules(model, _is_gated_mlp, lambda mlp: NativeMLP(mlp, arena))
@@ -80,6 +85,12 @@ def fuse_weights(model: Any, *, native: bool = False) -> None:
             lambda child: type(child) is nn.Linear and not (child.weight is embedding and get_integers(child) is None),
             lambda linear: NativeLinear(get_common_weights([linear])[0], linear.bias, arena),
         )
+
+
+def _make_arena(model: Any, *, is_adapter: bool) -> Arena:
+    if is_adapter:
+        return SeparateArenas()
+    return Arena(sum(parameter.nbytes + PACKING_OVERHEAD for parameter in model.parameters()))
 
 
 def align_weights(model: nn.Module) -> None:
@@ -143,7 +154,8 @@ def _is_gated_mlp(module: nn.Module) -> bool:
     return False
 
 
-def _drop_teacher_projections(decoder: Any) -> None:
+def drop_teacher_projections(decoder: Any) -> None:
+    """Drop the projections of layers >= l that only the teacher runs."""
     if decoder.config.swiftkv_teacher_weights:
         for i in range(decoder.layer_map.num_key_value_layers, len(decoder.layers)):
             decoder.layers[i].self_attn.drop_teacher()
@@ -167,7 +179,7 @@ def _fuse_projections(root: nn.Module, projections: Sequence[nn.Linear], make_li
     fused = _FusedLinear(
         make_linear(weight, torch.cat(biases) if biases else None), [p.out_features for p in projections]
     )
-    parts = {id(projection): _FusedLinearPart(fused, at) for at, projection in enumerate(projections)}
+    parts = {id(projection): FusedLinearPart(fused, at) for at, projection in enumerate(projections)}
     _replace_modules(root, lambda child: id(child) in parts, lambda child: parts[id(child)])
 
 
@@ -213,7 +225,7 @@ class _FusedLinear:
         return part
 
 
-class _FusedLinearPart(nn.Module):
+class FusedLinearPart(nn.Module):
     """Replaces one of the projections that were fused."""
 
     def __init__(self, fused: _FusedLinear, at: int) -> None:

@@ -42,6 +42,17 @@ class Arena:
         return moved.copy_(tensor)
 
 
+class SeparateArenas(Arena):
+    """An arena for each large tensor, which is freed with the tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def move(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor to an arena of its own and return the copy, or `tensor` itself if it fills no huge page."""
+        return tensor if tensor.nbytes < HUGE_PAGE_BYTES else Arena(tensor.nbytes).move(tensor)
+
+
 def _allocate_huge_pages(num_bytes: int) -> torch.Tensor | None:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None

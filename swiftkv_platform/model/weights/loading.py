@@ -313,9 +313,7 @@ class StoredWeights:
         self._dtype = dtype
         self._stored: dict[str, _TensorSources] = {}
         self._weights = dequantize_checkpoint(checkpoint) if is_quantized(config) else checkpoint
-        transforms = get_checkpoint_conversion_mapping(config.model_type) or []
-        renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-        converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        renamings, converters = _get_name_conversions(config.model_type)
         by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
         for name in sorted(self._weights.shards, key=_make_natural_sort_key):  # experts in their order
             target, pattern = rename_source_key(name, renamings, converters)
@@ -369,6 +367,20 @@ class StoredWeights:
             tensor = self._weights.read(name, part)
             read.append(tensor if self._dtype is None else tensor.to(self._dtype))
         return read
+
+
+def make_name_converter(model_type: str) -> Callable[[str], str]:
+    """Return a function that converts the name of a stored tensor to the name of the tensor in memory made from it."""
+    renamings, converters = _get_name_conversions(model_type)
+    return lambda name: rename_source_key(name, renamings, converters)[0]
+
+
+def _get_name_conversions(model_type: str) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    transforms = get_checkpoint_conversion_mapping(model_type) or []
+    return (
+        [each for each in transforms if isinstance(each, WeightRenaming)],
+        [each for each in transforms if isinstance(each, WeightConverter)],
+    )
 
 
 def _make_natural_sort_key(name: str) -> list[tuple[int, str]]:

@@ -246,7 +246,7 @@ def make_anthropic_router(state: ReplicaState) -> APIRouter:
     @router.post("/count_tokens")
     async def count_tokens(body: CountRequest, request: Request, _caller: AdmittedCaller) -> dict[str, int]:
         """Count the tokens of a conversation with its tools and the chat template."""
-        with state.acquire_version() as version:
+        async with state.acquire_version(body.model) as version:
             _, prompt = await prepare_prompt(version, body.to_chat_request(), request, body, FIELD_MAP)
         return {"input_tokens": len(prompt)}
 

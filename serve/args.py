@@ -9,7 +9,13 @@ from pydantic import Field, model_validator
 from swiftkv_platform.engine import EngineConfig
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.specs.base import Reserved
-from swiftkv_platform.specs.deployment import ReplicasSpec, ResolvedCandidate, ResolvedCapture, ServedSpec
+from swiftkv_platform.specs.deployment import (
+    ReplicasSpec,
+    ResolvedAdapter,
+    ResolvedCandidate,
+    ResolvedCapture,
+    ServedSpec,
+)
 
 HUB_PREFIX = "hf:"
 """Prefix of an `artifact_uri` that is a model id of the Hugging Face hub."""
@@ -24,7 +30,7 @@ class BaseModelAccess(FiniteModel):
     """Organizations of the hub; null allows all."""
 
 
-class ServedConfig(ServedSpec[EngineConfig, ResolvedCandidate, ResolvedCapture]):
+class ServedConfig(ServedSpec[EngineConfig, ResolvedCandidate, ResolvedAdapter, ResolvedCapture]):
     """The served models: Serve's `user_config`. Running replicas swap to a changed one without a restart.
 
     `model` and `candidate.model` are any names; responses contain them.
@@ -49,16 +55,16 @@ class ServedConfig(ServedSpec[EngineConfig, ResolvedCandidate, ResolvedCapture])
         return self
 
     def loads_same_models(self, other: ServedConfig) -> bool:
-        """Whether both have the same models: they may differ in shares, captured traffic, ignored fields, CORS origins,
-        `base_access` and `revision`."""
+        """Whether both have the same models: they may differ in adapters, shares, captured traffic, ignored fields, CORS
+        origins, `base_access` and `revision`."""
         return self._select_loaded_fields() == other._select_loaded_fields()
 
     def _select_loaded_fields(self) -> ServedConfig:
         candidate = self.candidate and self.candidate.model_copy(update={"share": 0.0})
-        others = dict.fromkeys(("capture", "ignored_fields", "cors_origins"))
-        return self.model_copy(
-            update={**others, "candidate": candidate, "base_access": BaseModelAccess(), "revision": ""}
-        )
+        settings = dict.fromkeys(("capture", "ignored_fields", "cors_origins"))
+        others = {"revision": "", "base_access": BaseModelAccess(), **settings}
+        adapters = None if self.adapters is None else ()
+        return self.model_copy(update={**others, "candidate": candidate, "adapters": adapters})
 
 
 class ReplicaArgs(FiniteModel):

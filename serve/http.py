@@ -175,11 +175,13 @@ def create_http_app(
         """Complete prompts or a conversation. If the client disconnects, the request is aborted within one step."""
         interval_s = body.stream_interval_s if body.stream else math.inf
         conversation = None if body.messages is None else ChatConversation(body.messages)
-        with state.acquire_version() as version, rename_prompt_errors() if body.messages else nullcontext():
+        async with state.acquire_version(body.model) as version:
+            _check_model(body, version)
             plan = version.plan_capture("/generate", may_store=body.store, user=body.user, conversation=conversation)
             context = RequestContext(caller, body.request_id, body.priority, body.timeout_s, interval_s, capture=plan)
-            prompts = await _read_prompts(body, version, caller)
-            collector = await state.submit(version, prompts, body.make_sampling_params(), context)
+            with rename_prompt_errors() if body.messages else nullcontext():
+                prompts = await _read_prompts(body, version, caller)
+                collector = await state.submit(version, prompts, body.make_sampling_params(), context)
         if body.stream:
             return make_event_stream(_stream_events(collector, version.card.model, request.url.path))
         with version.hold_open():
@@ -194,7 +196,7 @@ def create_http_app(
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request, caller: AdmittedCaller) -> Response:
         """Convert text or a conversation to token ids, as vLLM's route."""
-        version, text = state.version, body.prompt or ""
+        version, text = await state.find_version(body.model), body.prompt or ""
         _check_model(body, version)
         prompt = None if body.messages is None else await _tokenize_messages(body, version, request)
         tokenizer = _require_tokenizer(version)
@@ -216,7 +218,7 @@ def create_http_app(
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, caller: AdmittedCaller) -> Response:
         """Convert token ids to text."""
-        version, tokens = state.version, body.tokens
+        version, tokens = await state.find_version(body.model), body.tokens
         _check_model(body, version)
         tokenizer, max_tokens = _require_tokenizer(version), version.engine.model.context_length
         if len(tokens) > max_tokens:
@@ -261,6 +263,7 @@ def create_http_app(
             "status": "ok",
             **version.card.model_dump(),
             "candidate": candidate and {**candidate.card.model_dump(), "share": version.candidate_share},
+            "adapters": version.adapters and version.adapters.describe(),
             "replica": state.replica,
             "swap": state.swap.model_dump(),
         }
@@ -290,7 +293,7 @@ async def _tokenize_messages(body: TokenizeRequest, version: ModelVersion, reque
     return tokens
 
 
-def _check_model(body: TokenizerFields, version: ModelVersion) -> None:
+def _check_model(body: TokenizerFields | GenerateRequest, version: ModelVersion) -> None:
     if body.model is not None:
         require_served_model(body.model, version)
 

@@ -141,6 +141,11 @@ class Metrics:
             ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", state.kv_cache_usage),
             ("exit_layer", "l: layers that compute their own KV.", getattr(config, "num_key_value_layers", None)),
         ]
+        if (adapters := self.version.adapters) is not None:
+            values += [
+                ("adapters_resident", "Adapters in memory.", adapters.num_resident),
+                ("adapter_bytes", "Bytes of the weights of adapters in memory.", adapters.num_bytes),
+            ]
         return [(name, description, value) for name, description, value in values if value is not None]
 
     def render_page(self) -> bytes:

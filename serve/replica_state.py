@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -25,6 +25,7 @@ from swiftkv_platform.web.limiters import Sender
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
     from swiftkv_platform.engine.frontend import EngineFrontend
+    from swiftkv_platform.serve.adapters import AdapterPool
 
 T = TypeVar("T")
 
@@ -84,6 +85,8 @@ class ModelVersion:
     """Request fields below `/v1` that the deployment ignores."""
     cors_origins: frozenset[str] = frozenset()
     capture: ResolvedCapture | None = None
+    adapters: AdapterPool | None = None
+    """Adapters that share the model's base; None: the deployment has none."""
     num_users: int = field(default=0, init=False)
     """Number of requests that need the open engine before or after their generation."""
 
@@ -107,6 +110,22 @@ class ModelVersion:
 
     def accepts_model_name(self, name: str) -> bool:
         return name == self.card.model or name in self.names
+
+    async def find_adapter(self, name: str | None) -> ModelVersion | None:
+        """Return the adapter that a request's `model` names, loaded; None if it names none. Raises as
+        `AdapterPool.acquire`."""
+        adapter = None if name is None or self.adapters is None else self.adapters.find_model(name)
+        return None if adapter is None or self.adapters is None else await self.adapters.acquire(adapter)
+
+    @property
+    def served_models(self) -> list[str]:
+        """Ids of the model and its adapters."""
+        return [self.card.model, *(self.adapters.models if self.adapters else ())]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request uses this version."""
+        return not (self.num_users or self.engine.num_requests)
 
     def choose_version(self) -> ModelVersion:
         """Return this version, or the candidate with the probability `candidate_share`."""
@@ -133,11 +152,15 @@ class ModelVersion:
     def apply_settings(self, served: ServedConfig) -> None:
         """Apply the settings that need no loading: shares, captured traffic, ignored fields and CORS origins."""
         for version in (self,) if self.candidate is None else (self, self.candidate):
-            version.ignored_fields = frozenset(served.ignored_fields or ())
-            version.capture = served.capture
+            version.apply_request_settings(served)
         self.cors_origins = frozenset(served.cors_origins or ())
         if served.candidate is not None:
             self.candidate_share = served.candidate.share
+
+    def apply_request_settings(self, served: ServedConfig) -> None:
+        """Apply the settings of single requests: ignored fields and captured traffic."""
+        self.ignored_fields = frozenset(served.ignored_fields or ())
+        self.capture = served.capture
 
     def check_health(self) -> None:
         """Raise `EngineDeadError` if an engine has failed."""
@@ -161,8 +184,10 @@ class ModelVersion:
 
     async def drain(self) -> None:
         """Wait until no request uses this version, then close its engine and candidate."""
-        while self.num_users or self.engine.num_requests:
+        while not self.is_idle:
             await asyncio.sleep(_DRAIN_POLL_S)
+        if self.adapters is not None:
+            await self.adapters.drain()
         if self.candidate is not None:
             await self.candidate.drain()
         await self.engine.aclose()
@@ -227,12 +252,21 @@ class ReplicaState:
         max_bytes, max_values = zip(*limits, strict=True)
         return max(max_bytes), max(max_values)
 
-    @contextmanager
-    def acquire_version(self) -> Iterator[ModelVersion]:
-        """Yield the version for a new request, and keep its engine open within the context."""
-        version = self.version.choose_version()
-        with version.hold_open():
-            yield version
+    @asynccontextmanager
+    async def acquire_version(self, model: str | None = None) -> AsyncIterator[ModelVersion]:
+        """Yield the version for a new request, and keep its engine open within the context. `model`: the request's, if
+        it names one; an adapter is loaded if it is not resident. Raises as `AdapterPool.acquire`."""
+        version = self.version
+        with version.hold_open():  # also while an adapter is loaded into its engine
+            version = await version.find_adapter(model) or version.choose_version()
+            with version.hold_open():
+                yield version
+
+    async def find_version(self, model: str | None) -> ModelVersion:
+        """Return the adapter that `model` names, loaded, or the version for new requests. Raises as
+        `AdapterPool.acquire`."""
+        version = self.version
+        return await version.find_adapter(model) or version
 
     async def submit(
         self, version: ModelVersion, prompts: Sequence[str | list[int]], params: SamplingParams, context: RequestContext

@@ -375,6 +375,8 @@ class Message(FrozenModel, strict=True):
 class GenerateRequest(SamplingFields):
     """Body of `POST /generate`."""
 
+    model: str | None = None
+    """A name of the served model or of an adapter; null: the served model."""
     prompt: PromptField | None = None
     """Text or token ids, one prompt or several. Send either `prompt` or `messages`."""
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None

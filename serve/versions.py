@@ -12,22 +12,26 @@ import asyncio
 import math
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+
+from ulid import ULID
 
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError
 from swiftkv_platform.families import is_served_by_vllm
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.serve.adapters import AdapterPool, FetchedAdapter
 from swiftkv_platform.serve.args import HUB_PREFIX, ReplicaArgs, ServedConfig
 from swiftkv_platform.serve.chat import set_chat_template
 from swiftkv_platform.serve.replica_state import ModelCard, ModelVersion, ReplicaState, SwapState
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Access
 from swiftkv_platform.sources.model_directories import fetch_model_directory
+from swiftkv_platform.specs.deployment import ResolvedAdapter
 from swiftkv_platform.specs.engine import Backend, EngineConfig
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifact_cache import ArtifactCache
@@ -39,6 +43,7 @@ from swiftkv_platform.web.server import tune_interpreter
 if TYPE_CHECKING:
     from swiftkv_platform.configs.adapter import BaseModelReference
     from swiftkv_platform.engine.frontend import EngineFrontend
+    from swiftkv_platform.model.weights.adapters import FindBase
 
 
 _BASE_MODEL_FIELD = "base.name_or_path"
@@ -51,10 +56,29 @@ class LoadedModel:
     """SHA-256 of the verified manifest; None for an unverified model."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of `fetch` (from the store or this machine's cache) and `load`."""
+    adapters: Mapping[str, FetchedArtifact] = field(default_factory=dict)
+    """Loaded adapters by model."""
+
+
+@dataclass(frozen=True)
+class FetchedArtifact:
+    """An artifact on this machine."""
+
+    directory: Path
+    manifest_digest: str | None
+    """As in `LoadedModel`."""
+    num_bytes: int
+    """Bytes of its weights."""
+
+    @classmethod
+    def from_directory(cls, directory: Path, manifest_digest: str | None) -> Self:
+        num_bytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        return cls(directory, manifest_digest, num_bytes)
 
 
 def load_model(served: ServedConfig) -> LoadedModel:
-    """Fetch the artifact, check its files against the manifest, and load it. Blocks.
+    """Fetch the artifact, check its files against the manifest, and load it, with the adapters that
+    `max_adapter_bytes` admits. Blocks.
 
     Raises:
         ModelError: no manifest, a missing or different base model of an adapter, or a model that the backend cannot
@@ -62,19 +86,35 @@ def load_model(served: ServedConfig) -> LoadedModel:
             manifest. StorageError: the object store is unavailable.
     """
     started = time.monotonic()
-    with _fetch_artifact(served) as (artifact, digest), _merge_adapter(artifact, served) as directory:
+    with ExitStack() as stack:
+        artifact = stack.enter_context(_fetch_artifact(served))
+        find_base = stack.enter_context(_open_base_finder(served))
+        weights = stack.enter_context(_merge_adapter(artifact.directory, find_base))
+        adapters, left = dict[str, FetchedArtifact](), served.engine.max_adapter_bytes
+        for adapter in served.adapters or ():
+            fetched_adapter = stack.enter_context(_fetch_artifact(_select_adapter(served, adapter)))
+            if left is None or fetched_adapter.num_bytes <= left:
+                adapters[adapter.model] = fetched_adapter
+                left = None if left is None else left - fetched_adapter.num_bytes
         fetched = time.monotonic()
-        engine = _load_engine(directory, served)
+        engine = _load_engine(artifact.directory, weights, served, adapters, find_base)
         seconds = {"fetch": fetched - started, "load": time.monotonic() - fetched}
-        return LoadedModel(engine, digest, seconds)
+        return LoadedModel(engine, artifact.manifest_digest, seconds, adapters)
+
+
+def _select_adapter(served: ServedConfig, adapter: ResolvedAdapter) -> ServedConfig:
+    """Return the configuration that serves an adapter alone."""
+    update = {"model": adapter.model, "artifact_uri": adapter.artifact_uri, "candidate": None, "adapters": None}
+    return served.model_copy(update=update)
 
 
 @contextmanager
-def _fetch_artifact(served: ServedConfig) -> Iterator[tuple[Path, str | None]]:
-    """Yield (directory of the artifact, digest of its manifest or None). The directory exists within the context."""
+def _fetch_artifact(served: ServedConfig) -> Iterator[FetchedArtifact]:
+    """Yield the artifact. Its directory exists within the context."""
     if not served.verify:
         name = served.artifact_uri.removeprefix(HUB_PREFIX)
-        yield fetch_model_directory(name, field="artifact_uri", pickles=True), None  # vLLM reads pickles
+        # vLLM reads pickles
+        yield FetchedArtifact.from_directory(fetch_model_directory(name, field="artifact_uri", pickles=True), None)
         return
     settings = Settings()
     cache = ArtifactCache(settings.home / "models", settings.model_cache_bytes)
@@ -88,35 +128,50 @@ def _fetch_artifact(served: ServedConfig) -> Iterator[tuple[Path, str | None]]:
                 field="artifact_uri",
                 value=served.artifact_uri,
             ) from error
-        yield directory, hash_manifest(manifest)
+        yield FetchedArtifact.from_directory(directory, hash_manifest(manifest))
 
 
 @contextmanager
-def _merge_adapter(directory: Path, served: ServedConfig) -> Iterator[Path]:
-    """Yield the directory of the whole model, available within the context. An adapter is merged with its base, which
-    is found as a job's teacher is, by the tenant's rules."""
+def _merge_adapter(directory: Path, find_base: FindBase) -> Iterator[Path | None]:
+    """Yield the directory with the weights of an adapter and its base, available within the context; None for other
+    models."""
     from swiftkv_platform.configs.adapter import ADAPTER_FILE
 
     if not (directory / ADAPTER_FILE).is_file():
-        yield directory
+        yield None
         return
     from swiftkv_platform.model.weights.adapters import open_merged_model
-    from swiftkv_platform.model.weights.bases import resolve_model_directory
 
+    with open_merged_model(directory, find_base=find_base) as (whole, _):
+        yield Path(whole)
+
+
+@contextmanager
+def _open_base_finder(served: ServedConfig) -> Iterator[FindBase]:
+    """Yield a function that finds an adapter's base as a job's teacher is found, by the tenant's rules. A base that it
+    downloads exists within the context."""
     access = Access(served.base_access.roots, served.base_access.hub_organizations)
     with tempfile.TemporaryDirectory(prefix="swiftkv-base-") as workspace:
         download = make_model_download(Path(workspace), access=access, field=_BASE_MODEL_FIELD)
 
         def find_base(base: BaseModelReference) -> str:
+            from swiftkv_platform.model.weights.bases import resolve_model_directory
+
             return resolve_model_directory(
                 base.name_or_path, base.revision, access=access, download=download, field=_BASE_MODEL_FIELD
             )
 
-        with open_merged_model(directory, find_base=find_base) as (whole, _):
-            yield Path(whole)
+        yield find_base
 
 
-def _load_engine(directory: Path, served: ServedConfig) -> EngineFrontend:
+def _load_engine(
+    directory: Path,
+    weights: Path | None,
+    served: ServedConfig,
+    adapters: Mapping[str, FetchedArtifact],
+    find_base: FindBase,
+) -> EngineFrontend:
+    """Load the model in `directory`, whose weights may be in another directory, and its adapters."""
     import torch
 
     from swiftkv_platform.engine import AsyncLLMEngine, LLMEngine
@@ -125,12 +180,24 @@ def _load_engine(directory: Path, served: ServedConfig) -> EngineFrontend:
     device: str = served.engine.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    config, has_vllm = read_served_config(directory, served.engine), find_spec("vllm") is not None
-    if choose_backend(served.engine, config, device=device, has_vllm=has_vllm) == "vllm":
+    config, has_vllm = read_served_config(weights or directory, served.engine), find_spec("vllm") is not None
+    backend = (
+        "native"
+        if served.adapters is not None
+        else choose_backend(served.engine, config, device=device, has_vllm=has_vllm)
+    )
+    if backend == "vllm":
         from swiftkv_platform.serve.vllm_engine import load_vllm
 
-        return load_vllm(directory, served.engine)
-    return AsyncLLMEngine(LLMEngine.from_pretrained(directory, served.engine.model_copy(update={"backend": "native"})))
+        return load_vllm(weights or directory, served.engine)
+    engine = LLMEngine.from_pretrained(
+        directory,
+        served.engine.model_copy(update={"backend": "native"}),
+        weights=weights,
+        adapters=None if served.adapters is None else {name: each.directory for name, each in adapters.items()},
+        find_base=find_base,
+    )
+    return AsyncLLMEngine(engine)
 
 
 def choose_backend(options: EngineConfig, config: Any, *, device: str, has_vllm: bool) -> Backend:
@@ -168,7 +235,7 @@ async def load_version(
     `load` and `check`. Raises as `load_model`."""
     version = await _load_model_version(args, served, on_loaded)
     if served.candidate is not None:
-        update = {**served.candidate.model_dump(exclude={"share"}), "candidate": None}
+        update = {**served.candidate.model_dump(exclude={"share"}), "candidate": None, "adapters": None}
         version.candidate = await _load_model_version(args, served.model_copy(update=update), on_loaded)
         version.candidate.names, version.names = frozenset({served.model}), frozenset({served.candidate.model})
         version.candidate_share = served.candidate.share
@@ -180,6 +247,64 @@ async def _load_model_version(
     args: ReplicaArgs, served: ServedConfig, on_loaded: Callable[[str, Mapping[str, float]], None]
 ) -> ModelVersion:
     loaded = await asyncio.to_thread(load_model, served)
+    version = await _make_version(args, served, loaded, on_loaded)
+    if served.adapters is not None:
+        try:
+            version.adapters = await _make_adapter_pool(args, served, loaded, on_loaded)
+        except BaseException:
+            await loaded.engine.aclose()
+            raise
+    return version
+
+
+async def _make_adapter_pool(
+    args: ReplicaArgs,
+    served: ServedConfig,
+    loaded: LoadedModel,
+    on_loaded: Callable[[str, Mapping[str, float]], None],
+) -> AdapterPool:
+    """Return the adapters of a loaded model, after testing those that were loaded with it. Raises as `load_model`."""
+    from swiftkv_platform.engine import AsyncLLMEngine
+
+    engine = loaded.engine
+    assert isinstance(engine, AsyncLLMEngine), "only the native engine takes adapters"
+
+    @asynccontextmanager
+    async def fetch(present: ServedConfig, adapter: ResolvedAdapter) -> AsyncIterator[FetchedAdapter]:
+        alone, started, stack = _select_adapter(present, adapter), time.monotonic(), ExitStack()
+        try:
+            artifact = await asyncio.to_thread(stack.enter_context, _fetch_artifact(alone))
+            find_base = await asyncio.to_thread(stack.enter_context, _open_base_finder(alone))
+
+            async def load() -> ModelVersion:
+                fetched = time.monotonic()
+                # Until a removed adapter's requests have ended, its name is in use.
+                frontend = await engine.load_adapter(f"{adapter.model}/{ULID()}", artifact.directory, find_base)
+                seconds = {"fetch": fetched - started, "load": time.monotonic() - fetched}
+                one = LoadedModel(frontend, artifact.manifest_digest, seconds)
+                return await _make_version(args, alone, one, on_loaded)
+
+            yield FetchedAdapter(artifact.num_bytes, load)
+        finally:
+            await asyncio.to_thread(stack.close)
+
+    pool = AdapterPool(fetch, served)
+    for adapter in served.adapters or ():
+        if (artifact := loaded.adapters.get(adapter.model)) is not None:
+            one = LoadedModel(engine.get_adapter(adapter.model), artifact.manifest_digest)
+            version = await _make_version(args, _select_adapter(served, adapter), one, on_loaded)
+            pool.add_loaded(adapter, version, artifact.num_bytes)
+    await pool.apply(served)
+    return pool
+
+
+async def _make_version(
+    args: ReplicaArgs,
+    served: ServedConfig,
+    loaded: LoadedModel,
+    on_loaded: Callable[[str, Mapping[str, float]], None],
+) -> ModelVersion:
+    """Test a loaded model and return its version. Raises as `_check_generation`, after closing the engine."""
     started = time.monotonic()
     try:
         await _check_generation(loaded.engine, served)
@@ -279,6 +404,8 @@ class VersionSwapper:
         try:
             served = ServedConfig.model_validate(document)
             if self._served is not None and served.loads_same_models(self._served):
+                if self._state.version.adapters is not None:
+                    await self._state.version.adapters.apply(served)
                 self._state.version.apply_settings(served)
                 self._served = served
                 self._state.swap = SwapState(revision=served.revision)

@@ -140,7 +140,7 @@ class ChatGeneration:
     ) -> Self:
         """Submit a chat request. `route_body`: body of another route that `body` was converted from. Raises as
         `prepare_prompt` and `ReplicaState.submit`."""
-        with state.acquire_version() as version:
+        async with state.acquire_version(body.model) as version:
             tool_rules, prompt = await prepare_prompt(version, body, request, route_body or body, field_map)
             conversation = ChatConversation(body.messages, tool_rules, is_continued=body.continue_final_message)
             context = make_context(caller, route_body or body, request, version, conversation)
@@ -218,7 +218,9 @@ async def prepare_prompt(
 
 def require_served_model(model: str, version: ModelVersion) -> None:
     if not version.accepts_model_name(model):
-        raise ModelNotFoundError.for_field("model", model, f"; the served model is {version.card.model!r}")
+        served = version.served_models
+        names = f"model is {served[0]!r}" if len(served) == 1 else f"models are {', '.join(map(repr, served))}"
+        raise ModelNotFoundError.for_field("model", model, f"; the served {names}")
 
 
 def make_context(

@@ -40,20 +40,30 @@ def make_openai_router(state: ReplicaState) -> APIRouter:
 
     @router.get("/models", dependencies=[HAS_API_KEY])
     async def list_models(_caller: AdmittedCaller) -> dict[str, Any]:
-        """List the served model, with the fields of both OpenAI and Anthropic."""
-        model = _describe_model(state.version)
-        return {"object": "list", "data": [model], "first_id": model["id"], "last_id": model["id"], "has_more": False}
+        """List the served model and its adapters, with the fields of both OpenAI and Anthropic."""
+        version = state.version
+        models = [_describe_model(version, model) for model in version.served_models]
+        return {
+            "object": "list",
+            "data": models,
+            "first_id": models[0]["id"],
+            "last_id": models[-1]["id"],
+            "has_more": False,
+        }
 
     @router.get("/models/{model:path}", dependencies=[HAS_API_KEY])
     async def get_model(model: str, _caller: AdmittedCaller) -> dict[str, Any]:
-        """Describe the served model."""
-        require_served_model(model, state.version)
-        return _describe_model(state.version)
+        """Describe the served model, or one of its adapters."""
+        version = state.version
+        adapter = None if version.adapters is None else version.adapters.find_model(model)
+        if adapter is None:
+            require_served_model(model, version)
+        return _describe_model(version, adapter or version.card.model)
 
     @router.post("/completions")
     async def completions(body: CompletionRequest, request: Request, caller: AdmittedCaller) -> Response:
         """Complete one prompt or several."""
-        with state.acquire_version() as version:
+        async with state.acquire_version(body.model) as version:
             require_served_model(body.model, version)
             request.state.ignored_fields = body.find_ignored_fields("completions", version.ignored_fields)
             context = make_context(caller, body, request, version)
@@ -92,15 +102,16 @@ def make_openai_router(state: ReplicaState) -> APIRouter:
     return router
 
 
-def _describe_model(version: ModelVersion) -> dict[str, Any]:
+def _describe_model(version: ModelVersion, model: str) -> dict[str, Any]:
+    """Describe the served model, or an adapter, which has the same shape."""
     card = version.card
     return {
-        "id": card.model,
+        "id": model,
         "object": "model",
         "created": version.created,
         "owned_by": "swiftkv",
         "type": "model",
-        "display_name": card.model,
+        "display_name": model,
         "created_at": f"{datetime.fromtimestamp(version.created, UTC):%Y-%m-%dT%H:%M:%SZ}",
         "max_model_len": card.max_model_len,
         "swiftkv": card.swiftkv,

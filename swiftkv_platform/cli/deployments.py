@@ -131,6 +131,7 @@ def _format_deployment(deployment: Resource) -> dict[str, Any]:
         "engine": ", ".join(f"{name} {value}" for name, value in (deployment.engine or {}).items()),
         "candidate": f"{candidate['model']}, {candidate['share']:.1%} of requests" if candidate else None,
         "capture": f"{deployment.capture['share']:.1%} of requests" if deployment.capture else None,
+        "adapters": ", ".join(each["name"] or each["model"] for each in deployment.adapters or ()) or None,
         "artifact": deployment.artifact_uri,
         "version": deployment.version,
         "created": format_local_time(deployment.created_at),

@@ -22,7 +22,7 @@ from itertools import islice
 from typing import Any
 
 from pydantic import ValidationError
-from sqlalchemy import ColumnElement, Select, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Select, String, cast, delete, func, insert, or_, select, update
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
 from swiftkv_platform.contract.attempts import MANIFEST, attempts_prefix, trials_prefix
@@ -359,7 +359,9 @@ def _find_blocker(session: Session, job: JobRow | None, model: str | None, tenan
     if not status.is_terminal:
         return f"its job is {status}; cancel it, and delete it when it has ended"
     if model is not None:
-        serves = or_(DeploymentRow.model == model, DeploymentRow.candidate == model)
+        # Ids occur in no other part of a spec that names a model.
+        as_adapter = cast(DeploymentRow.spec, String).contains(model, autoescape=True)
+        serves = or_(DeploymentRow.model == model, DeploymentRow.candidate == model, as_adapter)
         deployment = session.scalar(select(DeploymentRow.id).where(DeploymentRow.tenant == tenant, serves).limit(1))
         if deployment is not None:
             return f"deployment {deployment} serves {model}; delete that deployment, or give it another model"

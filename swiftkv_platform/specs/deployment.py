@@ -67,6 +67,24 @@ class CaptureSpec(FiniteModel):
     """Kinds of passages to replace by `[email]` and so on before storage; `[]`: none. Finds usual forms only."""
 
 
+
+class AdapterSpec(FiniteModel):
+    """A student that shares the base of a deployment's model."""
+
+    model: ModelName
+    """`mdl_` id, `job_` id, unique name or alias of a model that is an adapter. Responses contain the `mdl_` id."""
+    name: Annotated[str, Field(min_length=1, max_length=100)] | None = None
+    """Another value of a request's `model` for this adapter."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_model_name(cls, value: Any) -> Any:
+        return {"model": value} if isinstance(value, str) else value
+
+
+MAX_ADAPTERS = 256
+"""Max adapters of a deployment."""
+
 FieldName = Annotated[str, Field(pattern=r"^(\*|[A-Za-z_][A-Za-z0-9_]*)$", max_length=64)]
 
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]_-]+)$", max_length=200)]
@@ -74,9 +92,10 @@ Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]_-]+)$", m
 Engine = TypeVar("Engine")
 Candidate = TypeVar("Candidate", bound=CandidateSpec)
 Capture = TypeVar("Capture", bound=CaptureSpec)
+Adapter = TypeVar("Adapter", bound=AdapterSpec)
 
 
-class ServedSpec(FiniteModel, Generic[Engine, Candidate, Capture]):
+class ServedSpec(FiniteModel, Generic[Engine, Candidate, Adapter, Capture]):
     """Models and options that running replicas can change without downtime."""
 
     model: Annotated[ModelName, PatchRule("Loaded next to the running model, then swapped in; no request fails.")]
@@ -100,6 +119,17 @@ class ServedSpec(FiniteModel, Generic[Engine, Candidate, Capture]):
         PatchRule("Takes effect at once, without a reload. Null: stops capturing and deletes what was captured."),
     ] = None
     """Captured traffic: a share of the requests is stored with the answers. Null: none."""
+    adapters: Annotated[
+        tuple[Adapter, ...] | None,
+        Field(max_length=MAX_ADAPTERS),
+        PatchRule(
+            "Replaces the list. Adapters are loaded and unloaded while the model serves; only the first list and "
+            "null reload it."
+        ),
+    ] = None
+    """Further students of the same base model, named by `model` in requests: ids, or objects with `model` and `name`.
+    They share the base's weights and one KV cache, and need the native engine. Those that exceed
+    `engine.max_adapter_bytes` are loaded on demand."""
     ignored_fields: Annotated[
         tuple[FieldName, ...] | None,
         Field(max_length=64),
@@ -123,6 +153,30 @@ class ServedSpec(FiniteModel, Generic[Engine, Candidate, Capture]):
     (`chat_templates` of the tenant)."""
     tool_call_parser: Annotated[ToolCallParser | None, PatchRule("Reloads the model without downtime.")] = None
     """Tool-call format, by model family; null: detected from the chat template."""
+
+    @model_validator(mode="after")
+    def _validate_adapters(self) -> Self:
+        if self.adapters is None:
+            return self
+        options = self.engine if isinstance(self.engine, dict) else vars(self.engine)
+        for name, accepted, why in _ADAPTER_OPTIONS:
+            if options.get(name, accepted[0]) not in accepted:
+                message = f"adapters are given, but engine.{name} is {options[name]!r}: {why}"
+                raise make_field_error("adapters", [each.model for each in self.adapters], message)
+        names = [self.model, *(each.model for each in self.adapters)]
+        names += [each.name for each in self.adapters if each.name is not None]
+        if (repeated := next((name for name in names if names.count(name) > 1), None)) is not None:
+            message = f"adapters name {repeated!r} twice; give each adapter once, with a name of its own"
+            raise make_field_error("adapters", repeated, message)
+        return self
+
+
+_ADAPTER_OPTIONS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("backend", ("auto", "native"), "vLLM serves one student per process; use native, or a deployment per student"),
+    ("tensor_parallel_size", (1, None), "they share one device; use 1, or a deployment per student"),
+    ("swiftkv", (True, None), "adapters are students; leave it out"),
+)
+"""Engine options with adapters: name, accepted values, reason."""
 
 
 class ScalingSpec(FiniteModel):
@@ -158,7 +212,7 @@ class ReplicasSpec(ScalingSpec):
     `/t/acme/chat`."""
 
 
-class DeploymentSpec(ReplicasSpec, ServedSpec[dict[str, Any], CandidateSpec, CaptureSpec]):
+class DeploymentSpec(ReplicasSpec, ServedSpec[dict[str, Any], CandidateSpec, AdapterSpec, CaptureSpec]):
     """Request for a deployment: model, options and replicas."""
 
 
@@ -176,7 +230,16 @@ class ResolvedCapture(CaptureSpec):
     """Directory or `s3://` prefix of the deployment's captured traffic."""
 
 
-class ResolvedDeployment(ReplicasSpec, ServedSpec[dict[str, Any], ResolvedCandidate, ResolvedCapture]):
+class ResolvedAdapter(AdapterSpec):
+    """An adapter with its artifact."""
+
+    artifact_uri: Annotated[str, Field(min_length=1)]
+    """Directory or `s3://` prefix with the artifact's `manifest.json`."""
+
+
+class ResolvedDeployment(
+    ReplicasSpec, ServedSpec[dict[str, Any], ResolvedCandidate, ResolvedAdapter, ResolvedCapture]
+):
     """A deployment spec with resolved model names, as stored and passed to the serving cluster."""
 
     # Ignore unknown fields, so that rows of newer versions are still served.

@@ -31,7 +31,7 @@ from swiftkv_platform.errors import (
     suggest_name,
 )
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
+from swiftkv_platform.specs.deployment import AdapterSpec, DeploymentSpec, ResolvedDeployment
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.storage.object_store import join_key
 from swiftkv_platform.storage.traffic import TrafficStore
@@ -68,6 +68,7 @@ class DeploymentService:
                 "tenant": caller.tenant,
             }
         )
+        self._check_adapters(spec, caller.tenant)
 
         def admit(used: Demand) -> None:
             self.check_limits(spec, caller.tenant, used)
@@ -101,6 +102,9 @@ class DeploymentService:
         """
         loaded = self.parts.deployments.get_deployment(deployment_id, tenant=caller.tenant)
         patch = self._resolve_names(changes, deployment_id, caller)
+        merged = apply_merge_patch(loaded.spec.model_dump(), patch)
+        if merged.get("adapters") and patch.keys() & {"model", "adapters"}:
+            self._check_adapters(_validate_document(merged), caller.tenant)
 
         def change(present: Deployment, used: Demand) -> tuple[ResolvedDeployment, DeploymentState]:
             if expected is None:
@@ -213,6 +217,12 @@ class DeploymentService:
         if "model" in changes:
             found, alias = self._find_model(changes["model"], caller.tenant, "model")
             patch |= {**found, "alias": alias}
+        if changes.get("adapters"):
+            adapters = [AdapterSpec.model_validate(each) for each in changes["adapters"]]
+            patch["adapters"] = [
+                {**each.model_dump(), **self._find_model(each.model, caller.tenant, f"adapters[{number}]")[0]}
+                for number, each in enumerate(adapters)
+            ]
         candidate = changes.get("candidate")
         if candidate is not None and "model" in candidate:
             patch["candidate"] = {
@@ -223,6 +233,28 @@ class DeploymentService:
             uri = join_key(self.parts.objects.uri, make_traffic_prefix(caller.tenant, deployment_id))
             patch["capture"] = {**capture, "uri": uri}
         return patch
+
+    def _check_adapters(self, spec: ResolvedDeployment, tenant: str) -> None:
+        """Raise `InvalidInputError` unless all adapters are adapters of one base, that of the deployment's model.
+        Replicas compare the base of a model that is no adapter, whose digest the registry does not know."""
+        bases: dict[str, str] = {}
+        for model in (spec.model, *(each.model for each in spec.adapters or ())):
+            digest = self.parts.registry.get_model(model, tenant=tenant).lineage.get(ADAPTER_LINEAGE)
+            if digest is not None:
+                bases[model] = str(digest)
+            elif model != spec.model:
+                raise InvalidInputError.for_field(
+                    "adapters", model, ", which is no adapter; publish it with publish.adapter: true, or deploy it"
+                )
+        if spec.adapters and len(set(bases.values())) > 1:
+            first, *_ = bases
+            other = next(model for model in bases if bases[model] != bases[first])
+            raise InvalidInputError.for_field(
+                "adapters",
+                other,
+                f", whose base has the digest {bases[other]}, but the base of {first} has {bases[first]}; adapters of "
+                "one deployment share one base: deploy the others separately",
+            )
 
     def _find_model(self, name: str, tenant: str, field: str) -> tuple[dict[str, str], str | None]:
         """Return (id and artifact address of the model that a field names, alias); the alias is None if `name` is none.
@@ -235,7 +267,7 @@ class DeploymentService:
                 name, tenant
             )
         except InvalidInputError as error:
-            message = error.message if field == "model" else f"candidate: {error.message}"
+            message = error.message if field == "model" else f"{field.removesuffix('.model')}: {error.message}"
             raise InvalidInputError(message, field=field, value=name) from error
         if ADAPTER_LINEAGE in model.lineage:
             access = get_source_access(self.settings, self.parts.policies, tenant)

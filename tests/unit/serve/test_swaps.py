@@ -105,11 +105,11 @@ async def swaps(current: ReplicaState, loader: Loader) -> VersionSwapper:
 async def test_running_requests_finish_on_the_old_version_which_is_then_closed(
     current: ReplicaState, loader: Loader, swaps: VersionSwapper
 ) -> None:
-    with current.acquire_version() as version:
+    async with current.acquire_version() as version:
         answers = await current.submit(version, [[1, 2]], LONG, RequestContext(interval_s=0.0))
     outputs = answers.stream_outputs()
     await anext(outputs)
-    with current.acquire_version() as undecided:
+    async with current.acquire_version() as undecided:
         await swaps.request_version(document("two"))
         assert current.version.card.model == "one", "the old one serves while the new one loads"
         await swapped(current, "rev-two")

@@ -359,8 +359,7 @@ def _find_blocker(session: Session, job: JobRow | None, model: str | None, tenan
     if not status.is_terminal:
         return f"its job is {status}; cancel it, and delete it when it has ended"
     if model is not None:
-        # Ids occur in no other part of a spec that names a model.
-        as_adapter = cast(DeploymentRow.spec, String).contains(model, autoescape=True)
+        as_adapter = cast(DeploymentRow.spec["adapters"], String).contains(f'"{model}"', autoescape=True)
         serves = or_(DeploymentRow.model == model, DeploymentRow.candidate == model, as_adapter)
         deployment = session.scalar(select(DeploymentRow.id).where(DeploymentRow.tenant == tenant, serves).limit(1))
         if deployment is not None:

@@ -76,11 +76,6 @@ class AdapterSpec(FiniteModel):
     name: Annotated[str, Field(min_length=1, max_length=100)] | None = None
     """Another value of a request's `model` for this adapter."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_model_name(cls, value: Any) -> Any:
-        return {"model": value} if isinstance(value, str) else value
-
 
 MAX_ADAPTERS = 256
 """Max adapters of a deployment."""
@@ -92,7 +87,7 @@ Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]_-]+)$", m
 Engine = TypeVar("Engine")
 Candidate = TypeVar("Candidate", bound=CandidateSpec)
 Capture = TypeVar("Capture", bound=CaptureSpec)
-Adapter = TypeVar("Adapter", bound=AdapterSpec)
+Adapter = TypeVar("Adapter", bound=AdapterSpec | str)
 
 
 class ServedSpec(FiniteModel, Generic[Engine, Candidate, Adapter, Capture]):
@@ -162,9 +157,10 @@ class ServedSpec(FiniteModel, Generic[Engine, Candidate, Adapter, Capture]):
         for name, accepted, why in _ADAPTER_OPTIONS:
             if options.get(name, accepted[0]) not in accepted:
                 message = f"adapters are given, but engine.{name} is {options[name]!r}: {why}"
-                raise make_field_error("adapters", [each.model for each in self.adapters], message)
-        names = [self.model, *(each.model for each in self.adapters)]
-        names += [each.name for each in self.adapters if each.name is not None]
+                raise make_field_error("adapters", len(self.adapters), message)
+        adapters = [AdapterSpec(model=each) if isinstance(each, str) else each for each in self.adapters]
+        names = [self.model, *(each.model for each in adapters)]
+        names += [each.name for each in adapters if each.name is not None]
         if (repeated := next((name for name in names if names.count(name) > 1), None)) is not None:
             message = f"adapters name {repeated!r} twice; give each adapter once, with a name of its own"
             raise make_field_error("adapters", repeated, message)
@@ -212,7 +208,9 @@ class ReplicasSpec(ScalingSpec):
     `/t/acme/chat`."""
 
 
-class DeploymentSpec(ReplicasSpec, ServedSpec[dict[str, Any], CandidateSpec, AdapterSpec, CaptureSpec]):
+class DeploymentSpec(
+    ReplicasSpec, ServedSpec[dict[str, Any], CandidateSpec, AdapterSpec | ModelName, CaptureSpec]
+):
     """Request for a deployment: model, options and replicas."""
 
 

@@ -204,12 +204,13 @@ def test_what_holds_a_job_is_named(database: Database, rows: RetentionRepository
     live = store(jobs, make_job())
     paused, event = transition(store(jobs, make_job()), JobStatus.PAUSED, now=101)
     jobs.update(paused, events=[event])
-    (served_job, served), (shown_job, shown), (promoted_job, promoted), (parent, _), free = (
-        with_model(jobs) for _ in range(5)
+    (served_job, served), (shown_job, shown), (adapter_job, adapter), (promoted_job, promoted), (parent, _), free = (
+        with_model(jobs) for _ in range(6)
     )
     first = deployed(database, served)
     candidate = {"model": shown, "artifact_uri": "s3://x"}
-    deployed(database, free[1], candidate=candidate, route_prefix="/other")
+    adapters = [{"model": adapter, "artifact_uri": "s3://x"}]
+    deployed(database, free[1], candidate=candidate, adapters=adapters, route_prefix="/other")
     service = RegistryService(ModelRepository(database), lambda: 100.0, TenantPolicies())
     service.promote(promoted, "production", tenant=TENANT, by="ann", reason="good")
     child = store(jobs, make_job(model={"name_or_path": f"s3://bucket/jobs/{parent.id}/attempts/1/artifact"}))
@@ -218,6 +219,7 @@ def test_what_holds_a_job_is_named(database: Database, rows: RetentionRepository
         (paused.id, "is paused and can be resumed"),
         (served_job.id, f"deployment {first} serves {served}"),
         (shown_job.id, f"serves {shown}"),
+        (adapter_job.id, f"serves {adapter}"),
         (promoted_job.id, "history of alias 'production'"),
         (parent.id, f"job {child.id} reads it"),
     ]
@@ -227,7 +229,10 @@ def test_what_holds_a_job_is_named(database: Database, rows: RetentionRepository
             rows.preview_job_deletion(job_id)
         with pytest.raises(ConflictError, match=reason):
             rows.delete_job(job_id, by="ann", now=400)
-    for model_id, reason in [(served, "deployment"), (shown, "deployment"), (promoted, "alias 'production'")]:
+    for model_id, reason in [
+        *((each, "deployment") for each in (served, shown, adapter)),
+        (promoted, "alias 'production'"),
+    ]:
         with pytest.raises(ConflictError, match=reason):
             rows.delete_model(model_id, by="ann", now=400)
     assert rows.count_rows() == before

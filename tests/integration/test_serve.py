@@ -7,11 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.errors import ClusterUnavailableError
-from swiftkv_platform.model import export_adapter
+from swiftkv_platform.model import convert, export_adapter
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.sources import Access
 from swiftkv_platform.specs.deployment import ResolvedDeployment
@@ -20,6 +21,7 @@ from swiftkv_platform.storage.artifacts import hash_manifest, read_manifest
 from swiftkv_platform.storage.traffic import TrafficReader
 from tests.integration.conftest import wait_for
 from tests.integration.load import GREEDY, publish
+from tests.support.fakes.tokenizers import byte_tokenizer
 from tests.unit.engine.tiny_models import make_model, save_swiftkv
 
 pytestmark = pytest.mark.integration("deployments of a Serve that starts")
@@ -32,7 +34,8 @@ ENDLESS = {"prompt": [1], "max_tokens": CONTEXT, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with the same artifact three times: whole, with a flipped byte, and as an adapter of its base."""
+    """A store with the same artifact three times: whole, with a flipped byte, and as an adapter of its base; and with
+    another adapter of that base."""
     directory = tmp_path_factory.mktemp("artifacts")
     model = save_swiftkv(directory / "model", CONTEXT)
     publish(model, directory / "store", "good")
@@ -40,6 +43,13 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(CONTEXT).save_pretrained(directory / "base")
     export_adapter(model, directory / "as-adapter", base=directory / "base")
     publish(directory / "as-adapter", directory / "store", "adapter")
+    student = convert(make_model(CONTEXT), num_key_value_layers=2, key_value_group_size=2)
+    with torch.no_grad():
+        student.model.norm_swiftkv.weight.mul_(3)
+    student.save_pretrained(directory / "second-model")
+    byte_tokenizer().save_pretrained(directory / "second-model")
+    export_adapter(directory / "second-model", directory / "second", base=directory / "base")
+    publish(directory / "second", directory / "store", "second")
     return directory / "store"
 
 
@@ -56,7 +66,7 @@ def specs(artifacts: Path) -> list[ResolvedDeployment]:
 
     capture = {"share": 1.0, "uri": str(artifacts.parent / "traffic")}
     good = spec("good", tenant="acme", engine={"max_num_seqs": 1, "max_num_waiting": 0}, capture=capture)
-    return [good, spec("corrupt"), spec("adapter", tenant="acme")]
+    return [good, spec("corrupt"), spec("adapter", tenant="acme", adapters=[])]
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +155,33 @@ def test_an_adapter_answers_as_the_whole_artifact_does(client: httpx.Client, ser
     whole, adapted = (client.post(url, json=body) for url in urls)
     assert adapted.json()["model"] == "mdl_adapter"
     assert adapted.json()["choices"] == whole.json()["choices"]
+
+
+def test_an_adapter_is_added_to_a_running_replica_and_removed(
+    cluster: RayServe, client: httpx.Client, serve_port: int, specs: list[ResolvedDeployment], artifacts: Path
+) -> None:
+    url = f"http://127.0.0.1:{serve_port}/adapter"
+    good, corrupt, deployment = specs
+
+    def serve(*names: str) -> str:
+        """Serve these adapters too; return what the deployment's model answers meanwhile, and its replica."""
+        adapters = [{"model": f"mdl_{name}", "artifact_uri": str(artifacts / name)} for name in names]
+        changed = ResolvedDeployment.model_validate({**deployment.model_dump(), "adapters": adapters})
+        cluster.apply([good, corrupt, changed])
+        wait_for(lambda: cluster.list_states()["dep_adapter"].status is DeploymentStatus.RUNNING)
+        replica: str = client.get(f"{url}/health").json()["replica"]
+        return replica
+
+    body = {"prompt": "hello", **GREEDY}
+    replica, own = serve(), client.post(f"{url}/generate", json=body).json()
+    assert client.post(f"{url}/generate", json={**body, "model": "mdl_second"}).status_code == 404
+    assert serve("second") == replica
+    second = client.post(f"{url}/generate", json={**body, "model": "mdl_second"}).json()
+    assert (own["model"], second["model"]) == ("mdl_adapter", "mdl_second")
+    assert own["choices"] != second["choices"]
+    assert client.post(f"{url}/generate", json=body).json()["choices"] == own["choices"]
+    assert serve() == replica
+    assert client.post(f"{url}/generate", json={**body, "model": "mdl_second"}).status_code == 404
 
 
 def test_a_full_queue_is_refused_and_a_client_that_leaves_a_stream_frees_it(client: httpx.Client) -> None:

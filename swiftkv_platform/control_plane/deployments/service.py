@@ -31,7 +31,7 @@ from swiftkv_platform.errors import (
     suggest_name,
 )
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.specs.deployment import AdapterSpec, DeploymentSpec, ResolvedDeployment
+from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.storage.object_store import join_key
 from swiftkv_platform.storage.traffic import TrafficStore
@@ -218,9 +218,9 @@ class DeploymentService:
             found, alias = self._find_model(changes["model"], caller.tenant, "model")
             patch |= {**found, "alias": alias}
         if changes.get("adapters"):
-            adapters = [AdapterSpec.model_validate(each) for each in changes["adapters"]]
+            adapters = [{"model": each} if isinstance(each, str) else each for each in changes["adapters"]]
             patch["adapters"] = [
-                {**each.model_dump(), **self._find_model(each.model, caller.tenant, f"adapters[{number}]")[0]}
+                {**each, **self._find_model(each["model"], caller.tenant, f"adapters[{number}]")[0]}
                 for number, each in enumerate(adapters)
             ]
         candidate = changes.get("candidate")

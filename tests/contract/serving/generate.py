@@ -219,6 +219,7 @@ async def test_health_says_what_is_served(client: httpx.AsyncClient) -> None:
         **CARD,
         "max_model_len": 64,
         "candidate": None,
+        "adapters": None,
         "replica": "",
         "swap": {"status": "done", "revision": "", "message": ""},
     }

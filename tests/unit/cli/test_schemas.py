@@ -130,7 +130,7 @@ _STANDS_FOR_A_FILE = re.compile(r"does not exist|no such file", re.IGNORECASE)
 
 def test_documented_deployments_are_accepted() -> None:
     bodies = [block.text for block in blocks(Path("docs/serving.md")) if block.language == "json"]
-    assert [DeploymentSpec.model_validate(json.loads(body)).model for body in bodies] == ["mdl_one", "mdl_one"]
+    assert [DeploymentSpec.model_validate(json.loads(body)).model for body in bodies] == ["mdl_one"] * 3
 
 
 def test_documented_commands_are_accepted_and_name_files_of_the_repository() -> None:

@@ -160,6 +160,48 @@ def test_an_adapter_whose_base_is_closed_is_not_deployed(plane: Plane, model: Mo
         deploy_by(("acme",), model=whole.id, candidate={"model": model.id}, route_prefix="/other")
 
 
+def register(plane: Plane, name: str, **lineage: Any) -> Model:
+    job = plane.submit()
+    model = Model(new_id("mdl"), TENANT, name, job.id, 1, 1, f"s3://bucket/{name}", "d" * 64, 7, lineage, {})
+    plane.jobs.update(job, model=model)
+    return model
+
+
+def register_adapter(plane: Plane, name: str, base: str = "a") -> Model:
+    return register(plane, name, teacher="org/base", revision=None, **{ADAPTER_LINEAGE: base * 64})
+
+
+def test_adapters_of_one_base_are_deployed_and_changed_together(plane: Plane) -> None:
+    own, first, second = (register_adapter(plane, name) for name in ("own", "first", "second"))
+    wanted = {"model": own.id, "adapters": ["first", {"model": second.id, "name": "legal"}]}
+    deployment = service(plane).create(ANN, DeploymentSpec.model_validate(wanted))
+    resolved = [each.model_dump() for each in deployment.spec.adapters or ()]
+    assert resolved == [
+        {"model": first.id, "name": None, "artifact_uri": "s3://bucket/first"},
+        {"model": second.id, "name": "legal", "artifact_uri": "s3://bucket/second"},
+    ]
+
+    def update(**changes: Any) -> Deployment:
+        return service(plane).update(deployment.spec.id, ANN, changes)
+
+    assert [each.model for each in update(adapters=[second.id]).spec.adapters or ()] == [second.id]
+    foreign, whole = register_adapter(plane, "foreign", "b"), register(plane, "whole")
+    digests = f"digest {'b' * 64}, but the base of {own.id} has {'a' * 64}"
+    for changes, field, message in (
+        ({"adapters": [second.id, foreign.id]}, "adapters", digests),
+        ({"model": foreign.id}, "adapters", f"digest {'a' * 64}, but the base of {foreign.id} has {'b' * 64}"),
+        ({"adapters": [whole.id]}, "adapters", "which is no adapter"),
+        ({"adapters": ["unknown"]}, r"adapters\[0\]", r"adapters\[0\]: .*unknown"),
+        ({"adapters": [second.id, "second"]}, "adapters", "twice"),
+        ({"engine": {"backend": "vllm"}}, "adapters", "vLLM serves one student per process"),
+    ):
+        with pytest.raises(InvalidInputError, match=message) as caught:
+            update(**changes)
+        assert caught.value.field == field.replace("\\", "")
+    assert update(adapters=None, model=foreign.id).spec.model == foreign.id
+    assert update(adapters=[], model=whole.id).spec.adapters == (), "replicas compare the base of a whole model"
+
+
 def test_what_the_cluster_no_longer_reports_is_unknown_since_then(plane: Plane, model: Model) -> None:
     reconciler = DeploymentReconciler(plane.parts, SETTINGS, UNDISPUTED)
     running, deleted = deploy(plane, model.id), deploy(plane, model.id, "/deleted")

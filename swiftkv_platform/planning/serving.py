@@ -10,7 +10,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture, AttentionShape, read_architecture
 from swiftkv_platform.planning.config import ConfigSource
-from swiftkv_platform.planning.parameters import count_served_parameters
+from swiftkv_platform.planning.parameters import count_served_parameters, count_student_parameters
 from swiftkv_platform.planning.prefill import (
     DTYPE_BYTES,
     QUANTIZED_CACHE_DTYPES,
@@ -36,6 +36,8 @@ class ServingSetup:
     block_size: int = 16
     tensor_parallel_size: int = 1
     """GPUs that share weights and KV heads."""
+    num_adapters: int = 0
+    """Further students of the same base and shape in the same replica."""
     reserved: float = 0.1
     """Share of the memory for activations, kernels and the allocator."""
 
@@ -44,6 +46,7 @@ class Capacity(FrozenModel):
     """Capacity of one GPU, in bytes, blocks, tokens and sequences."""
 
     weights_bytes: int
+    """Bytes of the model and its adapters."""
     kv_block_bytes: int
     """Bytes of a block of `block_size` tokens in all cache layers, including scales."""
     num_blocks: int
@@ -80,6 +83,8 @@ def plan_serving(config: ConfigSource, setup: ServingSetup, shape: StudentShape 
 def _check_setup(setup: ServingSetup) -> None:
     check_kv_cache_dtype(setup.kv_cache_dtype)
     check_kv_cache_dtype(setup.weights_dtype, field="weights_dtype")
+    if setup.num_adapters < 0:
+        raise InvalidInputError.for_field("num_adapters", setup.num_adapters, "; 0 or more is accepted")
     for name in ("memory_bytes", "sequence_length", "block_size", "tensor_parallel_size"):
         value = getattr(setup, name)
         if value < 1:
@@ -90,7 +95,11 @@ def _check_setup(setup: ServingSetup) -> None:
 
 def _compute_capacity(model: Architecture, layer_map: LayerMap, setup: ServingSetup) -> Capacity:
     num_ranks = setup.tensor_parallel_size
-    weights = -(-compute_weight_bytes(model, layer_map, setup.weights_dtype) // num_ranks)
+    weights = compute_weight_bytes(model, layer_map, setup.weights_dtype)
+    if layer_map.leaders:  # a teacher has no adapters
+        own = count_student_parameters(model, layer_map).trained
+        weights += setup.num_adapters * own * DTYPE_BYTES[setup.weights_dtype]
+    weights = -(-weights // num_ranks)
     block = setup.block_size * sum(
         _compute_token_bytes(attention, setup.kv_cache_dtype, num_ranks)
         for attention, _ in list_cache_layers(model, layer_map)

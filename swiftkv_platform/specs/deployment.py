@@ -208,9 +208,10 @@ class ReplicasSpec(ScalingSpec):
     `/t/acme/chat`."""
 
 
-class DeploymentSpec(
-    ReplicasSpec, ServedSpec[dict[str, Any], CandidateSpec, AdapterSpec | ModelName, CaptureSpec]
-):
+_RequestedModels = ServedSpec[dict[str, Any], CandidateSpec, AdapterSpec | ModelName, CaptureSpec]
+
+
+class DeploymentSpec(ReplicasSpec, _RequestedModels):
     """Request for a deployment: model, options and replicas."""
 
 
@@ -235,9 +236,10 @@ class ResolvedAdapter(AdapterSpec):
     """Directory or `s3://` prefix with the artifact's `manifest.json`."""
 
 
-class ResolvedDeployment(
-    ReplicasSpec, ServedSpec[dict[str, Any], ResolvedCandidate, ResolvedAdapter, ResolvedCapture]
-):
+_ResolvedModels = ServedSpec[dict[str, Any], ResolvedCandidate, ResolvedAdapter, ResolvedCapture]
+
+
+class ResolvedDeployment(ReplicasSpec, _ResolvedModels):
     """A deployment spec with resolved model names, as stored and passed to the serving cluster."""
 
     # Ignore unknown fields, so that rows of newer versions are still served.

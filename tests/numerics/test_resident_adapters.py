@@ -1,12 +1,12 @@
 """Adapters of one resident base in an engine: each gives its merged model's text in mixed batches, and takes the memory
 of its own tensors."""
 
+import dataclasses
 import gc
 import random
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +22,13 @@ from swiftkv_platform.engine.loading import load_adapter, load_model
 from swiftkv_platform.engine.memory import FREE_MEMORY_DIVISOR, get_layer_shapes, get_storage_format
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.model import convert, export_adapter
+from swiftkv_platform.planning import ServingSetup, plan_serving
 from tests.support.checkpoints import save
 from tests.support.engine_schedules import make_drafts_free
 from tests.support.parameters import few
 from tests.support.tiny_models import FAMILY_CONFIGS, disturb, family_teacher
+
+pytestmark = pytest.mark.slow("each test loads several models twice")
 
 SHAPE: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True}
 SMALL: dict[str, Any] = {"kv_cache_bytes": 1 << 20, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 24}
@@ -144,7 +147,7 @@ def check_equal_to_merged(
 
 def replace_exit(params: SamplingParams, own: Path | None) -> SamplingParams:
     """Return the parameters of a request to the engine's own model; a dense one has no exit head."""
-    return params if own else replace(params, early_exit=EarlyExit("off"))
+    return params if own else dataclasses.replace(params, early_exit=EarlyExit("off"))
 
 
 def count_bytes(engine: LLMEngine) -> tuple[int, int]:
@@ -169,6 +172,9 @@ def test_ten_adapters_give_the_text_of_their_merged_models_in_the_memory_of_thei
     own_bytes, all_bytes = count_bytes(engine)
     size = sum(file.stat().st_size for path in adapters.values() for file in path.glob("*.safetensors"))
     assert all_bytes <= own_bytes + 1.2 * size
+    setup, config = ServingSetup(memory_bytes=1 << 30, sequence_length=64, weights_dtype=dtype), adapters["a0"]
+    plans = [plan_serving(config, dataclasses.replace(setup, num_adapters=count)).swiftkv for count in (0, 10)]
+    assert plans[1].weights_bytes - plans[0].weights_bytes == pytest.approx(all_bytes - own_bytes, rel=0.1)
     whole = sum(find_weight_bytes(load_model(adapters["a0"], EngineConfig()).model).values())
     assert all_bytes < own_bytes + 10 * 0.5 * whole, "the base is shared"
 

@@ -96,6 +96,16 @@ def test_capacity_of_a_gpu() -> None:
     assert plan_serving(LLAMA_8B, ServingSetup(memory_bytes=1 << 30, sequence_length=16)).swiftkv.num_sequences == 0
 
 
+def test_adapters_take_memory_from_the_cache() -> None:
+    setup = ServingSetup(memory_bytes=80 << 30, sequence_length=131072)
+    shape = ShapeRequest(key_value_group_size=2).resolve(32)
+    alone, ten = (plan_serving(LLAMA_8B, replace(setup, num_adapters=count), shape) for count in (0, 10))
+    added = ten.swiftkv.weights_bytes - alone.swiftkv.weights_bytes
+    assert added == 10 * 2 * (16 * 4096**2 + 8 * 2 * 4096 * 1024 + 4096), "queries, keys and values, norm"
+    assert ten.swiftkv.num_blocks == alone.swiftkv.num_blocks - -(-added // alone.swiftkv.kv_block_bytes)
+    assert ten.dense == alone.dense
+
+
 def test_tensor_parallel_splits_heads_but_no_latent() -> None:
     def block(config: Any, ways: int) -> int:
         setup = ServingSetup(memory_bytes=80 << 30, sequence_length=64, tensor_parallel_size=ways)
@@ -107,7 +117,13 @@ def test_tensor_parallel_splits_heads_but_no_latent() -> None:
 
 
 def test_what_serving_refuses() -> None:
-    for field, value in {"weights_dtype": "int3", "kv_cache_dtype": "int3", "memory_bytes": 0, "reserved": 1.0}.items():
+    for field, value in {
+        "weights_dtype": "int3",
+        "kv_cache_dtype": "int3",
+        "num_adapters": -1,
+        "memory_bytes": 0,
+        "reserved": 1.0,
+    }.items():
         setup = ServingSetup(**({"memory_bytes": 1 << 34, "sequence_length": 64} | {field: value}))
         with pytest.raises(InvalidInputError) as caught:
             plan_serving(LLAMA_8B, setup)

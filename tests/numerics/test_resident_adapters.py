@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from swiftkv_platform.configs.adapter import read_adapter
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, RequestOutput, SamplingParams
@@ -21,9 +22,9 @@ from swiftkv_platform.engine.kv_cache import get_bytes_per_block
 from swiftkv_platform.engine.loading import load_adapter, load_model
 from swiftkv_platform.engine.memory import FREE_MEMORY_DIVISOR, get_layer_shapes, get_storage_format
 from swiftkv_platform.errors import InvalidInputError, ModelError
-from swiftkv_platform.model import convert, export_adapter
+from swiftkv_platform.model import convert, convert_checkpoint, export_adapter
 from swiftkv_platform.planning import ServingSetup, plan_serving
-from tests.support.checkpoints import save
+from tests.support.checkpoints import ROWS, save, save_fp8
 from tests.support.engine_schedules import make_drafts_free
 from tests.support.parameters import few
 from tests.support.tiny_models import FAMILY_CONFIGS, disturb, family_teacher
@@ -340,3 +341,20 @@ def test_the_cache_leaves_the_memory_that_adapters_may_take(
     reserved = 0 if limit is None else limit - (everything - own)
     block = 4 * sum(2 * shape.num_heads * shape.dim * 2 for shape, _ in get_layer_shapes(engine.model_config))
     assert engine.num_blocks == (1_000_000 - reserved) // FREE_MEMORY_DIVISOR // block
+
+
+def test_a_base_in_fp8_is_shared(tmp_path: Path) -> None:
+    save_fp8(tmp_path / "base", ROWS)
+    adapters = {}
+    for seed in (1, 2, 3):
+        full = tmp_path / f"full-{seed}"
+        convert_checkpoint(tmp_path / "base", full, **SHAPE)
+        for file in full.glob("swiftkv*.safetensors"):
+            torch.manual_seed(seed)
+            tensors = {name: each + 0.05 * torch.randn_like(each.float()) for name, each in load_file(file).items()}
+            save_file({name: each.to(torch.bfloat16) for name, each in tensors.items()}, file)
+        export_adapter(full, adapters.setdefault(f"a{seed}", tmp_path / f"a{seed}"), base=tmp_path / "base")
+    engine, _ = check_equal_to_merged(tmp_path / "base", adapters, EngineConfig(**SMALL))
+    own_bytes, all_bytes = count_bytes(engine)
+    size = sum(file.stat().st_size for path in adapters.values() for file in path.glob("*.safetensors"))
+    assert all_bytes <= own_bytes + 1.2 * size

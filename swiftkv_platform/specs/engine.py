@@ -67,7 +67,7 @@ class EngineConfig(FiniteModel):
     """Bytes of the KV cache per device. Null: enough for `max_num_seqs` sequences of `max_model_len` tokens, at most a
     quarter of a host's free memory; on a GPU, 0.9 of its memory minus weights and activations of the largest step."""
     max_adapter_bytes: CacheBytes | None = None
-    """Max bytes of the resident adapters' own weights, which the KV cache leaves free; the least recently used idle
+    """Max bytes of resident adapters, as in their files, which the KV cache leaves free; the least recently used idle
     adapter is unloaded for another one. Null: all adapters stay resident."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "fp8", "int8"] = "auto"
     """Dtype of the KV cache; `auto`: that of the weights, the only one on a GPU. `fp8` and `int8` add one scale per

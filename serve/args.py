@@ -55,8 +55,8 @@ class ServedConfig(ServedSpec[EngineConfig, ResolvedCandidate, ResolvedAdapter, 
         return self
 
     def loads_same_models(self, other: ServedConfig) -> bool:
-        """Whether both have the same models: they may differ in adapters, shares, captured traffic, ignored fields, CORS
-        origins, `base_access` and `revision`."""
+        """Whether both have the same models: they may differ in adapters, shares, captured traffic, ignored fields,
+        CORS origins, `base_access` and `revision`."""
         return self._select_loaded_fields() == other._select_loaded_fields()
 
     def _select_loaded_fields(self) -> ServedConfig:

@@ -22,6 +22,7 @@ from swiftkv_platform.frozen import FrozenModel
 TRAFFIC_PREFIX = "traffic"
 """Prefix of the captured traffic of all tenants."""
 PART_SUFFIX = ".jsonl.gz"
+_ROUTE_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "gen_")
 MAX_WRITE_DELAY_S = 60.0
 """Max seconds after a request's end until its row is stored; later ones are dropped."""
 _DEPLOYMENT_ID = re.compile(r"dep_[0-7][0-9A-HJKMNP-TV-Z]{25}")
@@ -77,7 +78,7 @@ class TrafficDeletion(FrozenModel):
     def matches(self, row: CapturedRequest) -> bool:
         return (
             row.time <= self.requested_at
-            and self.request_id in (None, row.id, row.id.partition("/")[0])
+            and self.request_id in (None, row.id, row.id.rpartition("/")[0])
             and self.user in (None, row.user)
             and (self.before is None or row.time < self.before)
         )
@@ -85,6 +86,12 @@ class TrafficDeletion(FrozenModel):
 
 def make_traffic_prefix(tenant: str, deployment_id: str) -> str:
     return f"{TRAFFIC_PREFIX}/{tenant}/{deployment_id}"
+
+
+def remove_route_prefix(response_id: str) -> str:
+    """Return the id of a captured request: that of its response without the prefix of a route, such as `chatcmpl-`."""
+    prefix = next((each for each in _ROUTE_PREFIXES if response_id.startswith(each)), "")
+    return response_id[len(prefix) :]
 
 
 def make_day(time: float) -> str:

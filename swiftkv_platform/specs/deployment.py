@@ -67,7 +67,6 @@ class CaptureSpec(FiniteModel):
     """Kinds of passages to replace by `[email]` and so on before storage; `[]`: none. Finds usual forms only."""
 
 
-
 class AdapterSpec(FiniteModel):
     """A student that shares the base of a deployment's model."""
 

@@ -40,7 +40,7 @@ _ULID_RESOLUTION_S = 1e-3
 _COMPRESSION_LEVEL = 4
 _DELETIONS = "deletions"
 _PART = re.compile(rf"(\d{{4}}-\d\d-\d\d)/([0-9A-HJKMNP-TV-Z]{{26}}){re.escape(PART_SUFFIX)}")
-_CURSOR = re.compile(rf"({_PART.pattern})(?:/(?P<time>\d+\.\d+)/(?P<id>.+))?")
+_CURSOR = re.compile(rf"({_PART.pattern})(?:/(?P<time>\d+\.\d+)/(?P<id>.+))?", re.DOTALL)
 _MAX_PARTS_PER_PAGE = 200
 _MAX_BYTES_PER_PAGE = 16 << 20
 """Compressed bytes; a page that has read more ends, with fewer rows than its limit."""
@@ -176,7 +176,7 @@ class TrafficReader:
             except ObjectNotFoundError:  # applied meanwhile
                 continue
             except ValidationError as error:
-                raise self._make_error(info.key, f"is no deletion of captured traffic: {error}") from error
+                raise self._make_error(info.key, f"is no deletion of captured traffic: {_describe(error)}") from error
         return found
 
     def _list_newest_parts(
@@ -214,7 +214,8 @@ class TrafficReader:
                     number += 1
                     yield _parse_row(line)
         except (OSError, EOFError, zlib.error, ValidationError) as error:
-            raise self._make_error(part.key, f"cannot be read after line {number - 1}: {error}") from error
+            why = f"cannot be read at line {number or 1}: {_describe(error)}"
+            raise self._make_error(part.key, why) from error
 
     def _make_error(self, key: str, why: str) -> StorageError:
         return StorageError(f"object {key!r} in {self._store.uri} {why}; delete the object", field="key", value=key)
@@ -307,7 +308,7 @@ class _Cursor:
         """Parse `str(cursor)`. Raises `InvalidInputError`."""
         match = _CURSOR.fullmatch(text)
         if match is None:
-            message = f"after is {text!r}; use `next` of the previous page, or leave it out"
+            message = f"after is {text!r}; use the position that the previous page returned, or leave it out"
             raise InvalidInputError(message, field="after", value=text)
         return cls(match[1]) if match["time"] is None else cls(match[1], float(match["time"]), match["id"])
 
@@ -330,6 +331,14 @@ def _compress_rows(lines: Iterable[bytes]) -> bytes:
     with gzip.open(buffer, "wb", compresslevel=_COMPRESSION_LEVEL) as file:
         file.writelines(lines)
     return buffer.getvalue()
+
+
+def _describe(error: Exception) -> str:
+    """Return an error's reason without the values of the row, which are confidential."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_input=False, include_context=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def _may_have_rows(part: TrafficPart, since: float | None, until: float | None) -> bool:

@@ -99,6 +99,7 @@ def test_a_window_reads_no_parts_that_can_have_no_rows_in_it(traffic: TrafficSto
 
 def test_pages_show_the_newest_rows_first(traffic: TrafficStore, clock: Clock) -> None:
     rows = [make_row(number, NOON + 10_000.0 * (number // 3), user=f"u{number % 2}") for number in range(24)]
+    assert traffic.read_page(limit=1).next is None
     for first in range(0, 24, 3):
         write_part(traffic, clock, rows[first : first + 3])
     newest = [row.id for row in sorted(rows, key=lambda row: (row.time, row.id), reverse=True)]
@@ -130,6 +131,13 @@ def test_an_unknown_cursor_is_refused(traffic: TrafficStore, cursor: str) -> Non
     with pytest.raises(InvalidInputError, match="after is") as caught:
         traffic.read_page(limit=1, after=cursor)
     assert caught.value.field == "after"
+
+
+def test_a_page_continues_after_any_id(traffic: TrafficStore, clock: Clock) -> None:
+    ids = ["a/b", "a\nb", "a/1.5/é?&", "a"]
+    rows = [make_row(0, NOON + number).model_copy(update={"id": each}) for number, each in enumerate(ids)]
+    write_part(traffic, clock, rows)
+    assert read_all_pages(traffic, 1) == ids[::-1]
 
 
 def test_a_page_continues_after_rows_that_were_deleted_meanwhile(traffic: TrafficStore, clock: Clock) -> None:
@@ -238,13 +246,14 @@ def test_an_invalid_object_is_an_error_that_names_it(
         "cut line": gzip.compress(gzip.decompress(data)[:-20]),
         "cut gzip": data[: len(data) // 2],
         "no gzip": b"plain text",
-        "other row": gzip.compress(b'{"id": "r1", "time": 1}\n'),
+        "other row": gzip.compress(b'{"id": "r1", "time": "a secret"}\n'),
         "other name": data,
         "bit": bytes(flipped),
     }[fault]
     store.put_bytes(key, content)
-    with pytest.raises(StorageError, match=key):
+    with pytest.raises(StorageError, match=key) as caught:
         [*traffic.iterate_rows()]
+    assert "secret" not in caught.value.message
     with pytest.raises(StorageError, match=key):
         read_all_pages(traffic, 10)
     traffic.delete(TrafficDeletion(requested_at=NOON + 200, user="u"))

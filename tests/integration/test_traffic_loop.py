@@ -60,11 +60,18 @@ def succeed(plane: Plane, spec: dict[str, Any], *, killed: bool = False) -> str:
     """Run a job to its end, killing the control plane while it trains, and return its id."""
     job = plane.client.jobs.create(spec)
     if killed:
-        plane.wait_for_step(job.id, 1)
+        # A job waits a minute for what replicas have not stored yet.
+        eventually(lambda: has_begun(plane, job.id), "the job trains", seconds=240.0)
         restart(plane)
     job = plane.client.jobs.wait(job.id, timeout=400.0)
     assert job.status == "succeeded", list(plane.client.jobs.logs(job.id))[-40:]
     return job.id
+
+
+def has_begun(plane: Plane, job_id: str) -> bool:
+    job = plane.client.jobs.get(job_id)
+    assert job.status != "failed", job.error
+    return job.progress is not None and job.progress.step >= 1
 
 
 def send_requests(url: str) -> set[str]:
@@ -123,7 +130,7 @@ def test_captured_traffic_becomes_a_better_model_and_can_be_rolled_back(plane: P
             "validation_fraction": 0.2,
             "sources": [{"name_or_path": f"traffic:{deployment.id}", "since": "1d"}],
         },
-        "evaluation": {"max_tokens": 4096, "min_kl_reduction": 0.0, "tasks": [task], "max_drop": None},
+        "evaluation": {"max_tokens": 4096, "min_kl_reduction": 0.0, "rows": [task], "max_drop": None},
         "rollout": section,
     }
     job_id = succeed(plane, loop, killed=True)

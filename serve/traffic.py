@@ -12,9 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from sys import getsizeof
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from swiftkv_platform.contract.traffic import MAX_WRITE_DELAY_S, CapturedRequest, make_day, remove_route_prefix
+from swiftkv_platform.contract.traffic import (
+    MAX_WRITE_DELAY_S,
+    CapturedRequest,
+    make_day,
+    make_part_name,
+    remove_route_prefix,
+)
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.serve.redaction import Redactor
@@ -103,6 +109,13 @@ class _EncodedRow:
         return self.uri, make_day(self.time)
 
 
+@dataclass(frozen=True)
+class _Part:
+    uri: str
+    name: str
+    rows: Sequence[_EncodedRow]
+
+
 _open_impatient_store = partial(open_store, patient=False)
 
 
@@ -133,6 +146,8 @@ class TrafficRecorder:
         self._thread: threading.Thread | None = None
         # Of the thread only
         self._rows: list[_EncodedRow] = []
+        self._unstored_parts: list[_Part] = []
+        """Parts whose write has failed; it is repeated under the same name, since it may have reached the store."""
         self._stores: dict[str, TrafficStore] = {}
 
     def on_request_ended(self, collector: OutputCollector, card: ModelCard) -> None:
@@ -189,24 +204,32 @@ class TrafficRecorder:
         while not is_closing:
             # 1. wait for requests, and then for more of them
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closing or self._queue or self._rows)
+                self._changed.wait_for(lambda: self._is_closing or self._queue or self._has_rows)
                 self._changed.wait_for(self._has_batch, _BATCH_INTERVAL_S)
                 requests, queued_bytes = self._queue, self._queued_bytes
                 self._queue, is_closing = [], self._is_closing
             # 2. encode them
-            if not self._rows:
+            if not self._has_rows:
                 next_write = time.monotonic() + WRITE_INTERVAL_S
             for request in requests:
                 self._encode_request(request)
             with self._changed:
                 self._queued_bytes -= queued_bytes
-                self._encoded_bytes = sum(len(row.line) for row in self._rows)
+                self._encoded_bytes = self._sum_encoded_bytes()
             # 3. write parts
             if is_closing or self._encoded_bytes >= _PART_BYTES or time.monotonic() >= next_write:
                 self._write_parts()
                 next_write = time.monotonic() + WRITE_INTERVAL_S
-        if self._rows:
-            self._count("failed", len(self._rows))
+        for part in self._unstored_parts:
+            self._count("failed", len(part.rows))
+
+    @property
+    def _has_rows(self) -> bool:
+        return bool(self._rows or self._unstored_parts)
+
+    def _sum_encoded_bytes(self) -> int:
+        unstored = (row for part in self._unstored_parts for row in part.rows)
+        return sum(len(row.line) for row in (*self._rows, *unstored))
 
     def _has_batch(self) -> bool:
         return self._is_closing or self._queued_bytes >= _BATCH_BYTES
@@ -227,21 +250,23 @@ class TrafficRecorder:
     def _write_parts(self) -> None:
         """Store the rows. Those of a failed write stay until they are too old."""
         earliest = self._clock() - MAX_WRITE_DELAY_S
-        fresh = [row for row in self._rows if row.time > earliest]
-        if len(fresh) < len(self._rows):
-            self._count("failed", len(self._rows) - len(fresh))
-        self._rows = []
-        for rows in _split_into_parts(fresh):
-            uri, day = rows[0].part
+        parts = [*self._unstored_parts, *_split_into_parts(self._rows)]
+        self._rows, self._unstored_parts = [], []
+        for part in parts:
+            fresh = [row for row in part.rows if row.time > earliest]
+            if len(fresh) < len(part.rows):
+                self._count("failed", len(part.rows) - len(fresh))
+            if not fresh:
+                continue
             try:
-                self._get_store(uri).write_part([row.line for row in rows], day=day)
+                self._get_store(part.uri).write_part([row.line for row in fresh], name=part.name)
             except SwiftKVError as error:
-                get_logger().warning("captured traffic not stored", rows=len(rows), reason=error.message)
-                self._rows += rows
+                get_logger().warning("captured traffic not stored", rows=len(fresh), reason=error.message)
+                self._unstored_parts.append(replace(part, rows=fresh))
             else:
-                self._count("stored", len(rows))
+                self._count("stored", len(fresh))
         with self._changed:
-            self._encoded_bytes = sum(len(row.line) for row in self._rows)
+            self._encoded_bytes = self._sum_encoded_bytes()
 
     def _get_store(self, uri: str) -> TrafficStore:
         if uri not in self._stores:
@@ -249,17 +274,17 @@ class TrafficRecorder:
         return self._stores[uri]
 
 
-def _split_into_parts(rows: Sequence[_EncodedRow]) -> Iterator[list[_EncodedRow]]:
-    """Yield lists of rows for one part each."""
-    by_part: dict[Any, list[_EncodedRow]] = {}
+def _split_into_parts(rows: Sequence[_EncodedRow]) -> Iterator[_Part]:
+    """Yield new parts with the rows."""
+    by_part: dict[tuple[str, str], list[_EncodedRow]] = {}
     for row in rows:
         by_part.setdefault(row.part, []).append(row)
-    for found in by_part.values():
+    for (uri, day), found in by_part.items():
         part, size = list[_EncodedRow](), 0
         for row in found:
             if part and size + len(row.line) > _PART_BYTES:
-                yield part
+                yield _Part(uri, make_part_name(day), part)
                 part, size = [], 0
             part.append(row)
             size += len(row.line)
-        yield part
+        yield _Part(uri, make_part_name(day), part)

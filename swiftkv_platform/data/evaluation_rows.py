@@ -53,8 +53,10 @@ def read_evaluation_rows(
 ) -> Iterator[EvaluationRow]:
     """Yield the rows of `evaluation.rows[index]`. `sample_count` of them are the same for all jobs.
 
-    Raises `DataError` with the line of a row that lacks a prompt, the expected answer or a valid schema, and if there
-    is no row.
+    Captured requests that lack what the metric needs are left out, since nobody can correct them.
+
+    Raises `DataError` with the line of another row that lacks a prompt, the expected answer or a valid schema, and if
+    there is no row.
     """
     field = f"evaluation.rows[{index}].source"
     columns = [name for name in (task.answer_column, task.json_schema_column) if name is not None]
@@ -68,13 +70,16 @@ def read_evaluation_rows(
         source_field=field,
         other_columns=columns,
     )
-    row = None
+    is_empty = True
     for row in rows:
         try:
             yield _parse_row(task, row)
         except RowError as error:
-            raise row.make_error(error, field) from error
-    if row is None:
+            if not row.is_captured:
+                raise row.make_error(error, field) from error
+        else:
+            is_empty = False
+    if is_empty:
         raise DataError.for_field(
             f"{field}.name_or_path", task.source.name_or_path, ", which has no rows; add rows, or leave out the task"
         )
@@ -87,6 +92,8 @@ def _parse_row(task: RowTaskSpec, row: SourceRow) -> EvaluationRow:
         raise RowError("its prompt or its answer is empty; fill it, or leave the row out")
     if task.answer_column is not None:
         answer = {"role": "assistant", "content": _parse_answer(row.values.get(task.answer_column), task.answer_column)}
+    elif row.is_captured and isinstance(prompt, str):
+        prompt, answer = row.values["prompt"], {"role": "assistant", "content": row.values["completion"]}
     elif isinstance(prompt, Conversation) and prompt.messages[-1]["role"] == "assistant":
         answer = prompt.messages[-1]
         prompt = Conversation(prompt.messages[:-1], prompt.tools)

@@ -274,7 +274,8 @@ class SourceRow:
     """Whether the source holds the row out; None if the source has no splits."""
     unread_columns: tuple[str, ...] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the requested other columns; without those that the row lacks."""
+    """Values of the requested other columns, without those that the row lacks; of a captured text its prompt and
+    completion."""
     conversation: int | None = None
     """Key of a captured request's conversation, all of which belongs to one split; None for rows of other sources."""
 
@@ -345,7 +346,16 @@ def _read_traffic(
         [chosen] = _draw_row_indices([len(hashes)], source.sample_count, key)
         hashes = hashes if chosen is None else hashes[chosen]
     for row in requests.read_rows(hashes):
-        yield SourceRow(row.content, row.format, named.name, "request", row.number, None, conversation=row.conversation)
+        yield SourceRow(
+            row.content,
+            row.format,
+            named.name,
+            "request",
+            row.number,
+            None,
+            values=row.texts,
+            conversation=row.conversation,
+        )
 
 
 def _read_sample(

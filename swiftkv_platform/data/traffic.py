@@ -45,6 +45,13 @@ class TrafficRow:
     content: Content
     conversation: int
     """See `hash_conversation`."""
+    request: CapturedRequest
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """`prompt` and `completion` of a text; empty for a conversation."""
+        request = self.request
+        return {} if request.prompt is None else {"prompt": request.prompt, "completion": request.completion or ""}
 
     @property
     def format(self) -> str:
@@ -74,7 +81,7 @@ class TrafficRows:
             if index < len(hashes) and hashes[index] == beginnings[-1] and not is_read[index]:
                 is_read[index] = True
                 self._exclude_cut_off_answers(content, beginnings)
-                yield TrafficRow(number, content, hash_conversation(request, content))
+                yield TrafficRow(number, content, hash_conversation(request, content), request)
 
     def _exclude_cut_off_answers(self, content: Content, beginnings: Hashes) -> None:
         """Exclude answers of earlier turns from the loss if they were cut off."""

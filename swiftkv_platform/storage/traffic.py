@@ -22,7 +22,6 @@ from swiftkv_platform.contract.traffic import (
     TrafficDeletion,
     make_day,
     make_deletion_name,
-    make_part_name,
 )
 from swiftkv_platform.errors import InvalidInputError, ObjectNotFoundError, OverloadedError, StorageError
 from swiftkv_platform.storage.object_store import ObjectStore, join_key
@@ -224,9 +223,9 @@ class TrafficReader:
 class TrafficStore(TrafficReader):
     """Captured traffic that its owner also writes, deletes and removes."""
 
-    def write_part(self, lines: Iterable[bytes], *, day: str) -> None:
-        """Store rows of one day, as `encode_row` returns them, as a new part."""
-        self._store.put_bytes(join_key(self._prefix, make_part_name(day)), _compress_rows(lines))
+    def write_part(self, lines: Iterable[bytes], *, name: str) -> None:
+        """Store rows of one day, as `encode_row` returns them, as the part `name` (see `make_part_name`)."""
+        self._store.put_bytes(join_key(self._prefix, name), _compress_rows(lines))
 
     def delete(self, deletion: TrafficDeletion) -> None:
         """Store a deletion, which hides its rows at once; `apply_deletions` then removes them. Raises `OverloadedError`

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from swiftkv_platform.contract.traffic import CapturedRequest, make_day, make_traffic_prefix
+from swiftkv_platform.contract.traffic import CapturedRequest, make_day, make_part_name, make_traffic_prefix
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
@@ -269,7 +269,7 @@ def capture(server: Server, deployment: str, number: int = 3) -> TrafficStore:
             completion_tokens=34,
             **usual,
         )
-        traffic.write_part([encode_row(row)], day=make_day(time_))
+        traffic.write_part([encode_row(row)], name=make_part_name(make_day(time_)))
     return traffic
 
 

@@ -10,6 +10,7 @@ from swiftkv_platform.contract.traffic import (
     CapturedRequest,
     TrafficDeletion,
     make_day,
+    make_part_name,
     make_traffic_prefix,
 )
 from swiftkv_platform.errors import InvalidInputError, OverloadedError, StorageError
@@ -58,7 +59,7 @@ def make_row(number: int, time: float, *, user: str | None = None) -> CapturedRe
 
 def write_part(traffic: TrafficStore, clock: Clock, rows: Sequence[CapturedRequest], *, delay_s: float = 10.0) -> None:
     clock.now = rows[-1].time + delay_s
-    traffic.write_part(map(encode_row, rows), day=make_day(rows[-1].time))
+    traffic.write_part(map(encode_row, rows), name=make_part_name(make_day(rows[-1].time)))
 
 
 def list_ids(rows: Iterator[CapturedRequest]) -> list[str]:
@@ -80,7 +81,7 @@ def test_rows_come_back_in_the_order_of_their_parts(traffic: TrafficStore, clock
         for day in sorted({make_day(row.time) for row in rows[first : first + 4]}):
             write_part(traffic, clock, [row for row in rows[first : first + 4] if make_day(row.time) == day])
     TrafficStore(store, make_traffic_prefix("acme", "dep_10")).write_part(
-        [encode_row(make_row(99, NOON))], day=make_day(NOON)
+        [encode_row(make_row(99, NOON))], name=make_part_name(make_day(NOON))
     )
     assert [*traffic.iterate_rows()] == rows
     assert [*traffic.iterate_rows(since=rows[5].time, until=rows[20].time)] == rows[5:20]

@@ -2,6 +2,7 @@
 them and compares its student with the served one, and the student becomes candidate and then the served model. The
 control plane is killed in every step."""
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import pytest
 
 from swiftkv_platform.client import Resource
 from swiftkv_platform.contract.traffic import make_traffic_prefix
+from swiftkv_platform.serve.traffic import WRITE_INTERVAL_S
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.traffic import TrafficReader
 from tests.integration.planes import Plane, RayCluster
@@ -105,7 +107,11 @@ def test_captured_traffic_becomes_a_better_model_and_can_be_rolled_back(plane: P
     assert len(answered) == NUM_REQUESTS
     reader = TrafficReader(open_store(str(plane.home / "store")), make_traffic_prefix("default", deployment.id))
 
+    all_written_at = time.monotonic() + 2 * WRITE_INTERVAL_S
+
     def is_all_stored() -> bool:
+        if time.monotonic() < all_written_at:
+            return False
         return sum(1 for _ in reader.iterate_rows()) == sum_captured(plane, deployment.id) > 0
 
     eventually(is_all_stored, "what was captured is stored", seconds=90.0)

@@ -11,8 +11,11 @@ from swiftkv_platform.data.checks import check_row_sources
 from swiftkv_platform.data.evaluation_rows import EvaluationRow, read_evaluation_rows
 from swiftkv_platform.data.formats import Conversation
 from swiftkv_platform.errors import DataError, InvalidInputError
+from swiftkv_platform.jobs.worker.setup import StoreFiles
 from swiftkv_platform.sources import Access
 from swiftkv_platform.specs import EvaluationSpec, JobSpec, RowTaskSpec
+from swiftkv_platform.storage.addresses import open_store
+from tests.support.captured_traffic import SOURCE, Traffic
 
 ASK = {"role": "user", "content": "2 + 2?"}
 SAY = {"role": "assistant", "content": "4"}
@@ -71,6 +74,19 @@ def test_likelihood_needs_no_answer_and_takes_calls(tmp_path: Path) -> None:
     assert (alone.answer, prompt.answer) == (None, None)
     assert called.expected == '[{"name": "add", "arguments": {"a": 2}}]'
     assert alone.key == called.key == prompt.key
+
+
+def test_captured_requests_have_their_answers_and_may_lack_what_a_metric_needs(tmp_path: Path) -> None:
+    traffic = Traffic(open_store(str(tmp_path / "store")))
+    traffic.chat("2 + 2?", "4")
+    traffic.text("2 + 3 =", " 5")
+    traffic.chat("A poem?", "A rose.")
+    traffic.chat("2 + 2?", "4", "And 1?", "It is 5.")
+    source = {"name_or_path": SOURCE, "until": "2024-10-05"}
+    spec = RowTaskSpec.model_validate({"name": "own", "source": source, "metric": "numeric"})
+    rows = read_evaluation_rows(spec, 0, remote=StoreFiles(tmp_path / "workspace"), access=traffic.access)
+    found = [(row.prompt if isinstance(row.prompt, str) else row.prompt.messages, row.expected) for row in rows]
+    assert found == [("2 + 3 =", " 5"), ([ASK, SAY, {"role": "user", "content": "And 1?"}], "It is 5.")]
 
 
 def test_the_same_rows_are_drawn_for_all_jobs(tmp_path: Path) -> None:

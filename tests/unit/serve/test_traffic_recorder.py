@@ -34,7 +34,7 @@ class Store(LocalObjectStore):
         super().__init__(root)
         self.may_write = threading.Event()
         self.may_write.set()
-        self.is_broken = False
+        self.is_broken = self.loses_responses = False
         self.num_attempts = 0
 
     def put_bytes(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
@@ -43,6 +43,8 @@ class Store(LocalObjectStore):
         if self.is_broken:
             raise StorageError("the store is away")
         super().put_bytes(key, data, if_absent=if_absent)
+        if self.loses_responses:
+            raise StorageError("the response is lost")
 
 
 class Clock:
@@ -139,7 +141,7 @@ def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recor
     monkeypatch.setattr(traffic_module, "WRITE_INTERVAL_S", 0.05)
     recording = Recording(tmp_path)
     yield recording
-    recording.store.is_broken = False
+    recording.store.is_broken = recording.store.loses_responses = False
     recording.store.may_write.set()
     recording.recorder.close()
 
@@ -247,6 +249,17 @@ def test_a_failed_write_is_repeated(recording: Recording) -> None:
     recording.wait_until(lambda: recording.counts["stored"])
     assert len(recording.read_rows()) == 1
     assert recording.counts == {"stored": 1}
+
+
+def test_a_write_that_seems_to_fail_stores_no_row_twice(recording: Recording) -> None:
+    recording.store.loses_responses = True
+    recording.finish()
+    recording.wait_until(lambda: recording.store.num_attempts >= 2)
+    recording.finish()
+    recording.store.loses_responses = False
+    recording.wait_until(lambda: recording.counts["stored"] == 2)
+    assert sorted(row.id for row in recording.read_rows()) == ["1", "2"]
+    assert recording.counts == {"stored": 2}
 
 
 def test_rows_that_cannot_be_stored_in_time_have_failed(recording: Recording) -> None:

@@ -66,7 +66,7 @@ def succeed(plane: Plane, spec: dict[str, Any], *, killed: bool = False) -> str:
         eventually(lambda: has_begun(plane, job.id), "the job trains", seconds=240.0)
         restart(plane)
     job = plane.client.jobs.wait(job.id, timeout=400.0)
-    assert job.status == "succeeded", list(plane.client.jobs.logs(job.id))[-40:]
+    assert job.status == "succeeded", job.error
     return job.id
 
 
@@ -80,8 +80,10 @@ def send_requests(url: str) -> set[str]:
     """Send distinct requests, a few at a time, and return the ids of their responses."""
 
     def send(number: int) -> str:
-        body = {"prompt": f"# Release notes {number}\n\nVersion {number % 7}.{number} fixes", "max_tokens": 16}
-        response = client.post(f"{url}/generate", json={**body, "temperature": 0.0})
+        prompt = f"def test_release_{number}(self):\n    self.assertEqual(parse_version('{number % 7}.{number}'),"
+        # Answers end with the line, since cut-off ones are not trained on.
+        body = {"prompt": prompt, "max_tokens": 48, "stop": ["\n"], "temperature": 0.0}
+        response = client.post(f"{url}/generate", json=body)
         assert response.status_code == 200, response.text
         return str(response.json()["id"])
 
@@ -123,7 +125,7 @@ def test_captured_traffic_becomes_a_better_model_and_can_be_rolled_back(plane: P
     # 2. distill the served student on them, and compare both on held-out ones
     section = {"deployment": deployment.id, "share": 0.5, "promote_after_s": 0}
     task = {
-        "name": "release-notes",
+        "name": "releases",
         "metric": "likelihood",
         "source": {"name_or_path": f"traffic:{deployment.id}", "since": "1d", "sample_count": 20},
     }
@@ -152,7 +154,7 @@ def test_captured_traffic_becomes_a_better_model_and_can_be_rolled_back(plane: P
 
     eventually(lambda: len(rollout().steps) > 1, "the rollout has begun", seconds=60.0)
     restart(plane)
-    eventually(lambda: rollout().status == "promoted", "the model is promoted", seconds=120.0)
+    eventually(lambda: rollout().status in ("promoted", "refused"), "the rollout has ended", seconds=120.0)
     assert [step["status"] for step in rollout().steps] == ["waiting", "candidate", "promoted"]
     plane.client.deployments.wait_ready(deployment.id)
     assert answer(deployment.url)["model"] == second.id
@@ -166,7 +168,7 @@ def test_captured_traffic_becomes_a_better_model_and_can_be_rolled_back(plane: P
 
 
 def answer(url: str) -> dict[str, Any]:
-    response = httpx.post(f"{url}/generate", json={"prompt": "# Release", "max_tokens": 2}, trust_env=False)
+    response = httpx.post(f"{url}/generate", json={"prompt": "def release", "max_tokens": 2}, trust_env=False)
     assert response.status_code == 200, response.text
     found: dict[str, Any] = response.json()
     return found

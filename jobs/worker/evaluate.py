@@ -21,7 +21,7 @@ from swiftkv_platform.evaluation.harness.rows import build_row_tasks
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.parts import ResultStore
 from swiftkv_platform.evaluation.quality import HeldOutTotals
-from swiftkv_platform.evaluation.report import Report, TrainingOutcome
+from swiftkv_platform.evaluation.report import ParentTotals, Report, TrainingOutcome
 from swiftkv_platform.jobs.attempt.events import make_progress_callback
 from swiftkv_platform.jobs.attempt.stored import (
     CHOSEN_STEP_KEY,
@@ -253,7 +253,7 @@ class _TrainedStudent:
         spec = self.spec.evaluation
         fetched = self.workspace.path / f"tasks-{self.workers.rank}"
         tasks = resolve_tasks(spec.tasks, fetch=lambda uri: fetch_data(uri, fetched), access=self.access)
-        tasks += build_row_tasks(
+        row_tasks = build_row_tasks(
             spec,
             self.tokenizer,
             context_length=self.lazy.model.config.max_position_embeddings,
@@ -264,28 +264,29 @@ class _TrainedStudent:
         model = EvaluationModel(self.lazy, self.spec.distillation, sharded=sharded, device=get_task_device(self.spec))
         workers, rows = Workers(in_step=sharded), prepared.data.held_out
 
+        def make_evaluator(student: Any) -> StudentEvaluator:
+            return StudentEvaluator(student, rows, spec, workers=workers, parts=parts)
+
         def compare(name: str) -> HeldOutTotals:
-            totals: HeldOutTotals = model(
-                lambda student: StudentEvaluator(student, rows, spec, workers=workers, parts=parts).compare_modes(name)
-            )
+            totals: HeldOutTotals = model(lambda student: make_evaluator(student).compare_modes(name))
             return totals
 
         rewired, calibrated = compare("rewired"), None
         if prepared.calibrated is not None:
             model.load_tensors(prepared.calibrated)
             calibrated = compare("calibrated")
-        parent = self._open_parent()
-        if parent is not None:
-            model.load_tensors(parent)
-        before = None if parent is None else compare("parent")
+        parent: ParentTotals | None = None
+        if (tensors := self._open_parent()) is not None:
+            model.load_tensors(tensors)
+            parent = model(lambda student: make_evaluator(student).measure_parent(self.tokenizer, row_tasks))
         model.load_tensors(self._fetch_trained(sharded=sharded))
         report: Report = model(
-            lambda student: StudentEvaluator(student, rows, spec, workers=workers, parts=parts).build_report(
+            lambda student: make_evaluator(student).build_report(
                 self.tokenizer,
-                tasks,
+                [*tasks, *row_tasks],
                 rewired=rewired,
                 calibrated=calibrated,
-                parent=before,
+                parent=parent,
                 tokens_trained=self.tokens_trained,
                 training=self.training,
             )

@@ -30,7 +30,7 @@ from swiftkv_platform.evaluation.harness.tasks import Task, build_needle_tasks, 
 from swiftkv_platform.evaluation.parts import NoResultStore, ResultStore, measure_once
 from swiftkv_platform.evaluation.prefill_cost import PrefillCost, measure_prefill
 from swiftkv_platform.evaluation.quality import DEFAULT_WORKERS, HeldOutTotals, evaluate
-from swiftkv_platform.evaluation.report import Report, TrainingOutcome
+from swiftkv_platform.evaluation.report import ParentTotals, Report, TrainingOutcome
 from swiftkv_platform.jobs.worker.setup import StoreFiles, fetch_data, resolve_teacher, uses_validation_rows
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.configuration import read_config
@@ -86,6 +86,19 @@ class StudentEvaluator:
         )
         return totals
 
+    def measure_parent(self, tokenizer: PreTrainedTokenizerBase, row_tasks: Sequence[Task]) -> ParentTotals:
+        """Measure the student that training continued from, on the same text and rows as its successor."""
+        scores = run_tasks(
+            self._student,
+            tokenizer,
+            row_tasks,
+            self._spec,
+            workers=self._workers,
+            parts=self._parts,
+            prefix="parent-",
+        )
+        return ParentTotals(self.compare_modes("parent"), scores.scores)
+
     def build_report(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -93,7 +106,7 @@ class StudentEvaluator:
         *,
         rewired: HeldOutTotals | None = None,
         calibrated: HeldOutTotals | None = None,
-        parent: HeldOutTotals | None = None,
+        parent: ParentTotals | None = None,
         tokens_trained: int | None = None,
         training: TrainingOutcome | None = None,
     ) -> Report:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from pydantic import model_validator
@@ -129,6 +130,15 @@ class TrainingOutcome(FrozenModel):
     """KL before training, on the same rows."""
 
 
+@dataclass(frozen=True)
+class ParentTotals:
+    """Measurements of the student that training continued from."""
+
+    held_out: HeldOutTotals
+    tasks: tuple[TaskScore, ...] = ()
+    """Scores on `evaluation.rows`."""
+
+
 class Report(FrozenModel):
     """Contents of `evaluation.json`. `demo-report.json` has the same keys."""
 
@@ -139,6 +149,8 @@ class Report(FrozenModel):
     """Student with the calibrated start; None if the job starts from copies."""
     parent: Quality | None = None
     """Student that training continued from (`training.from`); None if training started from the teacher."""
+    parent_tasks: tuple[TaskScore, ...] = ()
+    """Scores of that student on `evaluation.rows`."""
     distilled: Quality
     perplexity_ratio: float
     """distilled.perplexity / teacher.perplexity"""
@@ -184,7 +196,7 @@ class Report(FrozenModel):
         cost: PrefillCost,
         rewired: HeldOutTotals | None = None,
         calibrated: HeldOutTotals | None = None,
-        parent: HeldOutTotals | None = None,
+        parent: ParentTotals | None = None,
         tokens_trained: int | None = None,
         training: TrainingOutcome | None = None,
         continuations: ContinuationQuality | None = None,
@@ -202,7 +214,8 @@ class Report(FrozenModel):
             teacher=teacher,
             rewired=rewired.student if rewired else None,
             calibrated=calibrated.student if calibrated else None,
-            parent=parent.student if parent else None,
+            parent=parent.held_out.student if parent else None,
+            parent_tasks=parent.tasks if parent else (),
             distilled=student,
             perplexity_ratio=ratio,
             kl_recovered=recovered,
@@ -225,14 +238,15 @@ class Report(FrozenModel):
             gates=_sort_gates(
                 [
                     *_build_gates(spec, (student, ratio, intervals), tasks.scores, instruct=instruct),
-                    *_build_parent_gates(spec, parent, distilled),
+                    *_build_parent_gates(spec, parent.held_out if parent else None, distilled),
                 ]
             ),
         )
 
     def list_row_results(self) -> list[str]:
         """Return the names of the files with the results of single rows."""
-        return [score.row_results for score in self.tasks if score.row_results is not None]
+        scores = (*self.tasks, *self.parent_tasks)
+        return [score.row_results for score in scores if score.row_results is not None]
 
     def check_gates(self) -> None:
         """Raise `QualityGateError` if a gate has failed. Undecided gates do not fail a job."""

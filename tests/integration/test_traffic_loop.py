@@ -147,6 +147,12 @@ def test_captured_traffic_becomes_a_better_model_and_can_be_rolled_back(plane: P
     assert job.spec["training"]["from"] == first
     assert second.metrics["distilled"]["kl"] < second.metrics["parent"]["kl"]
 
+    [compared] = plane.client.models.compare(first, second.id).tasks
+    assert compared["task"] == "releases"
+    assert compared["num_rows"] == 20
+    flips = plane.client.models.changed_rows(first, second.id, task="releases")
+    assert len(flips) == compared["num_worse"] + compared["num_better"] > 0
+
     # 3. it becomes the candidate, and then the model
     def rollout() -> Resource:
         [found] = plane.client.deployments.rollouts(deployment.id)

@@ -188,7 +188,8 @@ def test_the_report_measures_the_parent_on_the_same_text(
     newest = AttemptStore(open_store(str(stored))).find_newest_checkpoint("j")
     key = "model" if kind == "model" else str(newest)
     parent = Parent(name="mdl_x" if kind == "model" else "job_x:3", kind=kind, key=key, job_id="job_x", sha256="0" * 64)
-    section = {"min_kl_reduction": 0.0, "max_kl": None, "continuations": 0}
+    section = {"min_kl_reduction": 0.0, "max_kl": None, "max_drop": None, "continuations": 0}
+    section["rows"] = cases["whole"].spec["evaluation"]["rows"]
     spec = {"evaluation": section, "training": {"from": parent.name}}
     case = Case(str(tmp_path / "at"), cases["whole"].teacher, prefill_rounds=1, spec=spec)
     case = replace(case, parent=parent, sharded=num_workers > 1)
@@ -201,6 +202,14 @@ def test_the_report_measures_the_parent_on_the_same_text(
     report = outcome.manifest.metrics
     assert_close(report["parent"], report["distilled"], "parent")
     assert report["parent"]["kl"] < report["rewired"]["kl"]
+    assert [(task["task"], task["student"]) for task in report["parent_tasks"]] == [
+        (task["task"], task["student"]) for task in report["tasks"]
+    ]
+    names = [[task["row_results"] for task in report[which]] for which in ("parent_tasks", "tasks")]
+    store = open_store(str(stored))
+    rows = [[load_rows(store.get_bytes(attempt.rows_key(name))) for name in each] for each in names]
+    assert rows[0] == rows[1]
+    assert not set(names[0]) & set(names[1])
     [gate] = report["gates"]
     assert (gate["field"], gate["value"]) == ("evaluation.min_kl_reduction", pytest.approx(0.0, abs=1e-6))
 

@@ -1,5 +1,5 @@
 """Comparison of two models on the rows of an evaluation that both have answered. Reads the results that their jobs have
-stored; knows no route.
+stored; knows no route. The job of a model that continues from the other one has results of both, on the same rows.
 """
 
 from __future__ import annotations
@@ -26,6 +26,15 @@ from swiftkv_platform.storage.object_store import ObjectStore, read_small_file
 
 Score = Mapping[str, Any]
 """Entry of `tasks` of a report."""
+
+
+@dataclass(frozen=True)
+class _Results:
+    """Results of a model's student, and the job that has them."""
+
+    job: Model
+    report: Mapping[str, Any]
+    """Report with the scores as `tasks`."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,18 @@ class RowComparisons:
         return Page([ChangedRowResponse.from_row(row) for row in rows[begin:end]], has_more=len(rows) > end)
 
     def _find_pairs(self) -> list[tuple[Score, Score]]:
-        return find_shared_tasks(self.a.metrics, self.b.metrics)
+        a, b = self._results
+        return find_shared_tasks(a.report, b.report)
+
+    @property
+    def _results(self) -> tuple[_Results, _Results]:
+        a, b = _Results(self.a, self.a.metrics), _Results(self.b, self.b.metrics)
+        for model, other in ((self.a, self.b), (self.b, self.a)):
+            parent, scores = model.lineage.get("parent"), model.metrics.get("parent_tasks")
+            if scores and isinstance(parent, Mapping) and parent.get("name") == other.id:
+                of_parent = _Results(model, {"tasks": scores})
+                return (a, of_parent) if model is self.a else (of_parent, b)
+        return a, b
 
     def _iter_comparisons(self) -> Iterator[tuple[Score, RowComparison]]:
         left = 2 * MAX_COMPARED_BYTES
@@ -82,10 +102,11 @@ class RowComparisons:
     def _compare(self, ours: Score, theirs: Score, *, max_bytes: int) -> tuple[RowComparison, int] | None:
         """Return (comparison, bytes read); None if the rows of either model are missing, unreadable or too large."""
         files = []
-        for model, score in ((self.a, ours), (self.b, theirs)):
-            if model.job_id is None:  # an imported model has a report, but no job
+        for results, score in zip(self._results, (ours, theirs), strict=True):
+            job = results.job
+            if job.job_id is None:  # an imported model has a report, but no job
                 return None
-            key = AttemptId(model.job_id, model.attempt).rows_key(score["row_results"])
+            key = AttemptId(job.job_id, job.attempt).rows_key(score["row_results"])
             try:
                 files.append(read_small_file(self.store, key, min(MAX_FILE_BYTES, max_bytes)))
             except (ObjectNotFoundError, UnusableFileError):

@@ -274,6 +274,7 @@ def run_tasks(
     *,
     workers: Workers = DEFAULT_WORKERS,
     parts: ResultStore = NO_STORE,
+    prefix: str = "",
 ) -> TaskResults:
     """Run every task in both modes of `model`. No task starts after `max_minutes`.
 
@@ -284,6 +285,7 @@ def run_tasks(
         model: a SwiftKV causal language model with its teacher's projections; its mode does not change.
         workers: each answers a share of every task's requests; the first runs the harness, and all return the total.
         parts: store of each task's scores, so that none is repeated.
+        prefix: beginning of the scores' names in the store, for a student besides the job's own.
 
     Raises:
         InvalidInputError: an unknown task or metric, or a missing chat template.
@@ -292,17 +294,25 @@ def run_tasks(
     if not tasks:
         return TaskResults()
     with run_in_evaluation_mode(model), _silence_harness():
-        return _TaskRunner(model, tokenizer, spec, workers, parts).run(tasks)
+        return _TaskRunner(model, tokenizer, spec, workers, parts, prefix).run(tasks)
 
 
 class _TaskRunner:
     """Runs one task after the other, each on all workers."""
 
-    def __init__(self, model: Any, tokenizer: Any, spec: EvaluationSpec, workers: Workers, parts: ResultStore) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        spec: EvaluationSpec,
+        workers: Workers,
+        parts: ResultStore,
+        prefix: str,
+    ) -> None:
         from swiftkv_platform.evaluation.harness.shared import SharedModel
 
         self._model, self._spec, self._workers, self._parts = model, spec, workers, parts
-        self._part, self._passes = "", 0
+        self._prefix, self._part, self._passes = prefix, "", 0
         self._language_model = SharedModel(
             model, tokenizer, workers, batch_size=spec.task_batch_size, progress=self._report_progress, parts=parts
         )
@@ -319,7 +329,7 @@ class _TaskRunner:
             if self._workers.broadcast_from_first(time.monotonic() >= ends_at):
                 left_out.append(task.spec.name)
                 continue
-            self._part, self._passes = f"task-{index:03d}", 0
+            self._part, self._passes = f"{self._prefix}task-{index:03d}", 0
             self._language_model.part = self._part
             run_task = partial(self._run_task, manager, task)
             scores += measure_once(self._parts, self._workers, self._part, tuple[TaskScore, ...], run_task)

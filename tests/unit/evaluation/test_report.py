@@ -14,7 +14,7 @@ from swiftkv_platform.errors import QualityGateError
 from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
 from swiftkv_platform.evaluation.prefill_cost import ModeCost, PrefillCost
 from swiftkv_platform.evaluation.quality import NUM_EXIT_BINS, ExitCounts, HeldOutTotals, SampleSums
-from swiftkv_platform.evaluation.report import Report
+from swiftkv_platform.evaluation.report import ParentTotals, Report
 from swiftkv_platform.planning.gates import (
     NEEDLE_LENGTHS,
     WORSE_STUDENT_LOSS,
@@ -92,7 +92,7 @@ def test_a_student_is_compared_with_its_parent_on_the_same_texts(
 ) -> None:
     before, after = totals(parent, texts=texts), totals(student, texts=texts, spread=spread)
     spec = EvaluationSpec(min_kl_reduction=limit, max_kl=None, min_top1_agreement=None)
-    built = Report.build(spec, distilled=after, parent=before, cost=COST)
+    built = Report.build(spec, distilled=after, parent=ParentTotals(before), cost=COST)
     [gate] = built.gates
     assert (gate.field, gate.outcome) == ("evaluation.min_kl_reduction", outcome)
     assert gate.value == pytest.approx(1 - student / parent if parent else 0.0)
@@ -112,6 +112,7 @@ def test_the_report_has_the_published_keys() -> None:
             for name, of in stages.items()
         },
         "parent": None,
+        "parent_tasks": [],
         "perplexity_ratio": close(math.exp(0.1)),
         "kl_recovered": close(0.75),
         "num_positions": 120,

@@ -1,6 +1,7 @@
 """Comparison of two models row by row: flips in pages, intervals, and what a model's report may not lead to."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from swiftkv_platform.contract import row_results
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.contract.row_results import ModeResult, RowResult, dump_rows
+from swiftkv_platform.control_plane.models.row_comparisons import RowComparisons
+from tests.support.records import make_job, make_model, store
 from tests.unit.control_plane.routes.conftest import Server, refusal
 
 pytestmark = pytest.mark.slow("starts an application for each test")
@@ -84,6 +87,24 @@ def test_flips_are_listed_in_pages(server: Server) -> None:
     unknown = server.client.get(f"/models/{a}/compare/{b}/rows/own", params={"after": "lost"})
     assert (unknown.status_code, refusal(unknown)["field"]) == (422, "after")
     assert server.client.get(f"/models/{a}/compare/{b}/rows/own", params={"change": "same"}).status_code == 422
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_model_is_compared_with_its_parent_on_the_rows_of_its_own_job(server: Server, swapped: bool) -> None:
+    parent = make_model(store(server.parts.jobs, make_job()))
+    child = make_model(store(server.parts.jobs, make_job()))
+    scores = {name: [{"task": "own", "metric": "contains", "row_results": name}] for name in ("0-own", "parent-0-own")}
+    metrics = {"tasks": scores["0-own"], "parent_tasks": scores["parent-0-own"]}
+    child = replace(child, metrics=metrics, lineage={"parent": {"name": parent.id}})
+    for name, value in (("0-own", 1.0), ("parent-0-own", 0.0)):
+        key = AttemptId(str(child.job_id), child.attempt).rows_key(name)
+        server.parts.objects.put_bytes(key, dump_rows(make_rows({"x": value, "y": 1.0}))[0])
+    models = (child, parent) if swapped else (parent, child)
+    [task] = RowComparisons(server.parts.objects, *models).list_tasks()
+    expected = (1.0, 0.5, 1, 0) if swapped else (0.5, 1.0, 0, 1)
+    assert (task.a, task.b, task.num_worse, task.num_better) == expected
+    stranger = replace(parent, id="mdl_other")
+    assert RowComparisons(server.parts.objects, stranger, child).list_tasks() == []
 
 
 def test_names_and_aliases_stand_for_models_and_tasks_may_have_slashes(server: Server) -> None:

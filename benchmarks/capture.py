@@ -25,11 +25,13 @@ import uvicorn
 
 from benchmarks.common import describe_conditions, make_benchmark_parser, write_report
 from swiftkv_platform.local.ray_head import find_free_ports
-from swiftkv_platform.model import convert
+from swiftkv_platform.model.conversion import convert_checkpoint
+from swiftkv_platform.model.weights.bases import resolve_model_directory
 from swiftkv_platform.serve.args import ReplicaArgs, ServedConfig
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.replica_state import ReplicaState
 from swiftkv_platform.serve.versions import load_version
+from swiftkv_platform.specs import BUILTIN_TEACHER
 from swiftkv_platform.specs.deployment import ResolvedCapture
 from swiftkv_platform.web.server import tune_interpreter
 
@@ -48,17 +50,18 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as directory:
         report = asyncio.run(compare(args, Path(directory)))
+    print(json.dumps(report["p99_ms"]))
     write_report(report, args.output)
 
 
 async def compare(args: Namespace, directory: Path) -> dict[str, Any]:
     model = directory / "model"
-    convert("builtin:python-5m", model, num_key_value_layers=6)
+    convert_checkpoint(resolve_model_directory(BUILTIN_TEACHER), model, num_key_value_layers=6)
     served = ServedConfig(model="student", artifact_uri=str(model), verify=False)
     version = await load_version(ReplicaArgs(id="dep_benchmark"), served)
     state = ReplicaState(version)
     tune_interpreter()
-    [port] = find_free_ports(1)
+    [port] = find_free_ports([0])
     server = uvicorn.Server(uvicorn.Config(create_http_app(state), port=port, log_config=None))
     serving = asyncio.create_task(server.serve())
     capture = ResolvedCapture(share=1.0, uri=str(directory / "traffic"))

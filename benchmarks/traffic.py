@@ -10,6 +10,7 @@ students on held-out requests. The report has the KL of each, and by how much it
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import time
@@ -46,6 +47,7 @@ def main() -> None:
         runs = [measure_seed(client, args, seed) for seed in range(args.seeds)]
     reductions = [run["reduction"] for run in runs]
     report = {"conditions": describe_conditions(args), "runs": runs, "mean_reduction": mean(reductions)}
+    print(json.dumps({"runs": runs, "mean_reduction": report["mean_reduction"]}, indent=1))
     write_report(report, args.output)
 
 

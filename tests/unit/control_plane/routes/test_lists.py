@@ -218,6 +218,7 @@ CURSORS = {"/jobs/{job_id}/metrics": "step", "/deployments/{deployment_id}/rollo
 NO_LISTS = {
     "/jobs/{job_id}/logs": "`limit` is a number of bytes of text",
     "/deployments/{deployment_id}/traffic/rows": "pages of objects, newest first only: `test_traffic.py`",
+    "/models/{model_id}/compare/{other_id}/rows/{task}": "pages of rows of two jobs: `test_row_comparisons.py`",
 }
 
 

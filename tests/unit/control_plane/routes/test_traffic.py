@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.contract.traffic import CapturedRequest, TrafficDeletion, make_day, make_traffic_prefix
+from swiftkv_platform.contract.traffic import (
+    CapturedRequest,
+    TrafficDeletion,
+    make_day,
+    make_part_name,
+    make_traffic_prefix,
+)
 from swiftkv_platform.control_plane.access.audit import AuditFilter, AuditTrail
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import PageQuery
@@ -77,7 +83,7 @@ def capture(server: Server, deployment_id: str, rows: Sequence[CapturedRequest],
     """Store rows, a part each, as replicas do."""
     for row in rows:
         part_clock.now = row.time + 5.0
-        open_traffic(server, deployment_id).write_part([encode_row(row)], day=make_day(row.time))
+        open_traffic(server, deployment_id).write_part([encode_row(row)], name=make_part_name(make_day(row.time)))
 
 
 def sweep(server: Server, *, dry_run: bool = False) -> None:

@@ -19,6 +19,7 @@ from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
+from swiftkv_platform.control_plane.deployments.rollout_steps import RolloutReconciler
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms
 from swiftkv_platform.control_plane.hooks.webhooks import WebhookDeliverer, make_webhook_rules, send_webhook
 from swiftkv_platform.control_plane.jobs.reconciler import PollIntervals, PollSchedule, Reconciler
@@ -75,6 +76,7 @@ class Server:
             self.parts, settings, UNDISPUTED, ControlPlaneHistograms(), NO_SPANS, polls=polls, concurrency=1
         )
         self._deployments = DeploymentReconciler(self.parts, settings, UNDISPUTED)
+        self._rollouts = RolloutReconciler(self.parts, settings, UNDISPUTED)
         self._webhooks = WebhookDeliverer(
             self.parts.outbox, make_webhook_rules(self.settings), send_webhook, self.parts.clock
         )
@@ -87,6 +89,7 @@ class Server:
     def tick(self) -> None:
         self._reconciler.tick()
         self._deployments.tick()
+        self._rollouts.tick()
         self._webhooks.tick()
         self._webhooks.wait_until_idle()
 

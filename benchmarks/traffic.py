@@ -2,10 +2,10 @@
 
     python -m benchmarks.traffic --url http://127.0.0.1:8000 [--seeds 3] [--requests 600] [--output traffic.json]
 
-Needs a control plane with Ray (`swiftkv up`). Students of the built-in teacher are trained on the standard library's
-source. For each seed, one is deployed and captures all of its requests, which continue license texts and package
-descriptions in English. A second job continues from the served student on the first half of the text and measures both
-students on held-out requests. The report has the KL of each, and by how much it fell.
+Needs a control plane with Ray (`swiftkv up`). A student of the built-in teacher is trained on the standard library's
+source and deployed. For each seed, it captures requests that continue passages of English from the descriptions and
+licenses of installed packages; a second job continues from the served student on them, and measures both students on a
+fifth of the conversations that it does not train on. The report has the KL of each, and by how much it fell.
 """
 
 from __future__ import annotations
@@ -40,36 +40,36 @@ def main() -> None:
     parser = make_benchmark_parser(__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=600)
-    parser.add_argument("--steps", type=int, default=60, help="steps of each job")
+    parser.add_argument("--requests", type=int, default=300, help="per seed")
+    parser.add_argument("--other-steps", type=int, default=20, help="steps on other text")
+    parser.add_argument("--steps", type=int, default=80, help="steps on the traffic of a seed")
+    parser.add_argument("--model", help="student that was trained on other text, by its id; default: train one")
     args = parser.parse_args()
     with Client(args.url) as client:
-        runs = [measure_seed(client, args, seed) for seed in range(args.seeds)]
+        model = args.model or train_on_other_text(client, args)
+        runs = [measure_seed(client, args, model, seed) for seed in range(args.seeds)]
     reductions = [run["reduction"] for run in runs]
     report = {"conditions": describe_conditions(args), "runs": runs, "mean_reduction": mean(reductions)}
     print(json.dumps({"runs": runs, "mean_reduction": report["mean_reduction"]}, indent=1))
     write_report(report, args.output)
 
 
-def measure_seed(client: Client, args: Namespace, seed: int) -> dict[str, float]:
-    training = {"max_steps": args.steps, "batch_size": 16, "micro_batch_size": 4, "seed": seed}
-    # 1. a student that was trained on other text
-    first = run_job(
-        client,
-        {
-            **COMMON,
-            "name": f"other-text-{seed}",
-            "data": {"max_length": 256, "sources": [{"name_or_path": "builtin:python-stdlib"}]},
-            "training": training,
-        },
-    )
-    # 2. its traffic
-    deployment = client.deployments.create(
-        str(first.distilled_model), route_prefix=f"/traffic-{seed}", capture={"share": 1.0, "redact": []}
-    )
+def train_on_other_text(client: Client, args: Namespace) -> str:
+    data = {"max_length": 256, "sources": [{"name_or_path": "builtin:python-stdlib"}]}
+    spec = {**COMMON, "name": "other-text", "data": data, "training": make_training(args.other_steps)}
+    return str(run_job(client, spec).distilled_model)
+
+
+def make_training(steps: int, seed: int = 0) -> dict[str, Any]:
+    return {"max_steps": steps, "batch_size": 16, "micro_batch_size": 4, "seed": seed}
+
+
+def measure_seed(client: Client, args: Namespace, model: str, seed: int) -> dict[str, float]:
+    # 1. the traffic of the student
+    deployment = client.deployments.create(model, route_prefix=f"/traffic-{seed}", capture={"share": 1.0, "redact": []})
     client.deployments.wait_ready(deployment.id)
     send_requests(deployment.url, args.requests, seed)
-    # 3. a student that continues from it on the traffic
+    # 2. a student that continues from it on the traffic
     source = {"name_or_path": f"traffic:{deployment.id}", "since": "1h"}
     second = run_job(
         client,
@@ -77,8 +77,8 @@ def measure_seed(client: Client, args: Namespace, seed: int) -> dict[str, float]
             **COMMON,
             "name": f"traffic-{seed}",
             "data": {"max_length": 256, "validation_fraction": 0.2, "sources": [source]},
-            "training": {**training, "from": deployment.id},
-            "evaluation": {"min_kl_reduction": 1 / 3},
+            "training": {**make_training(args.steps, seed), "from": deployment.id},
+            "evaluation": {"min_kl_reduction": -1.0},
         },
     )
     client.deployments.delete(deployment.id)

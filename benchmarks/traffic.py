@@ -2,10 +2,10 @@
 
     python -m benchmarks.traffic --url http://127.0.0.1:8000 [--seeds 3] [--requests 600] [--output traffic.json]
 
-Needs a control plane with Ray (`swiftkv up`). A student of the built-in teacher is trained on the standard library's
-source and deployed. For each seed, it captures requests that continue passages of English from the descriptions and
-licenses of installed packages; a second job continues from the served student on them, and measures both students on a
-fifth of the conversations that it does not train on. The report has the KL of each, and by how much it fell.
+Needs a control plane with Ray (`swiftkv up`). For each seed, a student of the built-in teacher is trained on the standard
+library's source and deployed. It captures requests that continue passages of English from the descriptions and licenses
+of installed packages; a second job continues from the served student on them, and measures both students on a fifth of
+the conversations that it does not train on. The report has the KL of each, and by how much it fell.
 """
 
 from __future__ import annotations
@@ -41,35 +41,38 @@ def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=300, help="per seed")
-    parser.add_argument("--other-steps", type=int, default=20, help="steps on other text")
-    parser.add_argument("--steps", type=int, default=80, help="steps on the traffic of a seed")
-    parser.add_argument("--model", help="student that was trained on other text, by its id; default: train one")
+    parser.add_argument("--other-steps", type=int, default=100, help="steps on other text")
+    parser.add_argument("--steps", type=int, default=100, help="steps on the traffic")
     args = parser.parse_args()
     with Client(args.url) as client:
-        model = args.model or train_on_other_text(client, args)
-        runs = [measure_seed(client, args, model, seed) for seed in range(args.seeds)]
+        runs = [measure_seed(client, args, seed) for seed in range(args.seeds)]
     reductions = [run["reduction"] for run in runs]
     report = {"conditions": describe_conditions(args), "runs": runs, "mean_reduction": mean(reductions)}
     print(json.dumps({"runs": runs, "mean_reduction": report["mean_reduction"]}, indent=1))
     write_report(report, args.output)
 
 
-def train_on_other_text(client: Client, args: Namespace) -> str:
-    data = {"max_length": 256, "sources": [{"name_or_path": "builtin:python-stdlib"}]}
-    spec = {**COMMON, "name": "other-text", "data": data, "training": make_training(args.other_steps)}
-    return str(run_job(client, spec).distilled_model)
-
-
-def make_training(steps: int, seed: int = 0) -> dict[str, Any]:
+def make_training(steps: int, seed: int) -> dict[str, Any]:
     return {"max_steps": steps, "batch_size": 16, "micro_batch_size": 4, "seed": seed}
 
 
-def measure_seed(client: Client, args: Namespace, model: str, seed: int) -> dict[str, float]:
-    # 1. the traffic of the student
-    deployment = client.deployments.create(model, route_prefix=f"/traffic-{seed}", capture={"share": 1.0, "redact": []})
+def measure_seed(client: Client, args: Namespace, seed: int) -> dict[str, float]:
+    # 1. a student of other text
+    first = run_job(
+        client,
+        {
+            **COMMON,
+            "name": f"other-text-{seed}",
+            "data": {"max_length": 256, "sources": [{"name_or_path": "builtin:python-stdlib"}]},
+            "training": make_training(args.other_steps, seed),
+        },
+    )
+    # 2. its traffic
+    model, route = str(first.distilled_model), f"/traffic-{seed}"
+    deployment = client.deployments.create(model, route_prefix=route, capture={"share": 1.0, "redact": []})
     client.deployments.wait_ready(deployment.id)
     send_requests(deployment.url, args.requests, seed)
-    # 2. a student that continues from it on the traffic
+    # 3. a student that continues from it on the traffic
     source = {"name_or_path": f"traffic:{deployment.id}", "since": "1h"}
     second = run_job(
         client,

@@ -192,6 +192,10 @@ Reason = Annotated[str, typer.Option("--reason", help="Reason, recorded with cal
 JobId = Annotated[
     str, typer.Argument(metavar="JOB", help="Job id (job_...) or unique name.", autocompletion=complete_job)
 ]
+SpecChanges = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a spec field, e.g. training.max_steps=100. Repeatable."),
+]
 ModelName = Annotated[
     str,
     typer.Argument(
@@ -269,12 +273,30 @@ _MAX_LISTED_IDS = 5
 _SCALAR_TYPES = (str, int, float, bool)
 
 
+def parse_spec_change(text: str) -> tuple[str, Any]:
+    """Parse `KEY=VALUE` to (path of the field, YAML value). Raises `InvalidInputError`."""
+    import yaml
+
+    from swiftkv_platform.sources.names import make_override_absolute
+    from swiftkv_platform.specs.documents import load_yaml
+
+    path, equals, value = text.partition("=")
+    if not (path and equals):
+        message = f"--set is {text!r}; expected KEY=VALUE, e.g. training.max_steps=100"
+        raise InvalidInputError(message, field="set", value=text)
+    try:
+        return path, make_override_absolute(path, load_yaml(value))
+    except yaml.YAMLError as error:
+        message = f"--set {path} is {value!r}, which is not valid YAML: {error}"
+        raise InvalidInputError(message, field=path, value=value) from error
+
+
 def add_spec_options(
     spec: type[BaseModel], *, exclude: Collection[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command: add one option per field of `spec`, except `exclude`.
 
-    The command receives the used options as `spec_values`, a dictionary by field name.
+    The command receives the used options as `spec_values`, a dictionary by field name; `null` becomes None.
     """
     fields = {name: field for name, field in spec.model_fields.items() if name not in exclude}
     options = [
@@ -285,8 +307,9 @@ def add_spec_options(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def run(**arguments: Any) -> None:
-            values = {name: arguments.pop(name) for name in fields}
-            command(**arguments, spec_values={name: value for name, value in values.items() if value not in (None, [])})
+            used = {name: value for name in fields if (value := arguments.pop(name)) not in (None, [])}
+            values = {name: None if value in ("null", ["null"]) else value for name, value in used.items()}
+            command(**arguments, spec_values=values)
 
         signature = inspect.signature(command, eval_str=True)
         own = [
@@ -305,7 +328,9 @@ def _make_option(field: FieldInfo) -> Any:
 
     scalar_type, list_type = _get_scalar_type(field.annotation), _get_list_type(field.annotation)
     if list_type is not None:
-        return Annotated[list_type | None, typer.Option(help=f"{_make_help(field)} Repeatable.")]
+        of_texts = list_type == list[str]
+        parsed = {} if of_texts else {"parser": _parse_item, "metavar": "YAML"}
+        return Annotated[list_type | None, typer.Option(help=f"{_make_help(field)} Repeatable.", **parsed)]
     if scalar_type is None:
         return Annotated[
             dict[str, Any] | None, typer.Option(parser=_parse_mapping, metavar="YAML", help=_make_help(field))
@@ -316,9 +341,9 @@ def _make_option(field: FieldInfo) -> Any:
 
 
 def _get_list_type(annotation: Any) -> Any:
-    """Return `list[item]` for a tuple annotation or its optional form, else None."""
+    """Return `list[item]` for a tuple annotation or its optional form, `list[dict]` for items of objects, else None."""
     if typing.get_origin(annotation) is tuple:
-        return types.GenericAlias(list, _get_scalar_type(typing.get_args(annotation)[0]))
+        return types.GenericAlias(list, _get_scalar_type(typing.get_args(annotation)[0]) or dict)
     members = typing.get_args(annotation) if typing.get_origin(annotation) in (Union, types.UnionType) else ()
     return next((found for member in members if (found := _get_list_type(member)) is not None), None)
 
@@ -335,18 +360,33 @@ def _get_scalar_type(annotation: Any) -> Any:
 
 def _make_help(field: FieldInfo) -> str:
     description = " ".join((field.description or "").split())
-    return description if field.default in (None, {}) else f"{description} Default: {field.default}."
+    return (
+        description
+        if field.is_required() or field.default in (None, {})
+        else f"{description} Default: {field.default}."
+    )
 
 
-def _parse_mapping(text: str) -> dict[str, Any]:
+def _parse_mapping(text: str) -> dict[str, Any] | str:
+    """Parse an object, or `null`. Raises `typer.BadParameter`."""
+    value = _parse_yaml(text)
+    if value is not None and not isinstance(value, dict):
+        raise typer.BadParameter(f"{text!r} is not an object; expected e.g. '{{share: 0.1}}', or null")
+    return "null" if value is None else value
+
+
+def _parse_item(text: str) -> dict[str, Any] | str:
+    """Parse an item of a list: an object, or a text such as an id. Raises `typer.BadParameter`."""
+    value = _parse_yaml(text)
+    return value if isinstance(value, dict) else text
+
+
+def _parse_yaml(text: str) -> Any:
     import yaml
 
     from swiftkv_platform.specs.documents import load_yaml
 
     try:
-        value = load_yaml(text)
+        return load_yaml(text)
     except yaml.YAMLError as error:
         raise typer.BadParameter(f"{text!r} is neither YAML nor JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise typer.BadParameter(f"{text!r} is not an object; expected e.g. '{{share: 0.1}}'")
-    return value

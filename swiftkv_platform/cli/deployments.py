@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,7 @@ from swiftkv_platform.cli.context import (
     connect,
     find_deployment_id,
     find_job_id,
+    parse_spec_change,
 )
 from swiftkv_platform.cli.output import (
     Columns,
@@ -57,6 +58,26 @@ def get(deployment_id: DeploymentId, url: Url = None, json: Json = False) -> Non
         deployment_id = find_deployment_id(client, deployment_id)
         found = client.deployments.get(deployment_id)
     print_result(found, _format_deployment(found), json=json)
+
+
+@deployments_app.command()
+def update(
+    deployment_id: DeploymentId,
+    changes: Annotated[
+        list[str],
+        typer.Option("--set", metavar="KEY=VALUE", help="Change an option, e.g. capture.share=0.1. Repeatable."),
+    ],
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """Change options of a deployment; the others stay. `null` removes or resets one."""
+    from swiftkv_platform.specs.documents import apply_changes
+
+    values = apply_changes({}, dict(map(parse_spec_change, changes)))
+    with connect(url) as client:
+        deployment_id = find_deployment_id(client, deployment_id)
+        deployment = client.deployments.update(deployment_id, **values)
+    print_result(deployment, f"{deployment_id} is {deployment.status}, version {deployment.version}.", json=json)
 
 
 @deployments_app.command()

@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swiftkv_platform.cli.context import Json, OptionalSpecFile, PrefillLayers, validate_options
-from swiftkv_platform.cli.jobs import SpecChanges, load_spec, parse_spec_change
+from swiftkv_platform.cli.context import (
+    Json,
+    OptionalSpecFile,
+    PrefillLayers,
+    SpecChanges,
+    parse_spec_change,
+    validate_options,
+)
+from swiftkv_platform.cli.jobs import load_spec
 from swiftkv_platform.cli.output import (
     GATE_EXIT_CODE,
     Columns,

@@ -56,6 +56,7 @@ EXAMPLES: Mapping[str, str] = {
     "compare": "swiftkv compare my-model production --rows 20",
     "deployments list": "swiftkv deployments list",
     "deployments get": "swiftkv deployments get my-model",
+    "deployments update": "swiftkv deployments update my-model --set capture.share=0.1 --set max_replicas=4",
     "deployments metrics": "swiftkv deployments metrics my-model",
     "deployments rollouts": "swiftkv deployments rollouts my-model",
     "deployments rollback": "swiftkv deployments rollback my-model my-job --reason 'wrong answers'",

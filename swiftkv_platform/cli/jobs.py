@@ -20,10 +20,12 @@ from swiftkv_platform.cli.context import (
     Json,
     Limit,
     OptionalSpecFile,
+    SpecChanges,
     SpecFile,
     Url,
     connect,
     find_job_id,
+    parse_spec_change,
     read_spec,
     validate_options,
 )
@@ -49,11 +51,6 @@ if TYPE_CHECKING:
     from swiftkv_platform.client.models import Resource
     from swiftkv_platform.specs import JobSpec
     from swiftkv_platform.tracking.recorded import RecordedRun
-
-SpecChanges = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Set a spec field, e.g. training.max_steps=100. Repeatable."),
-]
 
 IdempotencyKey = Annotated[str | None, typer.Option(help="Key that prevents submitting the same job twice.")]
 
@@ -403,24 +400,6 @@ def load_spec(file: Path | None, recipe_: str | None, changes: Sequence[str] | N
         return spec
     document = spec.model_dump(mode="json", exclude_unset=True)
     return validate_options(JobSpec, apply_changes(document, dict(map(parse_spec_change, changes))))
-
-
-def parse_spec_change(text: str) -> tuple[str, Any]:
-    """Parse `KEY=VALUE` to (path of the field, YAML value). Raises `InvalidInputError`."""
-    import yaml
-
-    from swiftkv_platform.sources.names import make_override_absolute
-    from swiftkv_platform.specs.documents import load_yaml
-
-    path, equals, value = text.partition("=")
-    if not (path and equals):
-        message = f"--set is {text!r}; expected KEY=VALUE, e.g. training.max_steps=100"
-        raise InvalidInputError(message, field="set", value=text)
-    try:
-        return path, make_override_absolute(path, load_yaml(value))
-    except yaml.YAMLError as error:
-        message = f"--set {path} is {value!r}, which is not valid YAML: {error}"
-        raise InvalidInputError(message, field=path, value=value) from error
 
 
 def print_submitted(job: Job, *, json: bool) -> None:

@@ -12,12 +12,14 @@ from swiftkv_platform.cli.context import (
     Limit,
     ModelName,
     Reason,
+    SpecChanges,
     Url,
     connect,
     find_job_id,
     find_model_id,
+    parse_spec_change,
 )
-from swiftkv_platform.cli.jobs import SpecChanges, parse_spec_change, print_submitted, watch_job
+from swiftkv_platform.cli.jobs import print_submitted, watch_job
 from swiftkv_platform.cli.output import (
     Columns,
     format_local_time,

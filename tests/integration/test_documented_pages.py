@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 import yaml
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -22,6 +23,7 @@ from swiftkv_platform.client import Client
 from swiftkv_platform.local.state import RunDirectory, StackState, find_marked_processes
 from tests.contract.serving.replicas import save_chat_model
 from tests.support.documented import Block, blocks
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak("types whole pages, minutes"), pytest.mark.timeout(3600)]
 
@@ -147,6 +149,47 @@ def test_the_serving_page_from_top_to_bottom(reader: Reader) -> None:
     (call,) = chat["choices"][0]["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
     assert (response["object"], message["type"]) == ("response", "message")
+
+
+def test_the_section_from_traffic_to_a_better_student(tmp_path: Path) -> None:
+    section = Path("docs/training.md").read_text().partition("### From traffic")[2].partition("\n### ")[0]
+    (tmp_path / "section.md").write_text(section)
+    spec, commands = blocks(tmp_path / "section.md")
+    capture, submit, *others = commands.commands()
+    with running(Reader(tmp_path)) as reader:
+        reader.type(f"swiftkv up && swiftkv jobs submit {RECIPE} --follow", "the first student")
+        reader.type("swiftkv deploy mdl_...", "the first student")
+        reader.type(capture, commands.place)
+        with Client(reader.platform().url) as client:
+            [deployment] = client.deployments.list()
+            for number in range(160):
+                prompt = f"def test_release_{number}(self):\n    self.assertEqual(parse('{number % 7}.{number}'),"
+                body = {"prompt": prompt, "max_tokens": 32, "stop": ["\n"], "temperature": 0.0}
+                httpx.post(f"{deployment.url}/generate", json=body, trust_env=False).raise_for_status()
+            loop = yaml.safe_load(reader.own(spec.text))
+            loop["model"] = {"name_or_path": "builtin:python-5m", "dtype": "float32"}
+            loop["training"] |= {"batch_size": 4, "micro_batch_size": 4, "max_steps": 30}
+            del loop["training"]["num_epochs"]
+            loop["data"]["sources"][0]["complete"]["max_tokens"] = 32
+            loop |= {"optimizer": {"learning_rate": 1e-3}, "resources": {"num_workers": 1}}
+            (tmp_path / "loop.yaml").write_text(yaml.safe_dump(loop))
+            reader.type(submit, commands.place)
+            new, served = client.models.list()
+            wait_for_candidate(client, deployment.id)
+            compared, rollouts, rolled_back = [reader.type(command, commands.place) for command in others]
+            assert served.id in compared
+            assert new.id in compared
+            assert "candidate" in rollouts
+            assert rolled_back.startswith("Rolled back the rollout of")
+            assert client.deployments.get(deployment.id).model == served.id
+
+
+def wait_for_candidate(client: Client, deployment_id: str) -> None:
+    def has_candidate() -> bool:
+        [rollout] = client.deployments.rollouts(deployment_id)
+        return bool(rollout.status == "candidate")
+
+    eventually(has_candidate, "the new model is the candidate", seconds=180.0)
 
 
 def test_a_model_of_ones_own_from_top_to_bottom(tmp_path: Path) -> None:

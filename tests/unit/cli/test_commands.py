@@ -147,6 +147,32 @@ def test_deploy_takes_every_option_of_the_spec(run: Run, script: Script) -> None
         assert run("deploy", "mdl_1", *refused).exit_code == 2
 
 
+def test_deploy_takes_objects_in_lists_and_null(run: Run, script: Script) -> None:
+    script.on("PATCH", "/deployments/dep_1", json_answer({"id": "dep_1", "model": "mdl_1", "status": "running"}))
+    options = ["--adapters", "mdl_2", "--adapters", "{model: mdl_3, name: legal}"]
+    options += ["--capture", "null", "--cors-origins", "null", "--tool-call-parser", "null"]
+    result = run("deploy", "mdl_1", "--replace", "dep_1", "--no-wait", *options)
+    assert result.exit_code == 0, result.output
+    assert script.sent("PATCH", "/deployments/dep_1")[0].body == {
+        "model": "mdl_1",
+        "adapters": ["mdl_2", {"model": "mdl_3", "name": "legal"}],
+        "capture": None,
+        "cors_origins": None,
+        "tool_call_parser": None,
+    }
+
+
+def test_deployments_update_sends_only_what_changes(run: Run, script: Script) -> None:
+    row = {"id": "dep_1", "model": "mdl_1", "status": "running", "version": 4}
+    script.on("PATCH", "/deployments/dep_1", json_answer(row))
+    changes = ["--set", "capture.share=0.1", "--set", "engine.max_num_seqs=null", "--set", "adapters=[mdl_2]"]
+    result = run("deployments", "update", "dep_1", *changes)
+    assert result.exit_code == 0, result.output
+    assert "dep_1 is running, version 4." in result.output
+    body = {"capture": {"share": 0.1}, "engine": {"max_num_seqs": None}, "adapters": ["mdl_2"]}
+    assert script.sent("PATCH", "/deployments/dep_1")[0].body == body
+
+
 def test_deploy_waits_until_the_model_answers(run: Run, script: Script) -> None:
     row = {"id": "dep_1", "model": "mdl_1", "status": "deploying"}
     script.on("POST", "/deployments", json_answer(row, 201))

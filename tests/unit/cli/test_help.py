@@ -1,5 +1,6 @@
 """Help, version and completion: what they import, and the examples."""
 
+import re
 import shlex
 import subprocess
 import sys
@@ -71,7 +72,9 @@ def test_every_command_has_an_example_that_it_accepts() -> None:
     commands = dict(find_commands(load_commands()))
     assert commands.keys() == EXAMPLES.keys()
     for path, command in commands.items():
-        assert EXAMPLES[path] in CliRunner().invoke(app, [*path.split(), "--help"], env={"COLUMNS": "300"}).output
+        shown = CliRunner().invoke(app, [*path.split(), "--help"], env={"COLUMNS": "300"}).output
+        assert EXAMPLES[path] in shown
+        assert not re.search(r"Undefined|\[None\]|<function|object at 0x", shown)
         words = shlex.split(EXAMPLES[path].partition(" > ")[0])
         named = "prune" if path == "sweep" else path
         assert words[: 1 + len(named.split())] == ["swiftkv", *named.split()]

@@ -115,7 +115,7 @@ CALLS: dict[str, tuple[Call | None, str | None]] = {
     ),
     "PATCH /deployments/{deployment_id}": (
         lambda own, ids: own.deployments.update(ids["deployment"], max_replicas=3),
-        "deploy {model} --replace {deployment} --no-wait",
+        "deployments update {deployment} --set max_replicas=3",
     ),
     "GET /deployments/{deployment_id}/metrics": (
         lambda own, ids: own.deployments.metrics(ids["deployment"]),

@@ -1,6 +1,6 @@
 """KL of students on captured traffic: trained on it, and on other text.
 
-    python -m benchmarks.traffic --url http://127.0.0.1:8000 [--seeds 3] [--requests 600] [--output traffic.json]
+    python -m benchmarks.traffic --url http://127.0.0.1:8000 [--seeds 3] [--output traffic.json]
 
 Needs a control plane with Ray (`swiftkv up`). For each seed, a student of the built-in teacher is trained on the standard
 library's source and deployed. It captures requests that continue passages of English from the descriptions and licenses
@@ -40,9 +40,9 @@ def main() -> None:
     parser = make_benchmark_parser(__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=300, help="per seed")
+    parser.add_argument("--requests", type=int, default=1600, help="per seed")
     parser.add_argument("--other-steps", type=int, default=100, help="steps on other text")
-    parser.add_argument("--steps", type=int, default=100, help="steps on the traffic")
+    parser.add_argument("--steps", type=int, default=400, help="steps on the traffic")
     args = parser.parse_args()
     with Client(args.url) as client:
         runs = [measure_seed(client, args, seed) for seed in range(args.seeds)]

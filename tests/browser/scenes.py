@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
 from swiftkv_platform.contract.traffic import CapturedRequest, make_day, make_part_name, make_traffic_prefix
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
@@ -211,6 +212,8 @@ def write_artifact(server: Server, job_id: str) -> None:
     files = {"evaluation.json": {"size": size, "sha256": "0" * 64}}
     spec = server.get(f"/jobs/{job_id}")["spec"]
     lineage = {"teacher": "org/teacher", "data_fingerprint": "9f" * 32, "spec": spec}
+    if spec["publish"]["adapter"]:
+        lineage[ADAPTER_LINEAGE] = "d" * 64
     write_manifest(objects, prefix, files, kind="artifact", lineage=lineage, metrics=REPORT)
 
 

@@ -72,6 +72,24 @@ def test_a_model_is_swapped_and_a_candidate_tried(server: Server, page: Page) ->
     expect(history.first).to_contain_text("updated")
 
 
+def test_adapters_are_added_and_removed(server: Server, page: Page) -> None:
+    publish = {"adapter": True}
+    first, legal = (trained(server, name, publish=publish)["distilled_model"] for name in ("first", "legal"))
+    deployment = deploy(server, first, route_prefix="/chat")
+    page.goto(f"{address(server)}/#/deployments/{deployment}")
+    form = page.get_by_role("form", name="Adapters")
+    form.get_by_label("Model").select_option(legal)
+    form.get_by_label("Name").fill("law")
+    form.get_by_role("button", name="Add").click()
+    added = page.get_by_role("list", name="Adapters").get_by_role("listitem")
+    expect(added).to_contain_text("law")
+    [stored] = server.get(f"/deployments/{deployment}")["adapters"]
+    assert (stored["model"], stored["name"]) == (legal, "law")
+    added.get_by_role("button", name="Remove law").click()
+    expect(added).to_have_count(0)
+    assert server.get(f"/deployments/{deployment}")["adapters"] == []
+
+
 @pytest.mark.soak("a long scene")
 def test_what_is_typed_stays_while_the_page_is_renewed(server: Server, page: Page) -> None:
     deployment = deploy(server, route_prefix="/chat")

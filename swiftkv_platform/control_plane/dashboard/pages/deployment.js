@@ -59,6 +59,33 @@ function CandidateForm({ deployment, models, apply, busy }) {
     </form></section>`;
 }
 
+/** Further students over the model's base, which requests name by `model`. */
+function AdaptersForm({ deployment, models, apply, busy }) {
+  const adapters = (deployment.adapters ?? []).map(({ model, name }) => ({ model, name }));
+  const served = new Set([deployment.model, ...adapters.map(({ model }) => model)]);
+  const others = models.filter(({ id, lineage }) => lineage.base_digest && !served.has(id));
+  const submit = (event) => {
+    event.preventDefault();
+    const { model, name } = Object.fromEntries(new FormData(event.target));
+    apply({ adapters: [...adapters, { model, name: name || null }] });
+    event.target.reset();
+  };
+  const renderAdapter = (adapter) => {
+    const name = adapter.name ?? adapter.model;
+    const remove = () => apply({ adapters: adapters.filter((each) => each !== adapter) });
+    return html`<li key=${adapter.model}><a href="#/models/${adapter.model}">${name}</a>
+      <button class="danger" disabled=${busy} onClick=${remove} aria-label="Remove ${name}">Remove</button></li>`;
+  };
+  return (adapters.length > 0 || others.length > 0) && html`<section class="panel"><h2>Adapters</h2>
+    <p class="quiet small">Students of the same base model that share its weights. Requests name one by model.</p>
+    <ul class="plain" aria-label="Adapters">${adapters.map(renderAdapter)}</ul>
+    <form class="row" onSubmit=${submit} aria-label="Adapters">
+      <label>Model <select name="model" required><option value="">Select an adapter</option>${renderOptions(others)}</select></label>
+      <label>Name <input name="name" size="12" /></label>
+      <button disabled=${busy}>Add</button>
+    </form></section>`;
+}
+
 function ReplicasForm({ deployment, apply, busy }) {
   const submit = (event) => {
     event.preventDefault();
@@ -78,7 +105,7 @@ function Controls({ deployment, models, onDone }) {
   const [apply, busy, problem] = useChange(deployment, onDone);
   const shared = { deployment, models, apply, busy };
   return html`<h2>Changes</h2><${Problem} problem=${problem} />
-    <div class="grid"><${SwapForm} ...${shared} /><${CandidateForm} ...${shared} /><${ReplicasForm} ...${shared} /></div>`;
+    <div class="grid"><${SwapForm} ...${shared} /><${CandidateForm} ...${shared} /><${AdaptersForm} ...${shared} /><${ReplicasForm} ...${shared} /></div>`;
 }
 
 const SNIPPETS = {

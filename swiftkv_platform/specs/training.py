@@ -70,9 +70,9 @@ class OptimizerSpec(Spec):
     """Peak learning rate. Default: found by `rate_search`, starting from min(3e-4 x max(1, 2048 / hidden size), 3e-3);
     lower with `trainable: all`."""
     rate_search: bool | None = None
-    """Before training, try a few learning rates for a few steps each, and use the one with the lowest held-out KL. Adds
-    at most 15% of the run's steps. Default: true if `learning_rate` is not set. Otherwise the search starts from
-    `learning_rate`, or a fifth of it with `trainable: all`."""
+    """Before training, try a few learning rates for a few steps each, and use the highest one that lowers held-out KL
+    by at least 90% of the largest reduction. Adds at most 15% of the run's steps. Default: true if `learning_rate` is
+    not set. Otherwise the search starts from `learning_rate`, or a fifth of it with `trainable: all`."""
     weight_decay: NonNegative = 0.05
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.999)
     """Betas of AdamW."""

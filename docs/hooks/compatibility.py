@@ -17,7 +17,8 @@ _HEAD = """\
 **Programs for OpenAI's or Anthropic's API work with another address** ([tested](verification.md#outside-judges)).
 
 `/v1/completions`, `/v1/chat/completions` and `/v1/responses` take OpenAI's fields, `/v1/messages` takes Anthropic's.
-All take some of vLLM's and our own. Each field is served, accepted without effect, or refused.
+All take some of vLLM's and our own. Each field is served, accepted without effect, or refused; if routes are named in
+*italics*, only they take it.
 
 - `null` is the same as leaving a field out, and `16.0` as `16`.
 - An unknown field is refused with 400, and the message names the nearest known one. A deployment's `ignored_fields`
@@ -25,25 +26,25 @@ All take some of vLLM's and our own. Each field is served, accepted without effe
   unknown ones. `/generate` refuses unknown fields.
 - Unknown keys inside messages, tools, formats and `stream_options` are accepted without effect. Those of
   `structured_outputs` are refused, unless `ignored_fields` has `*`.
-- Both engines have OpenAI's ranges: `temperature` 0 to 2, `top_p` and `min_p` 0 to 1, penalties -2 to 2, biases -100
-  to 100, `repetition_penalty` 0.01 to 100. `top_k` 0 and -1 keep all tokens; `seed` -1 draws one.
+- Ranges are OpenAI's with both engines: `temperature` 0 to 2, `top_p` and `min_p` 0 to 1, penalties -2 to 2, biases
+  -100 to 100, `repetition_penalty` 0.01 to 100. `top_k` 0 and -1 keep all tokens; `seed` -1 draws one.
 - Use HTTP/1.1 with deployments: Ray Serve's proxy streams in chunks to HTTP/1.0 clients too.
 """
 _PARTS = """\
 ## Other parts
 
-Images, files and other parts that are not text have no effect in results of tools and in messages that were answered,
-where the client cannot leave them out. The model gets their text, or `[image omitted]`. In instructions and in a new
-message of the user they are refused with 400, unless they have only text. Items of type `item_reference` become a
-placeholder, since nothing is stored. Calls of other tools become calls of functions.
+Images, files and other parts that are not text are replaced by their text, or by `[image omitted]`, in results of
+tools and in messages that were answered. In instructions and in a new message of the user they are refused with 400,
+unless they have only text. An `item_reference` becomes a placeholder, since nothing is stored. Calls of other tools
+become calls of functions.
 
-Tools of other types, such as `web_search`, are skipped. A `tool_choice` that names one is refused. The header
+Tools of other types, such as `web_search`, are skipped; a `tool_choice` that names one is refused. The header
 `x-swiftkv-ignored-fields` names all of these (`messages.content.image`, `tools.web_search`).
 """
 _SECTIONS = {
     Treatment.SERVED: "",
     Treatment.WITHOUT_EFFECT: "Listed in the answer's header `x-swiftkv-ignored-fields` and in the request log.",
-    Treatment.REFUSED: "Refused with 400, because the field would change the answer; the message has the reason.",
+    Treatment.REFUSED: "Refused with 400 and the reason, because the field would change the answer.",
 }
 
 
@@ -58,7 +59,7 @@ def _lines() -> Iterator[str]:
         yield from (f"## {treatment.capitalize()}", "", *([remark, ""] if remark else []))
         shown = [field for field in FIELDS if field.treatment is treatment]
         for origin in dict.fromkeys(field.origin for field in shown):
-            yield from (f"| {origin}'s field | *only on*: remark |", "|---|---|")
+            yield from (f"| {origin}'s field | remark |", "|---|---|")
             rows: dict[str, list[str]] = {}
             for field in (field for field in shown if field.origin == origin):
                 rows.setdefault(_remarks(field), []).append(f"`{field.name}`")

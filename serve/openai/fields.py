@@ -92,27 +92,22 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
         },
         ("OpenAI", OPENAI): {"stop": ""},
         ("OpenAI", _ROUTES_WITH_N): {
-            "n stream_options response_format": "",
-            "stream_options.include_usage": "adds a last event with the token usage",
+            "n stream_options stream_options.include_usage response_format": "",
         },
         ("OpenAI", COMPLETIONS): {
-            "prompt": "text, token ids, or a list of either",
+            "prompt logprobs echo": "",
             "max_tokens": "0 with `echo` only scores the prompt",
-            "logprobs": "number of most probable tokens",
-            "echo": "with `logprobs`, includes log-probabilities of the prompt",
         },
         ("OpenAI", CHAT): {
-            "messages": "parts of type `text`, `input_text`, `output_text` and `refusal`; others as text (see Other "
-            "parts)",
+            "messages": "parts of type `text`, `input_text`, `output_text` and `refusal`; others as text",
             "max_tokens": "`max_completion_tokens` takes precedence",
             "max_completion_tokens": "default: the rest of the context",
-            "logprobs": "true or false",
-            "top_logprobs": "",
+            "logprobs top_logprobs": "",
             "tools": "of type `function`; others are skipped",
         },
         ("OpenAI", RESPONSES): {
             "input": "text, or items of type `message`, `function_call`, `function_call_output` and `reasoning`; "
-            "others as text (see Other parts)",
+            "others as text",
             "instructions": "",
             "max_output_tokens": "default: the rest of the context",
             "text": "`format`; `verbosity` has no effect",
@@ -121,21 +116,16 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
         ("OpenAI", CHAT + RESPONSES): {"tool_choice": "", "parallel_tool_calls": "no effect without `tools`"},
         ("Anthropic", MESSAGES): {
             "messages": "blocks of type `text`, `tool_use`, `tool_result` and `thinking`; `redacted_thinking` has no "
-            "effect; others as text (see Other parts)",
-            "system": "text, or blocks of type `text`",
-            "max_tokens": "required",
-            "stop_sequences": "",
+            "effect; others as text",
+            "system max_tokens stop_sequences tool_choice": "",
             "output_config": "`format`; `effort` has no effect",
             "output_format": "older name of `output_config.format`",
             "tools": "with an `input_schema`; others are skipped",
-            "tool_choice": "`auto`, `any`, `tool`, `none`",
         },
         ("vLLM", ALL): {
             "top_k min_p repetition_penalty min_tokens stop_token_ids include_stop_str_in_output ignore_eos "
-            "skip_special_tokens structured_outputs": "",
+            "skip_special_tokens structured_outputs truncate_prompt_tokens priority": "",
             "allowed_token_ids": "refused with structured outputs",
-            "truncate_prompt_tokens": "keeps the end of the prompt",
-            "priority": "lower values are scheduled first",
         },
         ("vLLM", _ROUTES_WITH_N): {
             "prompt_logprobs": "not with `stream: true`",
@@ -160,7 +150,7 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
             "max_tool_calls": "limits server-side tools, which are skipped",
             "truncation": "a prompt longer than the context is refused; `truncate_prompt_tokens` keeps its end",
         },
-        ("OpenAI", _ROUTES_WITH_N): {"stream_options.include_obfuscation": "like all unknown nested keys"},
+        ("OpenAI", _ROUTES_WITH_N): {"stream_options.include_obfuscation": ""},
         ("OpenAI", RESPONSES + MESSAGES): {"stream_options": "the last event has the usage"},
         ("OpenAI", RESPONSES): {"image access_programs": ""},
         ("Anthropic", ALL): {
@@ -168,10 +158,7 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
             "cache_control": "prefix caching needs no markers",
             "thinking": "not passed to the model",
         },
-        ("vLLM", ALL): {
-            "spaces_between_special_tokens": "no spaces are added between special tokens",
-            "request_id": "",
-        },
+        ("vLLM", ALL): {"spaces_between_special_tokens request_id": ""},
     },
     Treatment.REFUSED: {
         ("OpenAI", _ROUTES_WITH_N): {"best_of": ("only the value of `n` is accepted", _equals_n)},

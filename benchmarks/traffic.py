@@ -1,11 +1,11 @@
 """KL of students on captured traffic: trained on it, and on other text.
 
-    python -m benchmarks.traffic --url http://127.0.0.1:8000 [--seeds 3] [--output traffic.json]
+    python -m benchmarks.traffic [--url http://127.0.0.1:8000] [--seeds 3] [--output traffic.json]
 
-Needs a control plane with Ray (`swiftkv up`). For each seed, a student of the built-in teacher is trained on the standard
-library's source and deployed. It captures requests that continue passages of English from the descriptions and licenses
-of installed packages; a second job continues from the served student on them, and measures both students on a fifth of
-the conversations that it does not train on. The report has the KL of each, and by how much it fell.
+Needs a control plane with Ray (`swiftkv up`). For each seed, a student of the built-in teacher is trained on the
+standard library's source and deployed. It captures requests that continue passages of English from the descriptions and
+licenses of installed packages; a second job continues from the served student on them, and measures both students on a
+fifth of the conversations that it does not train on. The report has the KL of each, and by how much it fell.
 """
 
 from __future__ import annotations

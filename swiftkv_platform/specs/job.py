@@ -199,6 +199,12 @@ class JobSpec(Spec):
         names_model = self.training.from_ is not None and self.training.from_.startswith("mdl_")
         return names_model and self.training.max_steps == 0 and self.publish.to is not None
 
+    def inherit_from(self, parent: Self) -> Self:
+        """Return the spec of a job that continues from `parent`'s student: teacher and shape default to the parent's."""
+        swiftkv = self.swiftkv.inherit_from(parent.swiftkv)
+        model = self.model if "model" in self.model_fields_set else parent.model
+        return self.model_copy(update={"model": model, "swiftkv": swiftkv})
+
     def list_sources(self) -> list[tuple[str, DataSourceSpec]]:
         """Return (JSON path, source) of every data source: the training data, and the rows to evaluate."""
         sources = [(f"data.sources[{index}]", source) for index, source in enumerate(self.data.sources)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -36,8 +37,12 @@ _PrefillLayers = Annotated[
 ]
 
 
+_DEPTH_FIELDS = {"num_key_value_layers", "prefill_reduction", "prefill_layers"}
+
+
 class SwiftKVSpec(Spec):
-    """Shape and initialization of the student (paper, section 3)."""
+    """Shape and initialization of the student (paper, section 3). In a job that continues from a student, its shape is
+    the default."""
 
     num_key_value_layers: NumLayers | None = None
     """l, 1..L-1: number of layers that prompts run, each with its own KV cache. Exclusive with `prefill_reduction`."""
@@ -60,8 +65,7 @@ class SwiftKVSpec(Spec):
     """Input of K and V in layers >= l for tokens that run these layers (a prompt's last token and generated tokens).
     `own`: the hidden state of the first layer of each group, as in the teacher; prefill costs the same and quality is
     much higher. In training, texts whose tokens all count are split at random into a prompt, which does not count, and
-    a completion. `shared`: the output of layer l - 1, as for other prompt tokens (the paper's form); the default for a
-    job that continues from such a student."""
+    a completion. `shared`: the output of layer l - 1, as for other prompt tokens (the paper's form)."""
     prefill_layers: _PrefillLayers = None
     """Layers that prompts run, instead of the first l: an ascending list, or text such as `0-2,4,6-16`. l is then the
     last of them + 1. In skipped layers below l, only K and V are computed, so the same compute is spent on the more
@@ -116,14 +120,15 @@ class SwiftKVSpec(Spec):
         return ShapeRequest.from_spec(self)
 
     def inherit_from(self, parent: Self) -> Self:
-        """Return the section of a job that continues from `parent`: `decode_key_value` and `deep_tail` default to the
+        """Return the section of a job that continues from `parent`: the fields of the shape that are not set are the
         parent's."""
-        inherited: dict[str, Any] = {}
-        if "decode_key_value" not in self.model_fields_set:
-            inherited["decode_key_value"] = parent.decode_key_value
-        if "deep_tail" not in self.model_fields_set and (self.decode_key_value == parent.decode_key_value or inherited):
-            inherited["deep_tail"] = parent.deep_tail
-        return self.model_copy(update=inherited)
+        given = {name for name in self.model_fields_set if getattr(self, name) is not None}
+        if given & _DEPTH_FIELDS:
+            given |= _DEPTH_FIELDS
+        if "decode_key_value" in given and self.decode_key_value != parent.decode_key_value:
+            given.add("deep_tail")
+        names = {field.name for field in fields(ShapeRequest)} - given
+        return self.model_copy(update={name: getattr(parent, name) for name in names})
 
     def make_layer_list_error(self, problem: str) -> PydanticCustomError:
         """Return a validation error for `prefill_layers`."""

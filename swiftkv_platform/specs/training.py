@@ -119,7 +119,7 @@ class TrainingSpec(Spec):
 
     from_: ParentReference | None = Field(default=None, alias="from")
     """Model (`mdl_...`), checkpoint (`job_...:STEP`), or deployment (`dep_...`: the model that it serves at submission)
-    to continue from, with the same teacher, l and g; null: start from the teacher. Steps and learning-rate schedule
+    to continue from, with its teacher and shape; null: start from the teacher. Steps and learning-rate schedule
     restart."""
     load_optimizer_state: bool = False
     """Also load the optimizer state of the checkpoint `from`."""

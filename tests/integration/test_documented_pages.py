@@ -167,7 +167,6 @@ def test_the_section_from_traffic_to_a_better_student(tmp_path: Path) -> None:
                 body = {"prompt": prompt, "max_tokens": 32, "stop": ["\n"], "temperature": 0.0}
                 httpx.post(f"{deployment.url}/generate", json=body, trust_env=False).raise_for_status()
             loop = yaml.safe_load(reader.own(spec.text))
-            loop["model"] = {"name_or_path": "builtin:python-5m", "dtype": "float32"}
             loop["training"] |= {"batch_size": 4, "micro_batch_size": 4, "max_steps": 30}
             del loop["training"]["num_epochs"]
             loop["data"]["sources"][0]["complete"]["max_tokens"] = 32

@@ -38,7 +38,7 @@ from swiftkv_platform.control_plane.jobs.job import (
 from swiftkv_platform.control_plane.jobs.queue import check_fits_node_groups
 from swiftkv_platform.control_plane.jobs.repository import IdempotencyKey, JobFilter
 from swiftkv_platform.control_plane.jobs.responses import JobResponse
-from swiftkv_platform.control_plane.models.parents import check_parent, check_publish_target
+from swiftkv_platform.control_plane.models.parents import FoundParent, check_parent, check_publish_target
 from swiftkv_platform.control_plane.parsing import ParserPool
 from swiftkv_platform.control_plane.ray.placement import Node
 from swiftkv_platform.errors import (
@@ -94,9 +94,12 @@ class JobService:
         if spec.publish.publication is not None:
             to = check_publish_target(spec.publish.publication, caller.tenant, self.settings)
             spec = spec.model_copy(update={"publish": spec.publish.model_copy(update={"to": to})})
+        parent = self.parts.parents.find_parent(spec, caller.tenant)
+        if parent is not None:
+            spec = spec.inherit_from(parent.spec)
         if spec.is_publish_only:
             self._check_demand(spec, caller.tenant)
-            return self._resolve_parent(spec, caller, JobEstimate())
+            return _pin_parent(spec, parent, JobEstimate()), JobEstimate()
         # 2. Sources, quotas, webhook and prices.
         now = self.parts.clock()
         spec = make_windows_absolute(spec, now)
@@ -114,17 +117,7 @@ class JobService:
                 value=spec.limits.cost_cap,
             )
         found = self.parsers.run(client, check_spec, spec, access) if reads_files(spec) else check_spec(spec, access)
-        return self._resolve_parent(spec, caller, found)
-
-    def _resolve_parent(self, spec: JobSpec, caller: Caller, found: JobEstimate) -> tuple[JobSpec, JobEstimate]:
-        """Resolve and check the parent that a job continues from, if any. Returns (new spec, new estimate)."""
-        parent = self.parts.parents.find_parent(spec, caller.tenant)
-        if parent is not None:
-            spec = spec.model_copy(update={"swiftkv": spec.swiftkv.inherit_from(parent.spec.swiftkv)})
-            check_parent(spec, parent, num_hidden_layers=found.num_hidden_layers)
-            training = spec.training.model_copy(update={"from_": parent.parent.name})
-            spec = spec.model_copy(update={"training": training})
-        return spec, found
+        return _pin_parent(spec, parent, found), found
 
     def submit(
         self,
@@ -281,6 +274,15 @@ class JobService:
             except StaleVersionError as error:
                 latest = error
         raise latest
+
+
+def _pin_parent(spec: JobSpec, parent: FoundParent | None, found: JobEstimate) -> JobSpec:
+    """Check that a job can continue from its parent, if any, and return the spec with the parent's id."""
+    if parent is None:
+        return spec
+    check_parent(spec, parent, num_hidden_layers=found.num_hidden_layers)
+    training = spec.training.model_copy(update={"from_": parent.parent.name})
+    return spec.model_copy(update={"training": training})
 
 
 def _check_resumptions(job: Job) -> None:

@@ -67,10 +67,28 @@ def test_a_job_has_its_parents_deep_tail_or_another(server: Server) -> None:
         assert job["spec"]["swiftkv"]["deep_tail"] == deep_tail
 
 
+SHAPES = [
+    {"prefill_reduction": 0.25, "key_value_group_size": 2, "own_output_projection": True},
+    {"num_key_value_layers": 6, "sharing": "mqa", "early_exit": True, "decode_key_value": "shared"},
+    {"prefill_layers": [0, 2, 5], "deep_tail": 16},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_job_without_teacher_and_shape_has_its_parents(server: Server, shape: dict[str, Any]) -> None:
+    parent = server.succeed(swiftkv=shape, model={"name_or_path": "org/other"})["distilled_model"]
+    given = {name: value for name, value in continuing(parent).items() if name != "model"}
+    response = server.client.post("/jobs", json=given)
+    assert response.status_code == 201, response.text
+    spec = response.json()["spec"]
+    assert spec["model"]["name_or_path"] == "org/other"
+    assert {name: spec["swiftkv"][name] for name in shape} == shape
+
+
 def test_a_job_bypasses_what_its_parent_bypasses(server: Server) -> None:
     parent = server.succeed(swiftkv={"prefill_layers": [0, 2, 5]})["distilled_model"]
     server.submit(**continuing(parent, swiftkv={"prefill_layers": [0, 2, 5]}))
-    for swiftkv in ({}, SIX, {"prefill_layers": [0, 3, 5]}):
+    for swiftkv in (SIX, {"prefill_layers": [0, 3, 5]}):
         error = refusal(server.client.post("/jobs", json=continuing(parent, swiftkv=swiftkv)))
         assert error["field"] == "swiftkv.prefill_layers"
         assert "use [0, 2, 5]" in error["message"]
@@ -83,7 +101,6 @@ REFUSALS: list[tuple[str, dict[str, Any], str, str]] = [
     ("{job}:3", L6, "training.from", "it has steps 2"),
     ("{job}:ckpt_00000002_0002", L6, "training.from", "it has steps 2"),
     ("{job}:2", {"swiftkv": {"num_key_value_layers": 5}}, "swiftkv.num_key_value_layers", "use 6"),
-    ("{job}:2", {}, "swiftkv.num_key_value_layers", "use 6"),
     ("{job}:2", {"swiftkv": {**SIX, "key_value_group_size": 2}}, "swiftkv.key_value_group_size", "use 1"),
     ("{job}:2", {"swiftkv": {**SIX, "own_output_projection": True}}, "swiftkv.own_output_projection", "use False"),
     ("{job}:2", {"swiftkv": {"prefill_layers": [0, 2, 5]}}, "swiftkv.prefill_layers", "use None"),
@@ -124,7 +141,7 @@ def test_what_does_not_fit_is_refused(server: Server, parent: dict[str, Any]) ->
 def test_shares_of_layers_are_compared_where_the_teacher_is_known(server: Server, teacher: dict[str, str]) -> None:
     data = {"sources": [{"name_or_path": "org/data"}]}
     parent = server.succeed(model=teacher, data=data, swiftkv={"num_key_value_layers": 6})
-    body = continuing(f"{parent['id']}:2", model=teacher, data=data)
+    body = continuing(f"{parent['id']}:2", model=teacher, data=data, swiftkv={"prefill_reduction": 0.5})
     assert server.submit(**body)["spec"]["swiftkv"]["num_key_value_layers"] is None  # half of 12
     error = refusal(server.client.post("/jobs", json={**body, "swiftkv": {"prefill_reduction": 0.25}}))
     assert error["field"] == "swiftkv.num_key_value_layers"

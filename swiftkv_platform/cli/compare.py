@@ -47,6 +47,7 @@ def compare(
         shown = {name: [row.model_dump(mode="json") for row in found_rows] for name, found_rows in changed.items()}
         print_json({**found.model_dump(mode="json"), "changed_rows": shown})
         return
+    print_line(f"a: {found.a}, b: {found.b}")
     figures = {"metric": "name", "a": "a", "b": "b", "better": "better"}
     print_items(found.figures, figures, empty="No metrics: neither model has been evaluated.")
     different = (*found.differences, *found.spec_differences)

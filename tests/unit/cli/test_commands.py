@@ -308,13 +308,14 @@ def test_the_list_of_models_has_their_kl(run: Run, script: Script) -> None:
 def test_a_comparison_lists_flips_with_both_answers(run: Run, script: Script) -> None:
     task = {"task": "own", "metric": "contains", "num_rows": 40, "num_only_a": 2, "num_only_b": 0, "a": 0.9, "b": 0.8}
     task |= {"interval": [-0.2, 0.01], "num_worse": 5, "num_better": 1}
-    both = {"figures": [], "differences": [], "spec_differences": [], "tasks": [task]}
+    both = {"a": "mdl_1", "b": "mdl_2", "figures": [], "differences": [], "spec_differences": [], "tasks": [task]}
     result = {"score": 1.0, "answer": "It is \n four"}
     row = {"id": "0f", "object": "changed_row", "change": "worse", "prompt": "2 + 2?", "expected": "four"}
     row |= {"a": result, "b": {"score": 0.0, "answer": "five " * 40}}
     script.on("GET", "/models/one/compare/two", json_answer(both))
     script.on("GET", "/models/one/compare/two/rows/own", list_answer([row]))
     printed = run("compare", "one", "two", "--rows", "1").stdout
+    assert printed.startswith("a: mdl_1, b: mdl_2\n")
     assert "-0.2 to +0.01" in printed
     assert "own: 1 of 6 rows with different scores (2 rows only of a and 0 only of b are not compared)" in printed
     [line] = [line for line in printed.splitlines() if line.startswith("0f")]

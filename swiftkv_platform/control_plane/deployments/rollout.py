@@ -62,7 +62,7 @@ class Rollout:
     serving_since: int | None = None
     """Unix seconds since which all replicas have served the candidate."""
     previous: str | None = None
-    """Model that the deployment served before the promotion."""
+    """Model that the deployment serves until the promotion."""
     version: int = 1
 
     @property

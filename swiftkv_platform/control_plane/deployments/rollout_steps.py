@@ -11,6 +11,7 @@ deployment changed, and stores only the rollout.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from swiftkv_platform.contract.verdicts import describe_undecided_gates
@@ -28,7 +29,6 @@ from swiftkv_platform.errors import (
     NotFoundError,
     OverQuotaError,
     QuotaExceededError,
-    StaleVersionError,
 )
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.settings import Settings
@@ -72,13 +72,16 @@ class RolloutService:
     def _restore_previous(self, rollout: Rollout, deployment: Deployment, caller: Caller, reason: str) -> None:
         if deployment.spec.model == rollout.previous:  # an earlier call was interrupted
             return
-        if deployment.spec.model != rollout.model or rollout.previous is None:
+        if deployment.spec.model != rollout.model:
             message = f"deployment {deployment.spec.id} serves {deployment.spec.model} now, not {rollout.model}; change"
             raise ConflictError(f"{message} its model instead", field="job_id", value=rollout.job_id)
         if deployment.spec.alias is not None:
             self._registry.roll_back(deployment.spec.alias, tenant=caller.tenant, by=caller.name, reason=reason)
-        else:
+        elif rollout.previous is not None:
             self._deployments.update(deployment.spec.id, caller, {"model": rollout.previous})
+        else:  # somebody has deployed the model before the rollout began
+            message = f"deployment {deployment.spec.id} served {rollout.model} before its rollout began; change"
+            raise ConflictError(f"{message} its model instead", field="job_id", value=rollout.job_id)
 
     def add_candidate(self, rollout: Rollout) -> None:
         """Make the model the deployment's candidate. Raises as `DeploymentService.update`."""
@@ -128,23 +131,28 @@ class RolloutReconciler:
             self.lease.check_leading()
             try:
                 self._advance(rollout)
-            except (StaleVersionError, ConflictError) as error:
-                get_logger(loop="rollouts").info("rollout changed meanwhile", job=rollout.job_id, reason=error.message)
+            except (ConflictError, *_REFUSALS) as error:
+                get_logger(loop="rollouts").info("rollout not advanced", job=rollout.job_id, reason=error.message)
 
     def _advance(self, rollout: Rollout) -> None:
         try:
             deployment = self.parts.deployments.get_deployment(rollout.deployment, tenant=rollout.tenant)
             if deployment.state.status is DeploymentStatus.DELETING:
                 self._end(rollout, RolloutStatus.REFUSED, "the deployment is being deleted")
-            elif deployment.spec.model == rollout.model:
+                return
+            if deployment.spec.model == rollout.model:
                 self._service.remove_candidate(rollout)
                 self._end(rollout, RolloutStatus.PROMOTED)
-            elif rollout.status is RolloutStatus.WAITING:
+                return
+            if deployment.spec.model != rollout.previous:
+                # Stored before any change, so that it is known after a crash, and if somebody promotes the model.
+                rollout = self.parts.rollouts.update(replace(rollout, previous=deployment.spec.model))
+            if rollout.status is RolloutStatus.WAITING:
                 self._start(rollout, deployment)
             else:
                 self._watch(rollout, deployment)
         except _REFUSALS as error:
-            self._end(rollout, RolloutStatus.REFUSED, error.message)
+            self._refuse(rollout, error.message)
 
     @property
     def _service(self) -> RolloutService:
@@ -158,14 +166,15 @@ class RolloutReconciler:
         if undecided:
             self._end(rollout, RolloutStatus.REFUSED, f"inconclusive quality gates: {'; '.join(undecided)}")
             return
-        candidate = deployment.spec.candidate
+        candidate, earlier = deployment.spec.candidate, None
         if candidate is not None and candidate.model != rollout.model:
             earlier = self._find_open_rollout(rollout, candidate.model)
             if earlier is None:
                 self._report_wait(rollout, f"waits until candidate {candidate.model} of the deployment is removed")
                 return
-            self._end(earlier, RolloutStatus.REFUSED, f"superseded by the model of {rollout.job_id}")
         self._service.add_candidate(rollout)
+        if earlier is not None:
+            self._end(earlier, RolloutStatus.REFUSED, f"superseded by the model of {rollout.job_id}")
         self.parts.rollouts.update(rollout.add_step(RolloutStatus.CANDIDATE, self.parts.clock()))
 
     def _watch(self, rollout: Rollout, deployment: Deployment) -> None:
@@ -174,14 +183,11 @@ class RolloutReconciler:
         if candidate is None or candidate.model != rollout.model:
             self._end(rollout, RolloutStatus.REFUSED, "the candidate was removed or replaced")
         elif state.status is DeploymentStatus.REFUSED:
-            self._service.remove_candidate(rollout)
-            self._end(rollout, RolloutStatus.REFUSED, state.message)
+            self._refuse(rollout, state.message)
         elif state.status is DeploymentStatus.RUNNING and state.unknown_since is None:
             if rollout.serving_since is None:
                 rollout = self.parts.rollouts.update(replace(rollout, serving_since=int(now)))
             if rollout.promote_at is not None and now >= rollout.promote_at:
-                # The previous model is stored first, so that it is known after a crash too.
-                rollout = self.parts.rollouts.update(replace(rollout, previous=deployment.spec.model))
                 self._service.promote(rollout, deployment)
                 self._end(rollout, RolloutStatus.PROMOTED)
 
@@ -193,6 +199,14 @@ class RolloutReconciler:
     def _report_wait(self, rollout: Rollout, message: str) -> None:
         if rollout.steps[-1].message != message:
             self.parts.rollouts.update(rollout.add_step(RolloutStatus.WAITING, self.parts.clock(), message))
+
+    def _refuse(self, rollout: Rollout, message: str) -> None:
+        """End a rollout without a promotion, and remove its candidate."""
+        with suppress(NotFoundError):  # the deployment is gone
+            self._service.remove_candidate(rollout)
+        # The steps before the refusal may have stored a later version.
+        present = self.parts.rollouts.get_rollout(rollout.job_id, tenant=rollout.tenant)
+        self._end(present, RolloutStatus.REFUSED, message)
 
     def _end(self, rollout: Rollout, status: RolloutStatus, message: str = "") -> None:
         self.parts.rollouts.update(rollout.add_step(status, self.parts.clock(), message))

@@ -326,7 +326,7 @@ class RolloutResponse(ResponseModel):
     promote_at: int | None
     """Unix seconds at which the candidate is promoted; null if that is not known yet, or nothing will be."""
     previous: str | None
-    """Model that the deployment served before the promotion."""
+    """Model that the deployment serves until the promotion."""
     steps: list[RolloutStepResponse]
     """Oldest first; the last one has the present status."""
 

@@ -1,6 +1,6 @@
 """Rollouts of jobs' models: candidate, then model of the deployment, each once, with every step undoable."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,13 @@ from swiftkv_platform.control_plane.deployments.rollout_steps import RolloutReco
 from swiftkv_platform.control_plane.deployments.service import DeploymentService
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.errors import ConflictError, NotFoundError, SwiftKVError
+from swiftkv_platform.errors import (
+    ConflictError,
+    InvalidInputError,
+    NotFoundError,
+    QuotaExceededError,
+    SwiftKVError,
+)
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.deployment import DeploymentSpec
 from tests.support.records import UNDISPUTED
@@ -259,6 +265,80 @@ def test_a_crash_between_deployment_and_rollout_repeats_nothing(
     assert statuses(plane, model) == ["waiting", "candidate", "promoted"]
     assert undo(plane, deployment, model).status is RolloutStatus.ROLLED_BACK
     assert served(plane, deployment) == (before, None)
+
+
+def test_a_crash_while_superseding_a_candidate_leaves_no_candidate_without_a_rollout(
+    plane: Plane, deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = roll_out(plane, deployment)
+    tick(plane)
+    second = roll_out(plane, deployment)
+    with monkeypatch.context() as patched:
+        patched.setattr(RolloutService, "add_candidate", make_raiser(CrashError()))
+        with pytest.raises(CrashError):
+            tick(plane)
+    with monkeypatch.context() as patched:
+        patched.setattr(RolloutReconciler, "_end", make_raiser(CrashError()))
+        with pytest.raises(CrashError):
+            tick(plane)
+    tick(plane)
+    tick(plane)
+    assert served(plane, deployment)[1] == second.id
+    assert get(plane, first).status is RolloutStatus.REFUSED
+    assert statuses(plane, second) == ["waiting", "candidate"]
+
+
+def make_raiser(error: Exception) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("error", [QuotaExceededError("full"), InvalidInputError("unknown"), NotFoundError("gone")])
+def test_a_refused_promotion_ends_the_rollout_and_removes_its_candidate(
+    plane: Plane, deployment: Deployment, error: SwiftKVError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = roll_out(plane, deployment, promote_after_s=0)
+    tick(plane)
+    become(plane, deployment, DeploymentStatus.RUNNING)
+    with monkeypatch.context() as patched:
+        patched.setattr(RolloutService, "promote", make_raiser(error))
+        tick(plane)
+    assert served(plane, deployment) == (deployment.spec.model, None)
+    assert statuses(plane, model) == ["waiting", "candidate", "refused"]
+    assert get(plane, model).steps[-1].message == error.message
+    later = roll_out(plane, deployment)
+    tick(plane)
+    assert served(plane, deployment)[1] == later.id, "the next rollout is not held up"
+
+
+@pytest.mark.parametrize("is_candidate", [False, True])
+def test_a_promotion_by_somebody_can_be_rolled_back(plane: Plane, deployment: Deployment, is_candidate: bool) -> None:
+    before = deployment.spec.model
+    if not is_candidate:
+        chosen = {"model": make_model(plane).id, "share": 0.5}
+        DeploymentService(plane.parts, SETTINGS).update(deployment.spec.id, ANN, {"candidate": chosen})
+    model = roll_out(plane, deployment, promote_after_s=None)
+    tick(plane)
+    if deployment.spec.alias is None:
+        DeploymentService(plane.parts, SETTINGS).update(deployment.spec.id, ANN, {"model": model.id})
+    else:
+        registry(plane).promote(model.id, ALIAS, tenant=TENANT, by="ann", reason="good")
+    tick(plane)
+    assert get(plane, model).status is RolloutStatus.PROMOTED
+    undo(plane, deployment, model)
+    assert served(plane, deployment)[0] == before
+
+
+def test_a_model_that_was_served_before_its_rollout_began_has_no_previous_one(
+    plane: Plane, deployment: Deployment
+) -> None:
+    model = roll_out(plane, deployment)
+    DeploymentService(plane.parts, SETTINGS).update(deployment.spec.id, ANN, {"model": model.id})
+    tick(plane)
+    with pytest.raises(ConflictError, match="before its rollout began; change its model instead"):
+        undo(plane, deployment, model)
 
 
 def test_two_planes_at_once_advance_a_rollout_once(plane: Plane, deployment: Deployment) -> None:

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from swiftkv_platform.contract.autoscaling import compute_replica_resources
 from swiftkv_platform.control_plane.access.demand import Demand
+from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 
@@ -51,6 +52,19 @@ class Deployment:
     state: DeploymentState = DeploymentState(DeploymentStatus.PENDING)
     version: int = 1
     """Increases with every change of `spec`, and only then."""
+
+
+def replace_model(spec: ResolvedDeployment, model: str, artifact_uri: str) -> ResolvedDeployment:
+    """Return the spec of a deployment whose alias points to another model. Raises `InvalidInputError` for a model that
+    one of its adapters is, or is named like."""
+    if any(model in (each.model, each.name) for each in spec.adapters or ()):
+        raise InvalidInputError.for_field(
+            "model",
+            model,
+            f", which deployment {spec.id}, which follows alias {spec.alias!r}, serves as an adapter; remove it from "
+            "the deployment's adapters first",
+        )
+    return spec.model_copy(update={"model": model, "artifact_uri": artifact_uri})
 
 
 def apply_change(deployment: Deployment, spec: ResolvedDeployment) -> tuple[ResolvedDeployment, DeploymentState]:

@@ -33,6 +33,7 @@ from swiftkv_platform.control_plane.deployments.deployment import (
     DeploymentStatus,
     find_inner_routes,
     find_outer_routes,
+    replace_model,
 )
 from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.specs.base import STORED_CONTEXT
@@ -226,7 +227,7 @@ def _check_route(session: Session, wanted: Deployment) -> None:
 
 
 def _resolve_alias(session: Session, spec: ResolvedDeployment, tenant: str) -> ResolvedDeployment:
-    """Return the spec with the model that its alias points to in this transaction."""
+    """Return the spec with the model that its alias points to in this transaction. Raises as `replace_model`."""
     if spec.alias is None:
         return spec
     promotions = select(PromotionRow.model).where(PromotionRow.tenant == tenant, PromotionRow.alias == spec.alias)
@@ -234,7 +235,7 @@ def _resolve_alias(session: Session, spec: ResolvedDeployment, tenant: str) -> R
     if model_id is None or model_id == spec.model:
         return spec
     artifact_uri = session.scalars(select(ModelRow.artifact_uri).where(ModelRow.id == model_id)).one()
-    return spec.model_copy(update={"model": model_id, "artifact_uri": artifact_uri})
+    return replace_model(spec, model_id, artifact_uri)
 
 
 def read_deployment(row: DeploymentRow) -> Deployment:

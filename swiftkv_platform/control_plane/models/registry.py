@@ -91,8 +91,8 @@ class RegistryService:
 
         Raises `NotFoundError` for an unknown model, `InvalidInputError` for an ambiguous name, `ConflictError` for a
         model with an undecided gate unless `accept_undecided`, `PreconditionFailedError` for an alias at another
-        version than `expected`, `StaleVersionError` if another model is promoted at the same time, and
-        `QuotaExceededError` for a new alias of a tenant that has too many.
+        version than `expected`, `StaleVersionError` if another model is promoted at the same time,
+        `QuotaExceededError` for a new alias of a tenant that has too many, and as `replace_model`.
         """
         found = self.find_model(model_name, tenant)
         _check_gates(found, accept_undecided=accept_undecided)

@@ -21,7 +21,7 @@ from swiftkv_platform.control_plane.database.paging import (
     to_dataclass,
 )
 from swiftkv_platform.control_plane.database.tables import DeletionRow, DeploymentRow, ModelRow, PromotionRow
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus, apply_change
+from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus, apply_change, replace_model
 from swiftkv_platform.control_plane.deployments.repository import (
     DeploymentRepository,
     read_deployment,
@@ -139,7 +139,7 @@ class ModelRepository(DeploymentRepository):
 
         `decide` gets the alias's history, newest first, of which it should read no more than it needs; `policy` says
         how many aliases the tenant may have, and how long their histories are.
-        Raises `QuotaExceededError`, and what `decide` raises.
+        Raises `QuotaExceededError`, what `decide` raises, and as `replace_model`.
         """
         with self._database.begin_write() as session:
             # 1. decide  2. the promotion, and the end of its history  3. deployments
@@ -157,8 +157,7 @@ class ModelRepository(DeploymentRepository):
             rows = {row.id: row for row in session.scalars(following.with_for_update())}
             for deployment in parse_readable_rows(rows.values(), read_deployment)[0]:
                 if deployment.state.status is not DeploymentStatus.DELETING:
-                    served = {"model": model.id, "artifact_uri": model.artifact_uri}
-                    spec = deployment.spec.model_copy(update=served)
+                    spec = replace_model(deployment.spec, model.id, model.artifact_uri)
                     write_deployment(rows[deployment.spec.id], *apply_change(deployment, spec))
         return promotion
 

@@ -10,13 +10,14 @@ from sqlalchemy import text
 from structlog.testing import capture_logs
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
-from swiftkv_platform.control_plane.access.tenants import TenantPolicy
+from swiftkv_platform.control_plane.access.tenants import TenantPolicies, TenantPolicy
 from swiftkv_platform.control_plane.base import Caller, new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
 from swiftkv_platform.control_plane.deployments.service import DeploymentService
 from swiftkv_platform.control_plane.http.merge_patch import ExpectedVersions
 from swiftkv_platform.control_plane.models.model import Model
+from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.models.repository import ModelRepository
 from swiftkv_platform.control_plane.ray.placement import Node
 from swiftkv_platform.errors import (
@@ -200,6 +201,26 @@ def test_adapters_of_one_base_are_deployed_and_changed_together(plane: Plane) ->
         assert caught.value.field == field.replace("\\", "")
     assert update(adapters=None, model=foreign.id).spec.model == foreign.id
     assert update(adapters=[], model=whole.id).spec.adapters == (), "replicas compare the base of a whole model"
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_alias_does_not_move_to_an_adapter_of_its_deployment(plane: Plane, by_name: bool) -> None:
+    registry = RegistryService(plane.catalog, plane.clock, TenantPolicies())
+    own, first, second = (register_adapter(plane, name) for name in ("own", "first", "second"))
+    registry.promote(first.id, "production", tenant=TENANT, by="ann", reason="first")
+    registry.promote(own.id, "production", tenant=TENANT, by="ann", reason="better")
+    named = {"model": second.id, "name": first.id} if by_name else first.id
+    spec = DeploymentSpec.model_validate({"model": "production", "adapters": [named]})
+    deployment = service(plane).create(ANN, spec)
+    why = rf"model is '{first.id}', which deployment {deployment.spec.id}.* serves as an adapter; remove it"
+    with pytest.raises(InvalidInputError, match=why):
+        registry.promote(first.id, "production", tenant=TENANT, by="ann", reason="again")
+    with pytest.raises(InvalidInputError, match=why):
+        registry.roll_back("production", tenant=TENANT, by="ann", reason="worse")
+    assert plane.catalog.get_deployment(deployment.spec.id, tenant=TENANT) == deployment
+    service(plane).update(deployment.spec.id, ANN, {"adapters": []})
+    registry.promote(first.id, "production", tenant=TENANT, by="ann", reason="again")
+    assert plane.catalog.get_deployment(deployment.spec.id, tenant=TENANT).spec.model == first.id
 
 
 def test_what_the_cluster_no_longer_reports_is_unknown_since_then(plane: Plane, model: Model) -> None:

@@ -10,16 +10,17 @@ import hashlib
 import json
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from swiftkv_platform.contract.traffic import CapturedRequest
 from swiftkv_platform.data.formats import FORMATS, PROMPT_FORMATS, Content, Conversation, RowReader, hash_content
-from swiftkv_platform.data.messages import RowError
+from swiftkv_platform.data.messages import Message, RowError
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -163,11 +164,27 @@ def _hash_beginnings(content: Content) -> list[int]:
         return [hash_content(content)]
     hasher = hashlib.blake2b(json.dumps(content.tools, sort_keys=True).encode(), digest_size=8)
     found = []
-    for number, message in enumerate(content.messages, start=1):
+    for number, message in enumerate(_number_calls(content.messages), start=1):
         hasher.update(json.dumps(message, sort_keys=True).encode() + b"\n")
         if message["role"] == "assistant" or number == len(content.messages):
             found.append(int.from_bytes(hasher.digest(), "big"))
     return found or [int.from_bytes(hasher.digest(), "big")]
+
+
+def _number_calls(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
+    """Yield the messages with the numbers of calls as their ids, since the ids that replicas choose are random."""
+    numbers: dict[str, int] = {}
+
+    def find_number(call_id: str) -> int:
+        return numbers.setdefault(call_id, len(numbers))
+
+    for message in messages:
+        numbered = dict(message)
+        if calls := message.get("tool_calls"):
+            numbered["tool_calls"] = [{**call, "id": find_number(call["id"])} for call in calls]
+        if (answered := message.get("tool_call_id")) is not None:
+            numbered["tool_call_id"] = find_number(answered)
+        yield numbered
 
 
 def _merge_hashes(merged: Hashes, others: array[int]) -> Hashes:

@@ -104,6 +104,33 @@ def test_as_served_a_request_is_used_once_and_without_those_that_a_later_one_con
     assert any("requests left out: 2 repeated, 2 contained in later ones" in message for message in messages)
 
 
+def call_and_answer(first: str, second: str) -> list[dict[str, Any]]:
+    """A question, two calls with these ids, their results in reverse, and an answer."""
+    calls = [{"id": each, "function": {"name": "look", "arguments": {}}} for each in (first, second)]
+    results = [
+        {"role": "tool", "content": "2", "tool_call_id": second},
+        {"role": "tool", "content": "1", "tool_call_id": first},
+    ]
+    asked = {"role": "user", "content": "ask"}
+    return [asked, {"role": "assistant", "tool_calls": calls}, *results, {"role": "assistant", "content": "say"}]
+
+
+def test_ids_of_calls_distinguish_no_conversations(traffic: Traffic, prepare_traffic: Prepare) -> None:
+    """A replica chooses ids at random, also those of the answer that it captures."""
+    traffic.store(path="/generate", messages=call_and_answer("a1", "b1")[:2])
+    traffic.store(path="/generate", messages=call_and_answer("a2", "b2"))
+    traffic.store(path="/generate", messages=call_and_answer("a3", "b3"))
+    crossed = call_and_answer("a4", "b4")
+    crossed[2]["tool_call_id"], crossed[3]["tool_call_id"] = "a4", "b4"
+    traffic.store(path="/generate", messages=crossed)
+    called = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_calls and m.tool_calls|length }};{% endfor %}"
+    )
+    prepared = prepare_traffic(data={"template": called})
+    assert left_out(prepared) == {"repeated": 1, "contained in later ones": 1}
+    assert len(texts(prepared.train)) == 2, "results of other calls are another conversation"
+
+
 def test_answers_that_were_cut_off_are_not_trained_on(traffic: Traffic, prepare_traffic: Prepare) -> None:
     traffic.chat("ask", "sa", finish_reason="length")
     traffic.text("def", " f(", finish_reason="length")

@@ -97,15 +97,20 @@ class AdapterPool:
         version.apply_request_settings(self.served)
         return version
 
+    def apply_request_settings(self, served: ServedConfig) -> None:
+        """Apply the settings of single requests to all adapters, which get them when they are acquired."""
+        self.served = self.served.replace_request_settings(served)
+
     async def apply(self, served: ServedConfig) -> None:
         """Serve the adapters of a deployment's new settings: load the new ones, as far as the memory suffices, and
-        unload the others after their running requests. If one cannot be loaded, nothing changes. Raises as
-        `acquire`."""
+        unload those that are not listed any more after their running requests. If one cannot be loaded, nothing
+        changes. Raises as `acquire`."""
         adapters = served.adapters or ()
         previous, before = (self.served, self._wanted), list(self._resident)
+        added = [each for each in adapters if each.model not in self._wanted]
         self.served, self._wanted = served, {**self._wanted, **{each.model: each for each in adapters}}
         try:
-            for adapter in adapters:
+            for adapter in added:
                 async with self._loading:
                     if adapter.model not in self._resident:
                         await self._load(adapter.model, evicts=False)

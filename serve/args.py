@@ -30,6 +30,10 @@ class BaseModelAccess(FiniteModel):
     """Organizations of the hub; null allows all."""
 
 
+_REQUEST_SETTINGS = ("capture", "ignored_fields", "cors_origins")
+"""Fields that hold for any model: settings of single requests."""
+
+
 class ServedConfig(ServedSpec[EngineConfig, ResolvedCandidate, ResolvedAdapter, ResolvedCapture]):
     """The served models: Serve's `user_config`. Running replicas swap to a changed one without a restart.
 
@@ -61,10 +65,13 @@ class ServedConfig(ServedSpec[EngineConfig, ResolvedCandidate, ResolvedAdapter, 
 
     def _select_loaded_fields(self) -> ServedConfig:
         candidate = self.candidate and self.candidate.model_copy(update={"share": 0.0})
-        settings = dict.fromkeys(("capture", "ignored_fields", "cors_origins"))
-        others = {"revision": "", "base_access": BaseModelAccess(), **settings}
+        others = {"revision": "", "base_access": BaseModelAccess(), **dict.fromkeys(_REQUEST_SETTINGS)}
         adapters = None if self.adapters is None else ()
         return self.model_copy(update={**others, "candidate": candidate, "adapters": adapters})
+
+    def replace_request_settings(self, other: ServedConfig) -> ServedConfig:
+        """Return this configuration with the settings of single requests of another one."""
+        return self.model_copy(update={name: getattr(other, name) for name in _REQUEST_SETTINGS})
 
 
 class ReplicaArgs(FiniteModel):

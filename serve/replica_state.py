@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+from swiftkv_platform.contract.traffic import MAX_USER_CHARS
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.errors import InvalidInputError, LoadingError, QueueFullError, RateLimitedError, SwiftKVError
 from swiftkv_platform.frozen import FrozenModel
@@ -144,23 +145,27 @@ class ModelVersion:
             conversation: None if the prompts are texts or token ids.
         """
         is_chosen = self.capture is not None and random.random() < self.capture.share  # noqa: S311  # not a secret
-        # Without a tokenizer there is no text.
-        if self.capture is None or not is_chosen or not may_store or self.tokenizer is None:
+        # Without a tokenizer there is no text. Rows of a longer name could not be deleted by it.
+        is_deletable = user is None or len(user) <= MAX_USER_CHARS
+        if self.capture is None or not (is_chosen and may_store and is_deletable) or self.tokenizer is None:
             return None
         return CapturePlan(self.capture, path, self.engine.input_processor.decode, user, conversation)
 
     def apply_settings(self, served: ServedConfig) -> None:
-        """Apply the settings that need no loading: shares, captured traffic, ignored fields and CORS origins."""
-        for version in (self,) if self.candidate is None else (self, self.candidate):
-            version.apply_request_settings(served)
-        self.cors_origins = frozenset(served.cors_origins or ())
+        """Apply the settings of the same models that need no loading."""
+        self.apply_request_settings(served)
         if served.candidate is not None:
             self.candidate_share = served.candidate.share
 
     def apply_request_settings(self, served: ServedConfig) -> None:
-        """Apply the settings of single requests: ignored fields and captured traffic."""
+        """Apply the settings of single requests, of any models: captured traffic, ignored fields and CORS origins."""
         self.ignored_fields = frozenset(served.ignored_fields or ())
         self.capture = served.capture
+        self.cors_origins = frozenset(served.cors_origins or ())
+        if self.candidate is not None:
+            self.candidate.apply_request_settings(served)
+        if self.adapters is not None:
+            self.adapters.apply_request_settings(served)
 
     def check_health(self) -> None:
         """Raise `EngineDeadError` if an engine has failed."""

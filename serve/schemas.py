@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from swiftkv_platform.contract.traffic import MAX_USER_CHARS
 from swiftkv_platform.engine import SamplingParams, StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError, find_lone_surrogate
 from swiftkv_platform.frozen import FrozenModel
@@ -389,7 +390,7 @@ class GenerateRequest(SamplingFields):
     """Return log-probabilities of the prompt's tokens, which then run through all layers."""
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """Unique among the caller's running requests."""
-    user: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    user: Annotated[str, Field(min_length=1, max_length=MAX_USER_CHARS)] | None = None
     """End user in captured traffic."""
     store: bool = True
     """False: the request is not captured."""

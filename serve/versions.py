@@ -400,9 +400,10 @@ class VersionSwapper:
 
     async def _swap_version(self, document: Mapping[str, Any]) -> None:
         log = get_logger(model=document.get("model"), revision=document.get("revision"))
-        # 1. apply new settings of the same models, or load the new version
+        # 1. apply the settings of requests, then others of the same models, or load the new version
         try:
             served = ServedConfig.model_validate(document)
+            self._state.version.apply_request_settings(served)  # also if the models are refused
             if self._served is not None and served.loads_same_models(self._served):
                 if self._state.version.adapters is not None:
                     await self._state.version.adapters.apply(served)

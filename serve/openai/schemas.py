@@ -267,8 +267,8 @@ class OpenAIFields(SamplingFields, extra="allow"):
 
     @property
     def may_store(self) -> bool:
-        """False if the caller has refused with `store` that the request is captured."""
-        return (self.model_extra or {}).get("store") is not False
+        """False if the caller has refused with `store` that the request is captured: any value but true refuses."""
+        return (self.model_extra or {}).get("store", True) is True
 
     @property
     def end_user(self) -> str | None:
@@ -277,7 +277,7 @@ class OpenAIFields(SamplingFields, extra="allow"):
         metadata = extra.get("metadata")
         names = [extra.get("user"), extra.get("safety_identifier")]
         names += [metadata.get("user_id")] if isinstance(metadata, dict) else []
-        return next((name for name in names if isinstance(name, str) and name), None)
+        return next((str(name) for name in names if isinstance(name, str | int) and name != ""), None)
 
     def find_ignored_fields(
         self, route: Route, ignored: Collection[str], unused: Collection[str] = ()

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from ulid import ULID
 
 from swiftkv_platform.frozen import FrozenModel
@@ -23,6 +23,8 @@ TRAFFIC_PREFIX = "traffic"
 """Prefix of the captured traffic of all tenants."""
 PART_SUFFIX = ".jsonl.gz"
 _ROUTE_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "gen_")
+MAX_USER_CHARS = 512
+"""Max characters of an end user's name, by which rows are listed and deleted."""
 MAX_WRITE_DELAY_S = 60.0
 """Max seconds after a request's end until its row is stored; later ones are dropped."""
 _DEPLOYMENT_ID = re.compile(r"dep_[0-7][0-9A-HJKMNP-TV-Z]{25}")
@@ -60,11 +62,12 @@ class CapturedRequest(FrozenModel):
 
 
 class TrafficDeletion(FrozenModel):
-    """Rows to delete: those that match all given fields. Rows that end after `requested_at` are kept."""
+    """Rows to delete: those that match all given fields. Rows that end after `requested_at` are kept, unless
+    `request_id` names them."""
 
     requested_at: float
     """Unix seconds."""
-    request_id: str | None = None
+    request_id: Annotated[str, Field(min_length=1)] | None = None
     user: str | None = None
     before: float | None = None
     """Delete requests that ended before this time, in Unix seconds."""
@@ -77,7 +80,7 @@ class TrafficDeletion(FrozenModel):
 
     def matches(self, row: CapturedRequest) -> bool:
         return (
-            row.time <= self.requested_at
+            (self.request_id is not None or row.time <= self.requested_at)
             and self.request_id in (None, row.id, row.id.rpartition("/")[0])
             and self.user in (None, row.user)
             and (self.before is None or row.time < self.before)
@@ -89,9 +92,10 @@ def make_traffic_prefix(tenant: str, deployment_id: str) -> str:
 
 
 def remove_route_prefix(response_id: str) -> str:
-    """Return the id of a captured request: that of its response without the prefix of a route, such as `chatcmpl-`."""
+    """Return the id of a captured request: that of its response without the prefix of a route, such as `chatcmpl-`.
+    A prefix alone, which a caller may choose as an id, stays."""
     prefix = next((each for each in _ROUTE_PREFIXES if response_id.startswith(each)), "")
-    return response_id[len(prefix) :]
+    return response_id[len(prefix) :] or response_id
 
 
 def make_day(time: float) -> str:

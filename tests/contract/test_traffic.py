@@ -4,6 +4,7 @@ import gzip
 from collections.abc import Iterator, Sequence
 
 import pytest
+from pydantic import ValidationError
 
 from swiftkv_platform.contract.traffic import (
     MAX_WRITE_DELAY_S,
@@ -12,6 +13,7 @@ from swiftkv_platform.contract.traffic import (
     make_day,
     make_part_name,
     make_traffic_prefix,
+    remove_route_prefix,
 )
 from swiftkv_platform.errors import InvalidInputError, OverloadedError, StorageError
 from swiftkv_platform.storage import traffic as traffic_module
@@ -188,6 +190,25 @@ def test_a_deletion_also_removes_rows_that_are_stored_after_it(traffic: TrafficS
     assert list_ids(traffic.iterate_rows()) == ["r2"]
     assert sum(part.rows for part in traffic.apply_deletions(NOON + 1000)) == 1
     assert list_ids(traffic.iterate_rows()) == ["r2"]
+
+
+def test_a_deletion_by_id_also_removes_a_request_that_ends_later(traffic: TrafficStore, clock: Clock) -> None:
+    """A stream tells its id first, and clocks differ."""
+    traffic.delete(TrafficDeletion(requested_at=NOON, request_id="r1"))
+    write_part(traffic, clock, [make_row(1, NOON + 5), make_row(2, NOON + 5)], delay_s=MAX_WRITE_DELAY_S)
+    assert list_ids(traffic.iterate_rows()) == ["r2"]
+    assert sum(part.rows for part in traffic.apply_deletions(NOON + 1000)) == 1
+    assert list_ids(traffic.iterate_rows()) == ["r2"]
+
+
+def test_an_id_of_nothing_but_a_prefix_names_no_other_request(traffic: TrafficStore, clock: Clock) -> None:
+    rows = [make_row(number, NOON + number).model_copy(update={"id": each}) for number, each in enumerate("ab")]
+    write_part(traffic, clock, rows)
+    for response_id in ("chatcmpl-", "cmpl-", "resp_", "msg_", "gen_"):
+        traffic.delete(TrafficDeletion(requested_at=NOON + 100, request_id=remove_route_prefix(response_id)))
+    with pytest.raises(ValidationError, match="at least 1 character"):
+        TrafficDeletion(requested_at=NOON + 100, request_id="")
+    assert list_ids(traffic.iterate_rows()) == ["a", "b"]
 
 
 def test_deleting_all_rows_of_a_part_removes_the_part(traffic: TrafficStore, clock: Clock, store: ObjectStore) -> None:

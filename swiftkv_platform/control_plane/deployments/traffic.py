@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends, Query, status
 
 from swiftkv_platform.contract.traffic import (
+    MAX_USER_CHARS,
     CapturedRequest,
     TrafficDeletion,
     make_traffic_prefix,
@@ -23,7 +24,6 @@ from swiftkv_platform.storage.traffic import TrafficStore
 
 _MAX_TIME = 253_402_300_799.0
 """Last second of the year 9999."""
-_MAX_TEXT_CHARS = 512
 
 
 class TrafficDayResponse(ResponseModel):
@@ -54,7 +54,7 @@ class TrafficResponse(ResponseModel):
 router = APIRouter(prefix="/deployments/{deployment_id}/traffic", tags=["deployments"])
 
 _FilterTime = Annotated[float | None, Query(ge=0.0, le=_MAX_TIME, allow_inf_nan=False)]
-_FilterText = Annotated[str | None, Query(min_length=1, max_length=_MAX_TEXT_CHARS)]
+_FilterText = Annotated[str | None, Query(min_length=1, max_length=MAX_USER_CHARS)]
 
 
 def open_traffic(parts: Components, deployment: Deployment) -> TrafficStore:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from swiftkv_platform.contract.traffic import CapturedRequest
+from swiftkv_platform.contract.traffic import MAX_USER_CHARS, CapturedRequest
 from swiftkv_platform.engine.frontend import EngineFrontend
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.replica_state import ModelVersion, ReplicaState
@@ -154,6 +154,28 @@ async def test_a_request_whose_caller_refuses_is_not_captured(
     await ask(client, path, {**body, "store": False})
     await ask(client, path, {**body, "store": True})
     assert len(await end(state)) == 1
+
+
+@pytest.mark.parametrize("store", ["false", "no", 0, [], {}])
+@pytest.mark.parametrize("name", ["chat", "responses", "messages", "completions"])
+async def test_any_other_value_of_store_than_true_refuses(
+    client: httpx.AsyncClient, state: ReplicaState, name: str, store: Any
+) -> None:
+    path, body = ROUTES[name]
+    await ask(client, path, {**body, "store": store})
+    assert await end(state) == []
+
+
+@pytest.mark.parametrize("name", ["chat", "responses", "messages", "completions", "token ids"])
+async def test_only_rows_that_can_be_deleted_by_their_user_are_captured(
+    client: httpx.AsyncClient, state: ReplicaState, name: str
+) -> None:
+    path, body = ROUTES[name]
+    [field] = {"user", "safety_identifier", "metadata"} & body.keys()
+    users: list[Any] = ["a" * MAX_USER_CHARS, "a" * (MAX_USER_CHARS + 1), "a/b é\n", 17, ""]
+    for user in users:
+        await ask(client, path, {**body, field: {"user_id": user} if field == "metadata" else user})
+    assert [row.user for row in await end(state)] == [users[0], users[2], "17", None]
 
 
 @pytest.mark.parametrize("capture", [None, {"share": 0.0}])

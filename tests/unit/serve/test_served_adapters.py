@@ -1,6 +1,7 @@
 """A replica serves adapters beside its model: loaded on demand, unloaded for memory, changed without a reload."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,33 @@ async def test_an_adapter_that_does_not_fit_is_refused_and_nothing_changes(
     assert replica.resident == {"one"}
     assert await replica.generate("one") == texts["one"]
     assert (await replica.client.post("/generate", json={**BODY, "model": "two"})).status_code == 404
+
+
+CAPTURE = {"share": 1.0, "uri": "store"}
+
+
+@pytest.mark.parametrize("changes", [{"adapters": "foreign"}, {"own": "missing"}], ids=str)
+async def test_capture_ends_at_once_even_if_new_models_are_refused(replica: Replica, changes: dict[str, Any]) -> None:
+    await replica.reconfigure("one", capture=CAPTURE)
+    refused = dict(changes)
+    names = ("one", refused.pop("adapters")) if "adapters" in refused else ("one",)
+    await replica.reconfigure(*names, revision="stop", **refused)
+    assert replica.state.swap.status == "refused"
+    for model in (None, "one"):
+        async with replica.state.acquire_version(model) as version:
+            assert version.capture is None, model
+
+
+async def test_new_settings_do_not_wait_for_adapters_that_are_not_resident(replica: Replica, tmp_path: Path) -> None:
+    adapters = describe(replica.home, "one", "two")
+    store = shutil.copytree(replica.home / "store" / "two", tmp_path / "two")
+    adapters[1]["artifact_uri"] = str(store)
+    limit = {"max_adapter_bytes": get_size(replica.home, "one")}
+    await replica.reconfigure(adapters=adapters, engine=limit, capture=CAPTURE)
+    assert replica.resident == {"one"}
+    shutil.rmtree(store)
+    await replica.reconfigure(adapters=adapters, engine=limit, revision="stop")
+    assert replica.state.swap.status == "done", replica.state.swap.message
 
 
 async def test_a_swap_of_the_model_takes_its_adapters_along(replica: Replica, texts: dict[str, list[int]]) -> None:

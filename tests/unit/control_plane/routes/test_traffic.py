@@ -199,6 +199,7 @@ def test_a_page_is_bounded_in_bytes(server: Server, model: str, clock: StillCloc
         ({"user": "ann"}, ["r3", "r1"]),
         ({"before": 20_000 * DAY_S - 98}, ["r3", "r2"]),
         ({"user": "ann", "request_id": "r1"}, ["r3", "r2", "r1", "r0"]),
+        ({"request_id": "chatcmpl-"}, ["r3", "r2", "r1", "r0"]),
     ],
 )
 def test_deleted_rows_are_gone_at_once_and_later_from_storage(

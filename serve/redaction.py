@@ -55,6 +55,11 @@ def _find_assigned_value(match: re.Match[str]) -> Span | None:
     return _find_value(match) if _NAME_BEFORE_VALUE.search(before) else None
 
 
+def _find_email(match: re.Match[str]) -> Span | None:
+    """Refuse versions of packages, such as `react@18.2.0`: no top-level domain begins with a digit."""
+    return None if match[0].rpartition(".")[2][0].isdigit() else match.span()
+
+
 def _find_card(match: re.Match[str]) -> Span | None:
     """Accept the longest sequence of whole groups of digits with a valid checksum."""
     text = match[0]
@@ -120,15 +125,20 @@ _RULES: Mapping[RedactedKind, tuple[_Rule, ...]] = {
                 r"|(?<=e)yJ[\w-]{8,4096}+\.[\w-]{8,4096}+\.[\w-]{0,4096}+)"
             )
         ),
-        _Rule(re.compile(r"[Bb](?<!\w.)earer[ \t]{1,3}(?P<value>[\w.~+/=-]{12,4096}+)"), _find_value),
+        _Rule(re.compile(r"[Bb](?<!\w.)(?:earer|asic)[ \t]{1,3}(?P<value>[\w.~+/=-]{12,4096}+)"), _find_value),
         _Rule(  # assignments, such as `api_key = "..."`
             re.compile(r"[:=][ \t]{0,3}[\"']?(?P<value>[^\s\"'`,;&<>()\[\]{}\\]{8,512}+)"), _find_assigned_value
         ),
-        _Rule(  # passwords in URLs
-            re.compile(r"://[^\s/?#@:]{0,64}+:(?P<value>[^\s/?#@]{1,256}+)@"), lambda match: match.span("value")
+        _Rule(  # passwords in URLs, up to the last @
+            re.compile(r"://[^\s/?#@:\"'`<>\\]{0,64}+:(?P<value>[^\s/?#\"'`<>\\]{1,256})@"),
+            lambda match: match.span("value"),
         ),
     ),
-    "email": (_Rule(re.compile(r"(?<![\w.%+-])[\w.%+-]{1,64}+@[\w-]{1,63}+(?:\.[\w-]{1,63}+){1,8}+"), literal="@"),),
+    "email": (
+        _Rule(
+            re.compile(r"(?<![\w.%+-])[\w.%+-]{1,64}+@[\w-]{1,63}+(?:\.[\w-]{1,63}+){1,8}+"), _find_email, literal="@"
+        ),
+    ),
     "credit_card": (_Rule(re.compile(r"[2-6](?<![\d+].)\d{3}(?:[ -]?\d){9,15}(?!\d)"), _find_card),),
     "ip_address": (
         _Rule(re.compile(r"(?::[0-9A-Fa-f]{0,4}+){2,8}+(?:\.\d{1,3}){0,3}(?![\w:])"), _find_ipv6, literal=":"),
@@ -138,7 +148,7 @@ _RULES: Mapping[RedactedKind, tuple[_Rule, ...]] = {
         _Rule(
             re.compile(
                 r"[+(0-9](?<![\w+.-].)(?:"
-                r"(?<=\+)\d{1,3}(?:[ .()/-]{0,3}\d){6,12}"  # with a country code
+                r"(?<=\+)[1-9]\d{0,2}(?:[ .()/-]{0,3}\d){6,12}"  # with a country code
                 r"|(?<=0)0[1-9]\d{8,13}"
                 r"|(?:(?<=[2-9])|(?<=\()[2-9]|(?<=1)[ .-]\(?[2-9])\d{2}\)?[ .-]{1,2}\d{3}[ .-]\d{4}"  # 212-555-0100
                 r"|(?:(?<=0)|(?<=\()0)[1-9]\d{0,4}\)?(?:[ ./-]{1,3}\d{2,8}){1,5}"  # 030 / 123 45 67

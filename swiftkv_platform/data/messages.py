@@ -289,13 +289,18 @@ def format_value(value: Any) -> str:
 
 
 def parse_json(text: str, label: str) -> Any:
-    """Parse JSON. Raises `RowError`, also for NaN and infinities and for deep nesting."""
+    """Parse JSON. Raises `RowError`, also for NaN, infinities, numbers that are too large, and deep nesting."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"it has {constant}, which is not valid JSON")
 
+    def parse_float(number: str) -> float:
+        if math.isinf(found := float(number)):
+            raise ValueError(f"it has {number:.40}, which is too large; use a number below 1.8e308")
+        return found
+
     try:
-        found = json.loads(text, parse_constant=refuse)
+        found = json.loads(text, parse_constant=refuse, parse_float=parse_float)
     except (ValueError, RecursionError) as error:
         raise RowError(f"{label} is {text!r:.80}, which is not JSON: {error}") from error
     if _exceeds_depth(found, MAX_MESSAGE_DEPTH):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,8 @@ _NUMBER = re.compile(
 )
 _GROUPING = str.maketrans("", "", ",_\u00a0\u2009\u202f")
 _CODE_FENCE = re.compile(r"\A```[A-Za-z0-9]*[ \t]*\n(.*?)\n?```\Z", re.DOTALL)
-_LITERAL_KEYWORDS = frozenset({"const", "default", "enum", "examples"})
-"""Keywords of JSON Schema whose values are no schemas."""
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+"""Keywords of JSON Schema that refer to a schema."""
 
 
 def normalize_text(text: str, *, ignore_case: bool = False) -> str:
@@ -80,7 +80,7 @@ def is_valid_json(answer: str, validator: Validator) -> bool:
     """Whether an answer is JSON that a schema allows."""
     try:
         return bool(validator.is_valid(parse_json_answer(answer)))
-    except (RowError, RecursionError):
+    except (RowError, RecursionError, OverflowError):  # not JSON, too deep, or integers beyond all floats
         return False
 
 
@@ -92,19 +92,32 @@ def compile_schema(schema: Any) -> Validator:
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import validator_for
-    from referencing import Registry, Resource
+    from referencing import Registry
     from referencing.exceptions import Unresolvable
-    from referencing.jsonschema import DRAFT202012
+    from referencing.jsonschema import DRAFT202012, specification_with
 
     if not isinstance(schema, Mapping):
         raise RowError(f"the schema is {schema!r:.80}; an object with a JSON schema is accepted")
+    if not isinstance(draft := schema.get("$schema", ""), str):
+        raise RowError(f"$schema is {draft!r:.80}; the address of a draft is accepted, or leave it out")
     chosen = validator_for(schema, default=Draft202012Validator)
     try:
+        # Every schema that an answer can reach is checked, so that none fails after the training.
         chosen.check_schema(schema)
-        root = Resource.from_contents(dict(schema), default_specification=DRAFT202012)
-        resolver = Registry().resolver_with_root(root)
-        for reference in _iter_references(schema):
-            resolver.lookup(reference)
+        specification = specification_with(draft, default=DRAFT202012)
+        root = specification.create_resource(schema)
+        pending, seen = [(root, Registry().resolver_with_root(root))], set[int]()
+        while pending:
+            resource, resolver = pending.pop()
+            contents = resource.contents
+            if id(contents) in seen or not isinstance(contents, Mapping):
+                continue
+            seen.add(id(contents))
+            pending += [(each, resolver.in_subresource(each)) for each in resource.subresources()]
+            for reference in (contents[name] for name in _REFERENCES if name in contents):
+                found = resolver.lookup(reference)
+                chosen.check_schema(found.contents)
+                pending.append((specification.create_resource(found.contents), found.resolver))
     except SchemaError as error:
         place = "/".join(map(str, error.absolute_path)) or "its top"
         raise RowError(f"the schema is not valid at {place}: {error.message}; use a JSON schema") from error
@@ -115,17 +128,3 @@ def compile_schema(schema: Any) -> Validator:
         raise RowError("the schema is nested too deeply; use a flatter one") from error
     validator: Validator = chosen(schema, registry=Registry())
     return validator
-
-
-def _iter_references(schema: Any) -> Iterator[str]:
-    pending = [schema]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, Mapping):
-            for keyword, inner in value.items():
-                if keyword in ("$ref", "$dynamicRef", "$recursiveRef") and isinstance(inner, str):
-                    yield inner
-                if keyword not in _LITERAL_KEYWORDS:
-                    pending.append(inner)
-        elif isinstance(value, list | tuple):
-            pending += value

@@ -111,6 +111,9 @@ SCHEMA = {"type": "object", "required": ["n"], "properties": {"n": {"type": "int
         ('{"m": 3}', False),
         ('{"n": NaN}', False),
         ('{"n": 3', False),
+        ('{"n": 1e999}', False),
+        ("1" * 400, False),
+        ("1" * 5000, False),
         ("[" * 100_000, False),
         ("", False),
     ],
@@ -128,6 +131,10 @@ def test_json_answers_are_valid_as_a_whole(answer: str, passes: bool) -> None:
         ({"$ref": "#/$defs/lost"}, "refers to '#/\\$defs/lost'"),
         ({"pattern": "("}, "not valid at pattern"),
         ({"patternProperties": {"[": {}}}, "not valid at patternProperties"),
+        ({"properties": {"default": {"$ref": "http://a"}}}, "refers to 'http://a'"),
+        ({"$ref": "#/parts/a", "parts": {"a": {"items": {"$ref": "#/lost"}}}}, "refers to '#/lost'"),
+        ({"$ref": "#/parts/a", "parts": {"a": {"properties": [1]}}}, "not valid at properties"),
+        ({"$schema": 7}, "\\$schema is 7; the address of a draft"),
         ([1], "an object with a JSON schema is accepted"),
         ("{}", "an object with a JSON schema is accepted"),
         (None, "an object with a JSON schema is accepted"),
@@ -145,5 +152,14 @@ def test_a_schema_may_refer_to_itself_and_name_its_draft() -> None:
     pair = {"$schema": "http://json-schema.org/draft-07/schema#", "items": [{"type": "string"}, {"type": "null"}]}
     assert is_valid_json('["a", null]', compile_schema(pair))
     assert not is_valid_json('["a", 1]', compile_schema(pair))
+    part = {"$id": "part", "$defs": {"a": {"type": "string"}}, "items": {"$ref": "#/$defs/a"}}
+    whole = {"$id": "http://a/whole", "$defs": {"part": part}, "$ref": "part"}
+    assert is_valid_json('["a"]', compile_schema(whole)), "references are relative to the nearest $id"
+    assert not is_valid_json("[1]", compile_schema(whole))
     word = {"enum": [{"$ref": "http://nowhere"}, "a"]}
     assert is_valid_json('"a"', compile_schema(word)), "values are no schemas"
+
+
+def test_no_number_of_an_answer_fails_the_evaluation() -> None:
+    validator = compile_schema({"multipleOf": 0.5})
+    assert [is_valid_json(answer, validator) for answer in ("1.5", "1.3", "1e999", "1" * 400)] == [True, *[False] * 3]

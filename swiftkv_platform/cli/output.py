@@ -33,6 +33,8 @@ _INTERRUPTED_EXIT_CODE = 130
 GATE_EXIT_CODE = 2
 """Exit code of a command that worked, and whose model does not meet a quality gate."""
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Visible forms of control characters, with which texts of other people could change the terminal."""
 _COLUMN_GAP = 2
 """Spaces between the columns of a table."""
 
@@ -53,7 +55,7 @@ def get_error_console() -> Console:
 
 def print_line(line: str) -> None:
     """Print a line without wrapping or markup, so that ids can be copied."""
-    get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+    get_console().print(line.translate(_CONTROLS), markup=False, highlight=False, soft_wrap=True)
 
 
 def _store_json_flag(ctx: typer.Context, value: bool) -> bool:
@@ -86,7 +88,7 @@ def print_schema(model: type[BaseModel]) -> None:
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> None:
     """Print a table, or the text `empty` if it has no rows."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    cells = [["" if cell is None else str(cell).expandtabs() for cell in row] for row in rows]
+    cells = [["" if cell is None else str(cell).expandtabs().translate(_CONTROLS) for cell in row] for row in rows]
     console = get_console()
     if not cells:
         console.print(empty)
@@ -121,7 +123,8 @@ def print_fields(fields: Mapping[str, object]) -> None:
     width = max((len(name) for name in shown), default=0)
     for name, value in shown.items():
         text = json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
-        get_console().print(f"[bold]{escape(name):<{width}}[/]  {escape(text)}", highlight=False, soft_wrap=True)
+        text = escape(text.translate(_CONTROLS))
+        get_console().print(f"[bold]{escape(name):<{width}}[/]  {text}", highlight=False, soft_wrap=True)
 
 
 def print_result(result: Printable, text: str | Mapping[str, object], *, json: bool) -> None:

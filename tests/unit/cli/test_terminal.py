@@ -120,6 +120,17 @@ def test_what_is_printed_is_not_styled_by_what_it_says(
     assert capsys.readouterr().out == "[bold]job_1[/bold] of [/] a name longer than the terminal is wide :smile:\n"
 
 
+def test_control_characters_of_other_people_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Captured requests and answers of models may have any."""
+    text = "a\x1b]0;title\x07\x9b2J\x7f\r"
+    shown = r"a\x1b]0;title\x07\x9b2J\x7f\x0d"
+    output.print_table(("asked",), [(text,)], empty="")
+    output.print_fields({"asked": text})
+    output.print_line(text)
+    table_text, field_text, line = capsys.readouterr().out.splitlines()[1:]
+    assert (table_text, field_text, line) == (shown, f"asked  {shown}", shown)
+
+
 def table(rows: list[tuple[str, str]], width: int, *, terminal: bool, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     file = io.StringIO()
     console = Console(file=file, width=width, force_terminal=terminal, color_system=None, emoji=False)

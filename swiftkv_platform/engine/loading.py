@@ -238,7 +238,7 @@ def _read_model(directory: Path, config: EngineConfig, ranks: TensorParallelGrou
 
 def _compute_digest(directory: Path) -> str:
     """Return a SHA-256 that changes with the weights: of the artifact's manifest; else of the configuration and the
-    names, sizes and modification times of the weight files."""
+    paths, sizes and modification times of the weight files."""
     digest = hashlib.sha256()
     manifest = directory / "manifest.json"
     if manifest.is_file():
@@ -247,7 +247,7 @@ def _compute_digest(directory: Path) -> str:
     digest.update((directory / "config.json").read_bytes())
     for file in sorted(directory.glob("*.safetensors")):
         status = file.stat()
-        digest.update(f"{file.name}/{status.st_size}/{status.st_mtime_ns}\n".encode())
+        digest.update(f"{file.resolve()}/{status.st_size}/{status.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 
 

@@ -3,6 +3,7 @@ of its own tensors."""
 
 import dataclasses
 import gc
+import os
 import random
 import weakref
 from collections import Counter
@@ -288,6 +289,21 @@ def test_prefixes_are_reused_within_an_adapter_only(tmp_path: Path) -> None:
         counts.append(output.num_cached_tokens)
     assert counts[:3] == [0, 0, 0]
     assert min(counts[3:]) > 0
+
+
+def test_adapters_whose_files_look_the_same_share_no_prefixes(tmp_path: Path) -> None:
+    """As files of an archive or image, which all have one modification time."""
+    base = save_base(tmp_path / "base")
+    adapters = save_adapters(base, tmp_path, 2)
+    for directory in adapters.values():
+        (directory / "config.json").write_bytes((adapters["a0"] / "config.json").read_bytes())
+        for file in directory.glob("*.safetensors"):
+            os.utime(file, (1, 1))
+    engine = LLMEngine.from_pretrained(base, EngineConfig(**SMALL), adapters=adapters)
+    prompt = [*range(3, 15)]
+    for name in adapters:
+        [output] = engine.generate([prompt], SamplingParams(max_tokens=2, ignore_eos=True), adapter=name)
+        assert output.num_cached_tokens == 0, name
 
 
 def test_a_running_adapter_is_not_removed(tmp_path: Path) -> None:

@@ -103,3 +103,10 @@ def test_tasks_are_shared_by_name_and_metric_if_both_have_rows() -> None:
     assert find_shared_tasks(a, {}) == [], "reports of earlier versions"
     for tasks in (None, "both", {"both": 1}, ["both"], [{"task": "both"}], [{**b["tasks"][0], "metric": ["acc"]}]):
         assert find_shared_tasks(a, {"tasks": tasks}) == find_shared_tasks({"tasks": tasks}, a) == []
+
+
+def test_a_row_whose_expected_answer_was_corrected_is_not_compared() -> None:
+    a = [row("a", 1.0), row("b", 1.0)]
+    b = [row("a", 0.0).model_copy(update={"expected": "y"}), row("b", 1.0)]
+    found = compare_rows(a, b)
+    assert (found.num_rows, found.num_only_a, found.num_only_b, found.changed) == (1, 1, 1, ())

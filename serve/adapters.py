@@ -112,8 +112,7 @@ class AdapterPool:
         try:
             for adapter in added:
                 async with self._loading:
-                    if adapter.model not in self._resident:
-                        await self._load(adapter.model, evicts=False)
+                    await self._load(adapter.model, evicts=False)
         except BaseException:
             self.served, self._wanted = previous
             self._unload([model for model in self._resident if model not in before])
@@ -147,8 +146,10 @@ class AdapterPool:
         return self._loads[model]
 
     async def _load(self, model: str, *, evicts: bool = True) -> None:
-        """Load an adapter, after unloading others for its memory. Without `evicts`, it stays unloaded if there is too
-        little. The lock is held."""
+        """Load an adapter unless it is resident, after unloading others for its memory. Without `evicts`, it stays
+        unloaded if there is too little. The lock is held."""
+        if model in self._resident:  # loaded while this call waited for the lock
+            return
         if model not in self._wanted:
             raise ModelNotFoundError.for_field("model", model, ", which this deployment no longer serves")
         adapter = self._wanted[model]

@@ -237,6 +237,21 @@ async def test_adapters_come_and_go_without_a_reload_or_a_failed_request(
         await asyncio.sleep(0.01)
 
 
+async def test_a_request_for_an_adapter_that_is_being_added_does_not_load_it_again(
+    replica: Replica, texts: dict[str, list[int]]
+) -> None:
+    await replica.reconfigure("one")
+    version = replica.state.version
+    assert version.adapters is not None
+    adding = asyncio.create_task(replica.reconfigure("one", "two"))
+    while version.adapters.find_model("two") is None:
+        await asyncio.sleep(0)
+    assert await replica.generate("two") == texts["two"]
+    await adding
+    assert len(version.engine.engine.adapters) == 2  # type: ignore[attr-defined]
+    assert version.adapters.num_bytes == get_size(replica.home, "one") + get_size(replica.home, "two")
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from swiftkv_platform.contract.traffic import MAX_USER_CHARS
+from swiftkv_platform.contract.traffic import is_valid_user
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.errors import InvalidInputError, LoadingError, QueueFullError, RateLimitedError, SwiftKVError
 from swiftkv_platform.frozen import FrozenModel
@@ -145,8 +145,8 @@ class ModelVersion:
             conversation: None if the prompts are texts or token ids.
         """
         is_chosen = self.capture is not None and random.random() < self.capture.share  # noqa: S311  # not a secret
-        # Without a tokenizer there is no text. Rows of a longer name could not be deleted by it.
-        is_deletable = user is None or len(user) <= MAX_USER_CHARS
+        # Without a tokenizer there is no text. Rows of other names could not be deleted by them.
+        is_deletable = user is None or is_valid_user(user)
         if self.capture is None or not (is_chosen and may_store and is_deletable) or self.tokenizer is None:
             return None
         return CapturePlan(self.capture, path, self.engine.input_processor.decode, user, conversation)

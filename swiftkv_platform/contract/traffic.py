@@ -35,6 +35,11 @@ def is_deployment_id(name: str) -> bool:
     return _DEPLOYMENT_ID.fullmatch(name) is not None
 
 
+def is_valid_user(user: str) -> bool:
+    """Whether rows can be listed and deleted by this name of an end user."""
+    return len(user) <= MAX_USER_CHARS and "\0" not in user
+
+
 class CapturedRequest(FrozenModel):
     """A served request with one answer: a conversation (`messages`), or a text (`prompt` and `completion`)."""
 

@@ -172,10 +172,10 @@ async def test_only_rows_that_can_be_deleted_by_their_user_are_captured(
 ) -> None:
     path, body = ROUTES[name]
     [field] = {"user", "safety_identifier", "metadata"} & body.keys()
-    users: list[Any] = ["a" * MAX_USER_CHARS, "a" * (MAX_USER_CHARS + 1), "a/b é\n", 17, ""]
+    users: list[Any] = ["a" * MAX_USER_CHARS, "a" * (MAX_USER_CHARS + 1), "a\0", "a/b é\n", 17, ""]
     for user in users:
         await ask(client, path, {**body, field: {"user_id": user} if field == "metadata" else user})
-    assert [row.user for row in await end(state)] == [users[0], users[2], "17", None]
+    assert [row.user for row in await end(state)] == [users[0], users[3], "17", None]
 
 
 @pytest.mark.parametrize("capture", [None, {"share": 0.0}])

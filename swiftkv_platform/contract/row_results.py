@@ -168,8 +168,8 @@ class RowComparison:
 
 
 def compare_rows(a: Sequence[RowResult], b: Sequence[RowResult], *, higher_is_better: bool = True) -> RowComparison:
-    """Compare the students of two models, joining their rows by key and expected answer: a row whose expected answer was
-    corrected meanwhile says nothing about the models."""
+    """Compare the students of two models, joining their rows by key and expected answer: a row whose expected answer
+    was corrected meanwhile says nothing about the models."""
     # 1. join the rows  2. interval of the mean difference  3. rows that changed
     others = {(row.key, row.expected): row for row in b}
     pairs = [(row, other) for row in a if (other := others.get((row.key, row.expected))) is not None]

@@ -328,9 +328,9 @@ def _make_option(field: FieldInfo) -> Any:
 
     scalar_type, list_type = _get_scalar_type(field.annotation), _get_list_type(field.annotation)
     if list_type is not None:
-        of_texts = list_type == list[str]
-        parsed = {} if of_texts else {"parser": _parse_item, "metavar": "YAML"}
-        return Annotated[list_type | None, typer.Option(help=f"{_make_help(field)} Repeatable.", **parsed)]
+        parser, metavar = (None, None) if list_type == list[str] else (_parse_item, "YAML")
+        text = f"{_make_help(field)} Repeatable."
+        return Annotated[list_type | None, typer.Option(parser=parser, metavar=metavar, help=text)]
     if scalar_type is None:
         return Annotated[
             dict[str, Any] | None, typer.Option(parser=_parse_mapping, metavar="YAML", help=_make_help(field))

@@ -200,7 +200,8 @@ class JobSpec(Spec):
         return names_model and self.training.max_steps == 0 and self.publish.to is not None
 
     def inherit_from(self, parent: Self) -> Self:
-        """Return the spec of a job that continues from `parent`'s student: teacher and shape default to the parent's."""
+        """Return the spec of a job that continues from the student of `parent`, whose teacher and shape are the
+        defaults."""
         swiftkv = self.swiftkv.inherit_from(parent.swiftkv)
         model = self.model if "model" in self.model_fields_set else parent.model
         return self.model_copy(update={"model": model, "swiftkv": swiftkv})

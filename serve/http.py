@@ -59,7 +59,7 @@ from swiftkv_platform.serve.schemas import (
 from swiftkv_platform.serve.tools.calling import MAX_TOOLS, Tool
 from swiftkv_platform.specs.base import MAX_MESSAGES
 from swiftkv_platform.web.bodies import BodyReader, BodyRoute, is_json
-from swiftkv_platform.web.invalid_fields import describe_unknown_key, get_body_annotation
+from swiftkv_platform.web.invalid_fields import describe_validation_error, get_body_annotation
 from swiftkv_platform.web.limiters import ConcurrencyLimits, Sender
 from swiftkv_platform.web.middleware import BodyLimit, InputGuard, RefusalBackoff, SecurityHeaders
 from swiftkv_platform.web.problems import (
@@ -405,7 +405,5 @@ def _make_field_problem(error: Any, body: Any) -> FieldProblem:
     if error["type"] == "json_invalid":
         return make_json_problem(error)
     path = ".".join(str(part) for part in error["loc"][1:])
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "extra_forbidden":
-        message = describe_unknown_key(error, body)
+    message = describe_validation_error(error, body)
     return FieldProblem(field=path or "body", value=drop_long_value(error.get("input")), message=message)

@@ -296,6 +296,14 @@ def find_family(config: Mapping[str, Any]) -> Family:
     return family
 
 
+def refuse_student(model_type: object, name: str, field: str) -> None:
+    """Raise `ModelError` if `model_type`, of the teacher `name`, is a student's."""
+    if str(model_type).endswith(STUDENT_SUFFIX):
+        raise ModelError.for_field(
+            field, name, ", which is a SwiftKV student already; use the teacher that it was made from"
+        )
+
+
 def is_served_by_vllm(model_type: str) -> bool:
     """Whether vLLM serves students of a family, by the `model_type` of a teacher or a student."""
     family = FAMILIES.get(get_teacher_type(model_type))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from swiftkv_platform.client import Resource
     from swiftkv_platform.security.keys import ApiKey
 
-keys_app = typer.Typer(no_args_is_help=True)
+keys_app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 KeysFile = Annotated[
     Path | None,

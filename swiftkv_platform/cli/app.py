@@ -77,7 +77,7 @@ _COMMANDS: dict[str, dict[str, _Command]] = {
         "deployments": _Command("deployments:deployments_app", "Manage deployments. Create one with `swiftkv deploy`."),
         "traffic": _Command("traffic:traffic_app", "Show and delete captured requests of deployments."),
         "deploy": _Command("deploy:deploy", "Deploy a distilled model."),
-        "generate": _Command("deploy:generate", "Generate a completion with a deployed model, streamed to stdout."),
+        "generate": _Command("generate:generate", "Generate a completion with a deployed model, streamed to stdout."),
     },
     _OPERATOR: {
         "keys": _Command("access:keys_app", "Manage API keys in the file SWIFTKV_API_KEYS_FILE."),

@@ -104,6 +104,15 @@ def read_spec(path: Path) -> JobSpec:
         raise InvalidInputError(f"{path} is neither YAML nor JSON: {error}", field="file", value=str(path)) from error
 
 
+def read_text_file(path: Path, field: str) -> str:
+    """Return the text of a file. Raises `InvalidInputError` unless it is UTF-8, and `OSError`."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        why = f", which is not UTF-8 at byte {error.start}; use a text file in UTF-8"
+        raise InvalidInputError.for_field(field, str(path), why) from error
+
+
 def validate_options(model: type[Model], values: Mapping[str, Any]) -> Model:
     """Validate options as `model`. Raises `InvalidInputError` that names each invalid option."""
     from pydantic import ValidationError
@@ -125,7 +134,7 @@ def _make_validation_error(summary: str, error: ValidationError, model: type[Bas
 
 def _describe_validation_error(error: ValidationError, model: type[BaseModel]) -> str:
     from swiftkv_platform.web.invalid_fields import (
-        describe_unknown_key,
+        describe_validation_error,
         drop_redundant_errors,
         get_json_path,
     )
@@ -136,9 +145,7 @@ def _describe_validation_error(error: ValidationError, model: type[BaseModel]) -
     found = [{**item, "loc": ("body", *item["loc"])} for item in errors]
     lines = []
     for place, item in drop_redundant_errors([(get_json_path(item, model), item) for item in found]):
-        message = describe_unknown_key(item, model) if item["type"] == "extra_forbidden" else item["msg"]
-        given = "" if isinstance(item["input"], dict) else f" (given: {item['input']!r})"
-        lines.append(f"  {format_path(place) or 'spec'}: {message}{given}")
+        lines.append(f"  {format_path(place) or 'spec'}: {describe_validation_error(item, model)}")
     return "\n".join(lines)
 
 
@@ -213,6 +220,10 @@ DeploymentId = Annotated[
         autocompletion=complete_deployment,
     ),
 ]
+
+
+def make_deployment_option(text: str) -> Any:
+    return typer.Option(metavar="DEPLOYMENT", help=text, autocompletion=complete_deployment)
 
 
 def find_job_id(client: Client, job: str) -> str:

@@ -32,7 +32,7 @@ from swiftkv_platform.local.formats import format_duration, pluralize
 if TYPE_CHECKING:
     from swiftkv_platform.client import Resource
 
-deployments_app = typer.Typer(no_args_is_help=True)
+deployments_app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
 @deployments_app.command("list")

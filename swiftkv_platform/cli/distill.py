@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +17,7 @@ from swiftkv_platform.cli.context import (
     PrefillLayers,
     SpecChanges,
     parse_spec_change,
+    read_text_file,
     validate_options,
 )
 from swiftkv_platform.cli.jobs import load_spec
@@ -62,7 +63,10 @@ def distill(
         list[str] | None,
         typer.Option("--data", "-d", help="With --model: training text (file, directory or data set). Repeatable."),
     ] = None,
-    gpus: Annotated[int, typer.Option(min=0, help="With --model: number of GPUs, one per worker; 0 uses CPUs.")] = 0,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=0, help="With --model: number of GPUs, one per worker. Default: 0, which uses CPUs."),
+    ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="With --model: training steps. Default: 200 on CPUs, 2 epochs on GPUs.")
     ] = None,
@@ -77,11 +81,14 @@ def distill(
     ] = None,
     prefill_layers: PrefillLayers = None,
     key_value_group_size: Annotated[
-        int,
+        int | None,
         typer.Option(
-            "--key-value-group-size", "-g", min=1, help="With --model: skipped layers per KV-cache layer (g)."
+            "--key-value-group-size",
+            "-g",
+            min=1,
+            help="With --model: skipped layers per KV-cache layer (g). Default: 1.",
         ),
-    ] = 1,
+    ] = None,
     set_: SpecChanges = None,
     json: Json = False,
 ) -> None:
@@ -101,17 +108,26 @@ def distill(
     if (file is None) == (model is None) or (model is None) != (not data):
         raise InvalidInputError("use either --file, or --model together with --data", field="file")
     if model is None:
+        _refuse_options_of_model(
+            {
+                ("gpus", "resources.gpus_per_worker"): gpus,
+                ("steps", "training.max_steps"): steps,
+                ("num_key_value_layers", "swiftkv.num_key_value_layers"): num_key_value_layers,
+                ("prefill_layers", "swiftkv.prefill_layers"): prefill_layers,
+                ("key_value_group_size", "swiftkv.key_value_group_size"): key_value_group_size,
+            }
+        )
         spec = load_spec(file, None, set_)
     else:
         document = build_job_spec(
             model,
             data or (),
             name=output.name,
-            gpus=gpus,
+            gpus=gpus or 0,
             steps=steps,
             num_key_value_layers=num_key_value_layers,
             prefill_layers=None if prefill_layers is None else parse_layers(prefill_layers),
-            key_value_group_size=key_value_group_size,
+            key_value_group_size=key_value_group_size or 1,
         )
         document = apply_changes(document, dict(map(parse_spec_change, set_ or ())))
         spec = validate_options(JobSpec, document)
@@ -131,15 +147,25 @@ def distill(
     print_result({"output": str(artifact), "verdict": verdict, **evaluation}, line, json=json)
 
 
+def _refuse_options_of_model(options: Mapping[tuple[str, str], object]) -> None:
+    """Raise `InvalidInputError` for the first used one of `options`, which --file does not take; the keys are option
+    and spec field."""
+    for (option, field), value in options.items():
+        if value is not None:
+            name = f"--{option.replace('_', '-')}"
+            message = f"{name} is {value!r}, which needs --model; with --file, use --set {field}=VALUE instead"
+            raise InvalidInputError(message, field=option, value=value)
+
+
 def _run_job(spec: JobSpec, output: Path) -> Path:
     with require_extra("swiftkv distill", alternative=", or use `swiftkv jobs submit` to run the job on a cluster"):
         from swiftkv_platform.jobs.failures import explain_failure
         from swiftkv_platform.local.training import run_job_locally
-    from swiftkv_platform.cli.sources import check_paths_exist
+    from swiftkv_platform.cli.sources import check_local_sources
     from swiftkv_platform.contract.cures import advise_on_failure
     from swiftkv_platform.local.terminal import JobDisplay
 
-    check_paths_exist(spec)
+    check_local_sources(spec)
     configure_logs()
     try:
         with JobDisplay(get_error_console()) as display:
@@ -278,8 +304,8 @@ def _load_rows(file: Path) -> list[Any]:
     from swiftkv_platform.specs.documents import load_yaml
 
     try:
-        entries = load_yaml(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        entries = load_yaml(read_text_file(file, "rows"))
+    except yaml.YAMLError as error:
         raise InvalidInputError(f"--rows is {str(file)!r}, which is not YAML: {error}", field="rows") from error
     return validate_options(EvaluationSpec, {"rows": entries}).model_dump(mode="json")["rows"]  # type: ignore[no-any-return]
 
@@ -396,7 +422,7 @@ def build_job_spec(
 def save_spec(output: Path, text: str) -> Path:
     """Write the spec to `{output}.yaml` and return that path. Raises `ConflictError` if the file has another spec."""
     path = output.with_name(f"{output.name}.yaml")
-    if path.exists() and path.read_text(encoding="utf-8") != text:
+    if path.exists() and read_text_file(path, "output") != text:
         raise ConflictError(
             f"{path} contains another spec; use another --output, or --file {path.name} to run that spec",
             field="output",

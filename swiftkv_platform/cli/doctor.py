@@ -25,7 +25,6 @@ from rich.markup import escape
 
 from swiftkv_platform.cli.context import Json, load_settings
 from swiftkv_platform.cli.output import get_console, get_error_console, print_json
-from swiftkv_platform.client import APIError, Client
 from swiftkv_platform.errors import (
     ClusterUnavailableError,
     DatabaseUnavailableError,
@@ -35,11 +34,9 @@ from swiftkv_platform.errors import (
     suggest_name,
 )
 from swiftkv_platform.installing import DISTRIBUTION, make_install_command
-from swiftkv_platform.local.stack import Stack, StackOptions
-from swiftkv_platform.planning.machines import describe_processor, has_fast_bfloat16
-from swiftkv_platform.settings import Settings
 
 if TYPE_CHECKING:
+    from swiftkv_platform.settings import Settings
     from swiftkv_platform.storage.object_store import ObjectStore
 
 GIB = 1 << 30
@@ -167,6 +164,8 @@ TEST_VARIABLE_PREFIXES = ("SWIFTKV_TEST_", "SWIFTKV_REQUIRE_ALL", "SWIFTKV_SOAK"
 
 
 def check_settings(_: CheckContext) -> Finding:
+    from swiftkv_platform.settings import Settings
+
     known = NON_SETTING_VARIABLES | {f"SWIFTKV_{name.upper()}" for name in Settings.model_fields}
     used = [name for name in sorted(os.environ) if name.upper().startswith("SWIFTKV_")]
     unknown = [
@@ -247,6 +246,8 @@ def _check_open_files() -> Finding:
 
 
 def _check_shared_memory() -> Finding:
+    from swiftkv_platform.local.stack import StackOptions
+
     required = StackOptions().object_store_memory
     if not _SHARED_MEMORY_DIRECTORY.is_dir():
         return ok("no /dev/shm, so Ray stores objects in files")
@@ -288,6 +289,8 @@ _COMPILER_FLAGS = ("-std=c++20", "-fPIC", "-shared", "-fopenmp")
 
 def check_compiler(context: CheckContext) -> Finding:
     """Compile a small library with the flags of the engine's CPU kernels."""
+    from swiftkv_platform.planning.machines import describe_processor, has_fast_bfloat16
+
     program = os.environ.get("CXX", "g++")
     slower = "the engine falls back to PyTorch operators, which are slower"
     advice = "apt-get install g++, dnf install gcc-c++, or CXX=/path/to/g++"
@@ -483,6 +486,8 @@ _MIN_CPUS = 4
 
 def check_ray(context: CheckContext) -> Finding:
     """Check version and size of the local stack's Ray, else of the configured one."""
+    from swiftkv_platform.local.stack import Stack
+
     stack, settings = Stack(context.settings), context.settings
     state = stack.load_state()
     if state is None and "ray_dashboard_url" not in settings.model_fields_set:
@@ -515,6 +520,9 @@ def check_ray(context: CheckContext) -> Finding:
 
 def check_control_plane(context: CheckContext) -> Finding:
     """Check that the control plane is ready and accepts this environment's API key."""
+    from swiftkv_platform.client import APIError, Client
+    from swiftkv_platform.local.stack import Stack
+
     stack, configured_url = Stack(context.settings), os.environ.get("SWIFTKV_URL")
     state = stack.load_state()
     if configured_url is None and state is None:

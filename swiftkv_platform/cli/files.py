@@ -18,7 +18,7 @@ from swiftkv_platform.cli.output import (
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.formats import format_size
 
-files_app = typer.Typer(no_args_is_help=True)
+files_app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 _DAY_S = 86400
 

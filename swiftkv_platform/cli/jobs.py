@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 IdempotencyKey = Annotated[str | None, typer.Option(help="Key that prevents submitting the same job twice.")]
 
-jobs_app = typer.Typer(no_args_is_help=True)
+jobs_app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
 @jobs_app.command()

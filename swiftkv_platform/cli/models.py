@@ -41,7 +41,7 @@ _CHANGEABLE_SECTIONS = ("evaluation", "resources", "metadata")
 AliasName = Annotated[str, typer.Option("--alias", help="Alias, e.g. production. Deployments of an alias follow it.")]
 
 
-models_app = typer.Typer(no_args_is_help=True)
+models_app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
 @models_app.command("list")

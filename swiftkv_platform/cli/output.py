@@ -243,12 +243,28 @@ def require_extra(command: str, extra: str = "train", *, alternative: str = "") 
 
 
 class ErrorReportingGroup(TyperGroup):
-    """Prints expected errors (`SwiftKVError`, file errors) on stderr with exit code 1, or `GATE_EXIT_CODE`. Others show
-    a traceback."""
+    """Prints expected errors (`SwiftKVError`, file errors, wrong usage) on stderr with exit code 1, or
+    `GATE_EXIT_CODE`. Others show a traceback."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        try:
+            return super().make_context(info_name, args, parent=parent, **extra)
+        except typer.TyperException as error:
+            error.exit_code = 1
+            raise
 
     def invoke(self, ctx: Any) -> Any:
+        wants_json = "--json" in ctx.args  # for errors before the option is parsed
         try:
             return super().invoke(ctx)
+        except typer.TyperException as error:  # Typer's own exit code of wrong usage is `GATE_EXIT_CODE`
+            error.exit_code = 1
+            if not (wants_json and error.format_message()):
+                raise
+            ctx.meta[_JSON_FLAG_KEY] = True
+            parameter = getattr(error, "param", None)
+            field = None if parameter is None else parameter.name
+            raise self._report_error(ctx, InvalidInputError(error.format_message(), field=field)) from error
         except SwiftKVError as error:
             raise self._report_error(ctx, error) from error
         except OSError as error:

@@ -15,7 +15,7 @@ from swiftkv_platform.errors import ConflictError
 if TYPE_CHECKING:
     from swiftkv_platform.specs import JobSpec
 
-recipes_app = typer.Typer(no_args_is_help=True)
+recipes_app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 _SCHEMA_COMMENT = "# yaml-language-server: $schema="
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from swiftkv_platform.cli.context import Json, add_spec_options, load_settings, validate_options
+from swiftkv_platform.cli.context import Json, add_spec_options, load_settings, read_text_file, validate_options
 from swiftkv_platform.cli.output import configure_logs, get_error_console, print_result, require_extra, show_activity
 from swiftkv_platform.specs.engine import EngineConfig
 
@@ -65,7 +65,7 @@ def serve(
         artifact_uri=str(directory.resolve()) if is_local else f"{HUB_PREFIX}{model}",
         engine=validate_options(EngineConfig, spec_values),
         verify=(directory / MANIFEST).is_file(),
-        chat_template=None if chat_template is None else chat_template.read_text(encoding="utf-8"),
+        chat_template=None if chat_template is None else read_text_file(chat_template, "chat_template"),
     )
     keys = api_keys_file or load_settings().api_keys_file
     args = ReplicaArgs(id=_DEPLOYMENT_NAME, api_keys_file=keys and str(keys), allowed_hosts=tuple(allowed_host or ()))

@@ -11,6 +11,7 @@ from typing import Any
 
 from swiftkv_platform.contract.attempts import MANIFEST
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
+from swiftkv_platform.families import refuse_student
 from swiftkv_platform.installing import make_install_command
 from swiftkv_platform.limits import MANIFEST_BYTES
 from swiftkv_platform.planning import read_config
@@ -18,7 +19,7 @@ from swiftkv_platform.sources import UNRESTRICTED, BuiltinSource, HubSource, Pat
 from swiftkv_platform.sources.gguf import GGUF_SUFFIX
 from swiftkv_platform.sources.loader_rules import ADAPTER_FILE
 from swiftkv_platform.sources.peft import LoraConfig, explain_base_errors, parse_base, parse_lora_config
-from swiftkv_platform.sources.teacher_config import find_adapter, read_teacher_config
+from swiftkv_platform.sources.teacher_config import TEACHER_FIELD, find_adapter, read_teacher_config
 from swiftkv_platform.sources.untrusted_files import UnusableFileError, read_object, read_small_file
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
@@ -59,7 +60,7 @@ def resolve_model_path(name: str) -> str:
         case BuiltinSource() | HubSource():
             pass
         case PathSource(path=path) if os.path.isdir(path) or path.suffix == GGUF_SUFFIX:  # noqa: PTH112 (which raises for some)
-            pass
+            read_teacher_config(name, _read_object, field="model")
         case _:
             raise ModelError.for_field(
                 "model", name, ": no such directory here; use a directory, a .gguf file or a hub id"
@@ -69,10 +70,12 @@ def resolve_model_path(name: str) -> str:
     return resolve_model_directory(name, field="model")
 
 
-def check_paths_exist(spec: JobSpec) -> None:
-    """Raise `InvalidInputError` for the first path of a model or data source that does not exist on this machine,
-    before Ray starts."""
-    check_model_exists(spec.model.name_or_path, "model.name_or_path")
+def check_local_sources(spec: JobSpec) -> None:
+    """Check the teacher's configuration and that paths of data exist, before Ray starts. Raises `ModelError`,
+    `DataError` and `StorageError`."""
+    config = read_teacher_config(spec.model.name_or_path, _read_object)
+    if config is not None:
+        refuse_student(config.get("model_type"), spec.model.name_or_path, TEACHER_FIELD)
     for source_field, source in spec.list_sources():
         field = f"{source_field}.name_or_path"
         match UNRESTRICTED.parse_data(source.name_or_path, field):
@@ -80,15 +83,6 @@ def check_paths_exist(spec: JobSpec) -> None:
                 raise DataError.for_field(field, name, ": no such file or directory here")
             case _:
                 pass
-
-
-def check_model_exists(name: str, field: str) -> None:
-    """Raise `ModelError` if `name` is a path that does not exist."""
-    match UNRESTRICTED.parse_model(name, field):
-        case PathSource(path=path) if not path.exists():
-            raise ModelError.for_field(field, name, ": no such file or directory here")
-        case _:
-            pass
 
 
 @contextmanager

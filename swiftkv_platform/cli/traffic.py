@@ -16,7 +16,7 @@ from swiftkv_platform.local.formats import format_size, pluralize
 if TYPE_CHECKING:
     from swiftkv_platform.client import Resource
 
-traffic_app = typer.Typer(no_args_is_help=True)
+traffic_app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 _EXCERPT_CHARS = 60
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib
 import types
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from swiftkv_platform import configs
-from swiftkv_platform.configs import SwiftKVConfigMixin
-from swiftkv_platform.errors import ModelError
-from swiftkv_platform.families import FAMILIES, Family, find_family
+from swiftkv_platform.families import FAMILIES, Family, find_family, refuse_student
 from swiftkv_platform.model.attention import HeadAttentionMixin, LatentAttentionMixin
 from swiftkv_platform.model.causal_lm import SwiftKVForCausalLMMixin
 from swiftkv_platform.model.decoder import SwiftKVDecoderLayerMixin, SwiftKVDecoderMixin
@@ -98,12 +96,6 @@ def get_student_classes(model_type: str) -> StudentClasses:
 
 def make_student_config(teacher: Any, request: ShapeRequest) -> Any:
     """Make a student's configuration from its teacher's. Raises the errors of `convert` that need no weights."""
-    if isinstance(teacher, SwiftKVConfigMixin):
-        name = cast("Any", teacher).name_or_path
-        raise ModelError(
-            f"{name!r} is a SwiftKV student already; give the teacher it was made from",
-            field="model.name_or_path",
-            value=name,
-        )
+    refuse_student(teacher.model_type, teacher.name_or_path, "model.name_or_path")
     classes = get_student_classes(teacher.model_type)
     return classes.make_config(teacher, request.resolve(teacher.num_hidden_layers, teacher.num_attention_heads))

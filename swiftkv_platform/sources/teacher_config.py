@@ -13,7 +13,7 @@ import swiftkv_platform.sources
 from swiftkv_platform.errors import BucketError, ModelError, ObjectNotFoundError
 from swiftkv_platform.sources import UNBOUNDED, UNRESTRICTED, Access, Boundary, BuiltinSource, PathSource, S3Source
 from swiftkv_platform.sources.gguf import GGUF_SUFFIX, read_gguf_config
-from swiftkv_platform.sources.loader_rules import ADAPTER_FILE, clean_config
+from swiftkv_platform.sources.loader_rules import ADAPTER_FILE, CONFIG, clean_config
 from swiftkv_platform.sources.names import ModelSource
 from swiftkv_platform.sources.peft import (
     BASE_FIELD,
@@ -121,7 +121,8 @@ def read_config_file(
         refuse_peft_adapter(file.parent, name, field=field)
         return _check_config(read_json(file), name, field)
     except OSError as error:
-        if not os.path.exists(path):  # noqa: PTH110 (`Path.exists` raises in a directory that this process may not enter)
+        # `Path.exists` raises in a directory that this process may not enter.
+        if not os.path.exists(path if path.name != CONFIG else path.parent):  # noqa: PTH110
             raise make_teacher_error(name, "no such file or directory here", field) from error
         why = f"its config.json cannot be read ({error.strerror})"
         raise make_teacher_error(name, f"{why}; a Hugging Face model directory is accepted", field) from error

@@ -19,6 +19,8 @@ from swiftkv_platform.web.safe_json import JsonPath
 
 _MAX_DEPTH = 3
 """Max depth of nested objects in the search for a misplaced key."""
+_MAX_GIVEN_CHARACTERS = 100
+"""Max characters of a text that a message repeats."""
 _KEY_LABEL = "[key]"
 """Label of an error about a key rather than about its value."""
 
@@ -44,12 +46,24 @@ def get_json_path(error: Mapping[str, Any], body: Any) -> JsonPath:
     return tuple(place)
 
 
-def describe_unknown_key(error: Mapping[str, Any], body: Any) -> str:
+def _describe_unknown_key(error: Mapping[str, Any], body: Any) -> str:
     """Return the message for an unknown key, with a similar known key, or the path where the key is accepted."""
     name, known = str(error["loc"][-1]), _list_accepted_keys(error, body)
     places = _find_paths(name, body)
     suggestion = f" (did you mean {' or '.join(places)}?)" if places else suggest_name(name, known)
     return f"unknown key{suggestion}; accepted here: {', '.join(known)}"
+
+
+def describe_validation_error(error: Mapping[str, Any], body: Any) -> str:
+    """Return the message of an error in a field, with its value if that is a short scalar; the same text on all routes
+    and on the command line."""
+    if error["type"] == "missing":
+        return "required, and missing"
+    is_unknown_key, value = error["type"] == "extra_forbidden", error.get("input")
+    message = _describe_unknown_key(error, body) if is_unknown_key else error["msg"].removeprefix("Value error, ")
+    shown = "" if isinstance(value, dict | list | tuple | BaseModel) else repr(value)
+    is_short = 0 < len(shown) <= _MAX_GIVEN_CHARACTERS
+    return f"{message} (given: {shown})" if is_short and shown not in message else message
 
 
 def _find_paths(name: str, annotation: Any, place: str = "") -> list[str]:

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from swiftkv_platform.errors import InvalidInputError, StorageError, SwiftKVError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.web.invalid_fields import (
-    describe_unknown_key,
+    describe_validation_error,
     drop_redundant_errors,
     get_body_annotation,
     get_json_path,
@@ -111,14 +111,11 @@ def _handle_unexpected_error(request: Request, error: Exception) -> JSONResponse
 
 
 def _make_field_problem(place: JsonPath, item: Mapping[str, Any], body: Any) -> FieldProblem:
-    field, message = format_path(place), item["msg"].removeprefix("Value error, ")
-    match item["type"]:
-        case "json_invalid":
-            return make_json_problem(item)
-        case "extra_forbidden":
-            message = describe_unknown_key(item, body)
-        case "missing":
-            return FieldProblem(field=field or str(item["loc"][0]), message="required, and missing")
+    if item["type"] == "json_invalid":
+        return make_json_problem(item)
+    field, message = format_path(place), describe_validation_error(item, body)
+    if item["type"] == "missing":
+        return FieldProblem(field=field or str(item["loc"][0]), message=message)
     # A rule over several fields names the one to change itself.
     context = item.get("ctx", {})
     field, value = context.get("field", field), context.get("value", item.get("input"))

@@ -21,6 +21,7 @@ from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason, Speed
 from swiftkv_platform.data.checks import SourceEstimate, check_row_sources, check_sources
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
+from swiftkv_platform.families import refuse_student
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning import has_quantized_weights
 from swiftkv_platform.planning.architecture import read_architecture
@@ -34,6 +35,7 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import UNRESTRICTED, Access, PathSource, S3Source, parse_location, parse_source
 from swiftkv_platform.sources.names import refuse_relative_paths
 from swiftkv_platform.sources.teacher_config import (
+    TEACHER_FIELD,
     ReadObject,
     make_teacher_error,
     read_config_file,
@@ -359,6 +361,7 @@ def _find_first_fitting_trial(spec: JobSpec, num_hidden_layers: int) -> JobSpec:
 
 def _read_num_hidden_layers(config: dict[str, Any], name: str) -> int:
     """Return the number of a teacher's layers. Raises `ModelError` for a `config.json` that no job can use."""
+    refuse_student(config.get("model_type"), name, TEACHER_FIELD)
     try:
         read_architecture(config)
         has_quantized_weights(config)

@@ -72,6 +72,7 @@ class ModelImporter:
                 # 1. what is listed fits  2. small files are copied and checked  3. they are stored, and the weights
                 self._check_capacity(files, caller)
                 copy = directory / "model"
+                copy.mkdir()
                 stored = self._copy_small_files(files, copy)
                 source_manifest = self.parsers.run(
                     self.client, _check_student, copy, stored, {file.name: file.size for file in files}, source

@@ -144,7 +144,7 @@ def test_deploy_takes_every_option_of_the_spec(run: Run, script: Script) -> None
         "target_ongoing_requests": 3.0,
     }
     for refused in (["--engine", "[8]"], ["--engine", "{"], ["--min-replicas", "-1"]):
-        assert run("deploy", "mdl_1", *refused).exit_code == 2
+        assert run("deploy", "mdl_1", *refused).exit_code == 1
 
 
 def test_deploy_takes_objects_in_lists_and_null(run: Run, script: Script) -> None:
@@ -337,3 +337,82 @@ def test_a_comparison_lists_flips_with_both_answers(run: Run, script: Script) ->
 def test_a_comparison_works_with_an_older_control_plane(run: Run, script: Script) -> None:
     script.on("GET", "/models/one/compare/two", json_answer({"figures": [], "differences": [], "spec_differences": []}))
     assert "No evaluation task with rows of both models." in run("compare", "one", "two").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "reason"),
+    [
+        (["jobs", "list", "--limit", "none"], "limit", "Invalid value for '--limit'"),
+        (["jobs", "validate", "--file", "missing.yaml"], "file", "'missing.yaml' does not exist"),
+        (["plan", "--typo"], None, "No such option: --typo"),
+        (["evaluate"], "directory", "Missing argument 'DIR'"),
+        (["nothing"], None, "No such command 'nothing'"),
+    ],
+)
+def test_wrong_usage_is_no_unmet_gate_and_is_json_if_asked_for(
+    run: Run, arguments: list[str], field: str | None, reason: str
+) -> None:
+    assert run(*arguments).exit_code == 1
+    result = run(*arguments, "--json")
+    error = json.loads(result.stderr)["error"]
+    assert (result.exit_code, result.stdout, error["code"], error["field"]) == (1, "", "invalid_input", field)
+    assert reason in error["message"]
+
+
+@pytest.mark.parametrize("arguments", [["--typo"], [], ["jobs"]])
+def test_wrong_usage_of_a_group_exits_with_1(run: Run, arguments: list[str]) -> None:
+    assert run(*arguments).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "field"),
+    [
+        ("--steps", "training.max_steps"),
+        ("--gpus", "resources.gpus_per_worker"),
+        ("--num-key-value-layers", "swiftkv.num_key_value_layers"),
+        ("--prefill-layers", "swiftkv.prefill_layers"),
+        ("-g", "swiftkv.key_value_group_size"),
+    ],
+)
+def test_distill_refuses_options_that_a_spec_file_would_hide(
+    run: Run, spec: Path, tmp_path: Path, option: str, field: str
+) -> None:
+    result = run("distill", "-f", str(spec), "-o", str(tmp_path / "output"), option, "2")
+    assert result.exit_code == 1
+    assert f"needs --model; with --file, use --set {field}=VALUE instead" in result.stderr
+    assert not (tmp_path / "output").exists()
+
+
+def test_a_teacher_that_is_a_student_or_has_no_configuration_is_refused_before_ray_starts(
+    run: Run, tmp_path: Path
+) -> None:
+    teacher, output = tmp_path / "teacher", tmp_path / "output"
+    teacher.mkdir()
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(f"name: tiny\nmodel: {{name_or_path: '{teacher}'}}\n")
+    result = run("distill", "-f", str(spec), "-o", str(output))
+    named = f"model.name_or_path is {str(teacher)!r}"
+    assert f"{named}: its config.json cannot be read (No such file or directory)" in result.stderr
+    (teacher / "config.json").write_text(json.dumps({**llama_config(4), "model_type": "llama_swiftkv"}))
+    result = run("distill", "-f", str(spec), "-o", str(output))
+    assert f"{named}, which is a SwiftKV student already; use the teacher that it was made from" in result.stderr
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("command", ["plan", "serve"])
+def test_commands_agree_on_a_directory_without_configuration(run: Run, tmp_path: Path, command: str) -> None:
+    result = run(command, str(tmp_path), "--json")
+    error = json.loads(result.stderr)["error"]
+    assert (result.exit_code, error["code"], error["field"]) == (1, "model_error", "model")
+    assert error["message"] == (
+        f"model is {str(tmp_path)!r}: its config.json cannot be read (No such file or directory); "
+        "a Hugging Face model directory is accepted"
+    )
+
+
+def test_a_binary_chat_template_is_an_error_and_no_traceback(run: Run, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_bytes(b"a\xff")
+    result = run("serve", "builtin:python-5m", "--chat-template", str(template))
+    assert result.exit_code == 1
+    assert "which is not UTF-8 at byte 1; use a text file in UTF-8" in result.stderr

@@ -56,10 +56,17 @@ def test_completion_of_names_imports_no_slow_module(typed: str) -> None:
 
 @pytest.mark.slow("a process per group")
 @pytest.mark.parametrize(
-    "group", ["deployments", "distill", "files", "jobs", "keys", "models", "plan", "recipes", "up"]
+    "group",
+    ["deployments", "distill", "doctor", "files", "generate", "jobs", "keys", "models", "plan", "recipes", "up"],
 )
 def test_help_of_a_command_imports_no_slow_module(group: str) -> None:
-    assert list_imports(group, "--help") & SLOW_MODULES == set()
+    assert list_imports(group, "--help") & {*SLOW_MODULES, "swiftkv_platform.specs"} == set()
+
+
+@pytest.mark.parametrize("group", ["jobs", "keys", "recipes"])
+def test_only_the_program_installs_completion(group: str) -> None:
+    assert "--install-completion" in CliRunner().invoke(app, ["--help"], env={"COLUMNS": "300"}).output
+    assert "--install-completion" not in CliRunner().invoke(app, [group, "--help"], env={"COLUMNS": "300"}).output
 
 
 def test_summaries_are_the_first_lines_of_the_help() -> None:

@@ -65,11 +65,11 @@ def test_a_directory_is_served_until_ctrl_c(tmp_path: Path) -> None:
         assert server.wait(60) == 0
 
 
-def test_what_cannot_be_served_is_said_before_it_is_loaded(tmp_path: Path) -> None:
+def test_what_cannot_be_served_is_said_before_it_is_loaded() -> None:
     for arguments, words in (
         (["serve", "nosuch"], "model is 'nosuch': no such file or directory here"),
-        (["serve", tmp_path, "--dtype", "float8"], "dtype: Input should be"),
-        (["serve", tmp_path, "--host", "192.0.2.1"], "use another --port"),
+        (["serve", "builtin:python-5m", "--dtype", "float8"], "dtype: Input should be"),
+        (["serve", "builtin:python-5m", "--host", "192.0.2.1"], "use another --port"),
     ):
         result = run(*arguments)
         assert (result.exit_code, words in result.stderr) == (1, True), result.stderr

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from structlog.testing import capture_logs
 
 from swiftkv_platform.control_plane.http import error_handlers
 from swiftkv_platform.errors import DatabaseUnavailableError
-from tests.unit.control_plane.routes.conftest import SPEC, Server, Start
+from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
 
 
 def problem(response: Any, status: int) -> dict[str, Any]:
@@ -58,6 +59,15 @@ def test_a_body_that_is_no_json_is_refused(server: Server) -> None:
     [error] = problem(response, 422)["errors"]
     assert error["field"] is None
     assert "not valid JSON" in error["message"]
+
+
+def test_a_student_is_no_teacher(server: Server, teacher: dict[str, str]) -> None:
+    config = Path(teacher["name_or_path"]) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "llama_swiftkv"}))
+    for path in ("/jobs", "/jobs/validate"):
+        error = refusal(server.client.post(path, json={"name": "test", "model": teacher}))
+        assert error["field"] == "model.name_or_path"
+        assert "which is a SwiftKV student already; use the teacher that it was made from" in error["message"]
 
 
 def test_what_is_missing_or_out_of_the_teachers_range_is_named(server: Server, teacher: dict[str, str]) -> None:

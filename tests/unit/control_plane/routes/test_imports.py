@@ -79,6 +79,12 @@ def test_a_path_of_another_process_is_refused(server: Server) -> None:
         assert "a relative path" in error["message"]
 
 
+def test_an_empty_directory_is_refused(server: Server, tmp_path: Path) -> None:
+    error = refusal(server.client.post("/models/import", json={"source": str(tmp_path)}))
+    assert error["field"] == "source"
+    assert "which has no config.json that can be read; use a student's directory" in error["message"]
+
+
 class Interrupted(ModelRepository):
     """A registry that runs `copying` while an import copies objects, and `copied` before the row is written."""
 

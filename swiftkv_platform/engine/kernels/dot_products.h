@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kFewRows = 32;            // up to this many rows, products use the weights as they are loaded
 constexpr int64_t kFewRowsBesideTiles = 4;  // the same on processors with AMX tiles
-constexpr int64_t kFewRowsByGroups = 8;     // the same for int4; with more rows, a block is first widened to int8
+constexpr int64_t kFewRowsByGroups = 8;     // up to this many rows, int4 is multiplied by groups, else widened to int8
 constexpr int64_t kSmallRowStep = 4;        // with tiles, rows after the last multiple of kRowStep
 
 using Input = BFloat16;  // rows of `product`
@@ -52,9 +52,9 @@ bool has_tiles() {
   return has;
 }
 
-// Divides rows between two functions: product(first row, number of rows) uses brgemm's kernels; few.operator()<rows>(first
-// row), for at most kMost rows, uses the weights as they are loaded. `few_beside_tiles`: max rows for which only `few` is used
-// on processors with tiles.
+// Divides rows between two functions: product(first row, number of rows) uses brgemm's kernels; few.operator()<rows>(first row,
+// pass, number of passes), for at most kMost rows, uses the weights as they are loaded. `few_beside_tiles`: max rows for which
+// only `few` is used on processors with tiles.
 template <int kMost, typename Product, typename Few>
 void divide_rows(int64_t num_rows, int64_t few_beside_tiles, const Product& product, const Few& few) {
   int64_t row = 0;
@@ -63,8 +63,11 @@ void divide_rows(int64_t num_rows, int64_t few_beside_tiles, const Product& prod
     const int64_t left = (num_rows - row) / kSmallRowStep * kSmallRowStep;
     if (has_tiles() && left) product(row, left), row += left;
   }
-  for (; row < num_rows; row += kMost) {
-    with_count<kMost>(std::min<int64_t>(kMost, num_rows - row), [&]<int kRows>() { few.template operator()<kRows>(row); });
+  const int64_t num_passes = (num_rows - row + kMost - 1) / kMost;
+  for (int64_t pass = 0; pass < num_passes; ++pass, row += kMost) {
+    with_count<kMost>(std::min<int64_t>(kMost, num_rows - row), [&]<int kRows>() {
+      few.template operator()<kRows>(row, pass, num_passes);
+    });
   }
 }
 
@@ -91,34 +94,40 @@ class Weights16 {
       ::product(count, kColumns, size_in_, stride_, kColumns, sums_stride, false, rows + row * stride_, of_block,
                 sums + row * sums_stride);
     };
-    divide_rows<8>(num_rows, kFewRowsBesideTiles, product, [&]<int kRows>(int64_t row) {
-      few<kRows, 1>(rows + row * stride_, of_block, sums + row * sums_stride, sums_stride);
+    divide_rows<8>(num_rows, kFewRowsBesideTiles, product, [&]<int kRows>(int64_t row, int64_t pass, int64_t num_passes) {
+      few<kRows>(rows + row * stride_, of_block, sums + row * sums_stride, sums_stride,
+                 Prefetch(of_block, block_bytes(), kStepBytes, pass, num_passes));
     });
   }
 
   // Multiplies at most kRowsTogether rows by kTogether blocks: float32 [num_rows, kTogether, kColumns].
   void multiply_together(int64_t first, int64_t num_rows, int64_t block, float* sums, int64_t) const {
+    const BFloat16* blocks = weights_ + block * size_in_ * kColumns;
     with_count<kRowsTogether>(num_rows, [&]<int kRows>() {
-      few<kRows, kTogether>(x_ + first * stride_, weights_ + block * size_in_ * kColumns, sums, kTogether * kColumns);
+      few<kRows>(x_ + first * stride_, blocks, sums, kTogether * kColumns,
+                 Prefetch<kTogether>(blocks, block_bytes(), kStepBytes));
     });
   }
 
   Floats result(const float* sums, int64_t, int64_t, int64_t, int64_t i) const { return Floats::loadu(sums + i); }
 
  private:
-  // Prefetches the weights, which a decode step waits for.
+  static constexpr int64_t kStepBytes = 2 * kColumns * sizeof(BFloat16);
+
+  int64_t block_bytes() const { return size_in_ / 2 * kStepBytes; }
+
   template <int kRows, int kBlocks>
-  void few(const BFloat16* rows, const BFloat16* block, float* sums, int64_t sums_stride) const {
+  void few(const BFloat16* rows, const BFloat16* block, float* sums, int64_t sums_stride, Prefetch<kBlocks> prefetch) const {
     constexpr int kVectors = 2 * kBlocks;
     __m512 products[kRows][kVectors];
     for (auto& of_row : products) {
       for (auto& product : of_row) product = _mm512_setzero_ps();
     }
     for (int64_t k = 0; k < size_in_; k += 2, block += 2 * kColumns) {
+      prefetch.step();
       __m512bh weights[kVectors];
       for (int i = 0; i < kVectors; ++i) {
         const BFloat16* here = block + i / 2 * size_in_ * kColumns + i % 2 * kColumns;
-        fetch<kBlocks>(here);
         weights[i] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(here));
       }
       for (int r = 0; r < kRows; ++r) {

@@ -127,22 +127,28 @@ class WeightsInteger {
                                     sums_of);
       }
     };
-    divide_rows<4>(num_rows, kFourBits ? kFewRowsByGroups : kFewRowsBesideTiles, product, [&]<int kRows>(int64_t row) {
+    const bool by_groups = kFourBits && num_rows <= kFewRowsByGroups;
+    const auto few_rows = [&]<int kRows>(int64_t row, int64_t pass, int64_t num_passes) {
       int32_t* to = sums + row * sums_stride;
-      if (kFourBits && num_rows <= kFewRowsByGroups) return few_by_groups<kRows, 1>(first + row, block, to, sums_stride, plane);
-      if (!widened) widened = in_int8(block, scratch);
-      few<kRows, 1>(first + row, widened, to, sums_stride, plane);
-    });
+      if (!by_groups && !widened) widened = in_int8(block, scratch);
+      Prefetch prefetch(packed(block), block_bytes(), by_groups ? kStepBytes : block_bytes() / size_in() * 4, pass, num_passes);
+      if (by_groups) {
+        few_by_groups<kRows>(first + row, block, to, sums_stride, plane, prefetch);
+      } else {
+        few<kRows>(first + row, widened, to, sums_stride, plane, prefetch);
+      }
+    };
+    divide_rows<4>(num_rows, kFourBits ? kFewRowsByGroups : kFewRowsBesideTiles, product, few_rows);
   }
 
   // Multiplies at most kRowsTogether rows by kTogether blocks: int32 [num_rows, kTogether, kColumns].
   void multiply_together(int64_t first, int64_t num_rows, int64_t block, int32_t* sums, int64_t plane) const {
     with_count<kRowsTogether>(num_rows, [&]<int kRows>() {
+      const Prefetch<kTogether> prefetch(packed(block), block_bytes(), kStepBytes);
       if constexpr (kFourBits) {
-        few_by_groups<kRows, kTogether>(first, block, sums, kTogether * kColumns, plane);
+        few_by_groups<kRows>(first, block, sums, kTogether * kColumns, plane, prefetch);
       } else {
-        const auto* weights = reinterpret_cast<const int8_t*>(weights_) + block * size_in() * kColumns;
-        few<kRows, kTogether>(first, weights, sums, kTogether * kColumns, plane);
+        few<kRows>(first, reinterpret_cast<const int8_t*>(packed(block)), sums, kTogether * kColumns, plane, prefetch);
       }
     });
   }
@@ -157,11 +163,16 @@ class WeightsInteger {
   }
 
  private:
+  static constexpr int64_t kStepBytes = 4 * kColumns;  // weights of four inputs, or in int4 of eight
+
   int64_t size_in() const { return inputs_.size_in; }
+  int64_t block_bytes() const { return size_in() / (kFourBits ? 8 : 4) * kStepBytes; }
+  const uint8_t* packed(int64_t block) const { return weights_ + block * block_bytes(); }
 
   // `weights`: blocks in int8.
   template <int kRows, int kBlocks>
-  void few(int64_t first, const int8_t* weights, int32_t* sums, int64_t sums_stride, int64_t plane) const {
+  void few(int64_t first, const int8_t* weights, int32_t* sums, int64_t sums_stride, int64_t plane,
+           Prefetch<kBlocks> prefetch) const {
     constexpr int kVectors = 2 * kBlocks;
     const uint8_t *low = inputs_.low(first), *high = inputs_.high(first);
     __m512i products[kRows][2][kVectors];  // by low and high bytes
@@ -171,11 +182,10 @@ class WeightsInteger {
       }
     }
     for (int64_t k = 0; k < size_in(); k += 4, weights += 4 * kColumns) {
+      prefetch.step();
       __m512i of_outputs[kVectors];
       for (int i = 0; i < kVectors; ++i) {
-        const int8_t* here = weights + i / 2 * size_in() * kColumns + i % 2 * 2 * kColumns;
-        fetch<kBlocks>(here);
-        of_outputs[i] = _mm512_loadu_si512(here);
+        of_outputs[i] = _mm512_loadu_si512(weights + i / 2 * size_in() * kColumns + i % 2 * 2 * kColumns);
       }
       for (int r = 0; r < kRows; ++r) {
         const __m512i inputs[] = {broadcast(low + r * size_in() + k), broadcast(high + r * size_in() + k)};
@@ -197,9 +207,10 @@ class WeightsInteger {
   // int4: multiplies the sum of a group instead of each weight, and subtracts 8 * the sum of inputs, because weights are stored
   // with 8 added.
   template <int kRows, int kBlocks>
-  void few_by_groups(int64_t first, int64_t block, int32_t* sums, int64_t sums_stride, int64_t plane) const {
+  void few_by_groups(int64_t first, int64_t block, int32_t* sums, int64_t sums_stride, int64_t plane,
+                     Prefetch<kBlocks> prefetch) const {
     constexpr int kVectors = 2 * kBlocks;
-    const uint8_t* weights = weights_ + block * size_in() * kColumns / 2;
+    const uint8_t* weights = packed(block);
     const uint8_t* multipliers = multipliers_ + block * size_in() / group_ * kColumns;
     const __m512i four_bits = _mm512_set1_epi8(0x0f);
     const uint8_t *low = inputs_.low(first), *high = inputs_.high(first);
@@ -212,12 +223,9 @@ class WeightsInteger {
         }
       }
       for (const int64_t end = k + group_; k < end; k += 8, weights += 4 * kColumns) {
+        prefetch.step();
         __m512i some[kVectors];
-        for (int i = 0; i < kVectors; ++i) {
-          const uint8_t* here = weights + i / 2 * size_in() * kColumns / 2 + i % 2 * 2 * kColumns;
-          fetch<kBlocks>(here);
-          some[i] = _mm512_loadu_si512(here);
-        }
+        for (int i = 0; i < kVectors; ++i) some[i] = _mm512_loadu_si512(weights + i / 2 * block_bytes() + i % 2 * 2 * kColumns);
         for (int half = 0; half < 2; ++half) {  // inputs k to k + 3, and k + 4 to k + 7
           for (int r = 0; r < kRows; ++r) {
             const int64_t at = r * size_in() + k + 4 * half;
@@ -247,7 +255,7 @@ class WeightsInteger {
 
   // Returns a block's weights in int8; int4 is widened to `scratch`.
   const int8_t* in_int8(int64_t block, Scratch& scratch) const {
-    const uint8_t* weights = weights_ + block * size_in() * kColumns / (kFourBits ? 2 : 1);
+    const uint8_t* weights = packed(block);
     if constexpr (!kFourBits) return reinterpret_cast<const int8_t*>(weights);
     scratch.resize(size_in() * kColumns);
     const uint8_t* multipliers = multipliers_ + block * size_in() / group_ * kColumns;

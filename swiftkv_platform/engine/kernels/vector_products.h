@@ -61,10 +61,10 @@ Floats widen(const BFloat16* pairs, int second) {
 }
 
 // sums [kRows, kVectors * kFloats] (+)= rows [kRows, depth] * packed [depth / 2, ..., 2]; strides are in numbers. The vectors
-// are of kBlocks blocks, whose distance is `block_stride`. `fetches`: prefetch the packed numbers of whole blocks.
-template <int kRows, int kVectors, int kBlocks = 1>
+// are of kBlocks blocks, whose distance is `block_stride`.
+template <int kRows, int kVectors, int kBlocks = 1, typename Prefetcher>
 void multiply_rows(const float* rows, int64_t stride, const BFloat16* packed, int64_t packed_stride, int64_t block_stride,
-                   int64_t depth, bool add, bool fetches, float* sums, int64_t sums_stride) {
+                   int64_t depth, bool add, Prefetcher prefetch, float* sums, int64_t sums_stride) {
   constexpr int kOfBlock = kVectors / kBlocks;
   Floats products[kRows][kVectors];
   for (int r = 0; r < kRows; ++r) {
@@ -72,11 +72,7 @@ void multiply_rows(const float* rows, int64_t stride, const BFloat16* packed, in
     for (int i = 0; i < kVectors; ++i) products[r][i] = add ? Floats::loadu(own + i * kFloats) : Floats(0.0f);
   }
   for (int64_t k = 0; k < depth; k += 2, packed += 2 * packed_stride) {
-    if (fetches) {
-      for (int block = 0; block < kBlocks; ++block) {
-        for (int64_t i = 0; i < 2 * kColumns; i += 32) fetch<kBlocks>(packed + block * block_stride + i);
-      }
-    }
+    prefetch.step();
     for (int odd = 0; odd < 2; ++odd) {
       Floats weights[kVectors];
       for (int i = 0; i < kVectors; ++i) {
@@ -93,12 +89,14 @@ void multiply_rows(const float* rows, int64_t stride, const BFloat16* packed, in
   }
 }
 
-// Calls use.operator()<rows>(first row) for all rows, in parts of at most kMost rows of about the same size.
+// Calls use.operator()<rows>(first row, part, number of parts) for all rows, in parts of at most kMost rows of about the same
+// size.
 template <int kMost, typename Use>
 void divide_rows(int64_t num_rows, const Use& use) {
-  for (int64_t row = 0, parts = (num_rows + kMost - 1) / kMost; parts; --parts) {
-    const int64_t count = (num_rows - row + parts - 1) / parts;
-    with_count<kMost>(count, [&]<int kRows>() { use.template operator()<kRows>(row); });
+  const int64_t parts = (num_rows + kMost - 1) / kMost;
+  for (int64_t row = 0, part = 0; part < parts; ++part) {
+    const int64_t count = (num_rows - row + parts - part - 1) / (parts - part);
+    with_count<kMost>(count, [&]<int kRows>() { use.template operator()<kRows>(row, part, parts); });
     row += count;
   }
 }
@@ -107,12 +105,15 @@ void divide_rows(int64_t num_rows, const Use& use) {
 void product(int64_t num_rows, int64_t columns, int64_t depth, int64_t stride, int64_t packed_stride, int64_t sums_stride,
              bool add, const float* rows, const BFloat16* packed, float* sums) {
   for (int64_t k = 0; k < depth; k += kDepth, add = true) {
-    const int64_t size = std::min(kDepth, depth - k);
-    for (int64_t column = 0; column < columns; column += kStrip * kFloats) {
-      divide_rows<kMostRows>(num_rows, [&]<int kRows>(int64_t row) {
-        const bool fetches = row == 0 && column % kColumns == 0;
-        multiply_rows<kRows, kStrip>(rows + row * stride + k, stride, packed + k * packed_stride + 2 * column, packed_stride, 0,
-                                     size, add, fetches, sums + row * sums_stride + column, sums_stride);
+    const int64_t size = std::min(kDepth, depth - k), step_bytes = 2 * packed_stride * sizeof(BFloat16);
+    const BFloat16* part = packed + k * packed_stride;
+    for (int64_t strip = 0, strips = (columns + kStrip * kFloats - 1) / (kStrip * kFloats); strip < strips; ++strip) {
+      const int64_t column = strip * kStrip * kFloats;
+      divide_rows<kMostRows>(num_rows, [&]<int kRows>(int64_t row, int64_t pass, int64_t passes) {
+        Prefetch(part, size / 2 * step_bytes, step_bytes, strip * passes + pass, strips * passes).apply([&](auto prefetch) {
+          multiply_rows<kRows, kStrip>(rows + row * stride + k, stride, part + 2 * column, packed_stride, 0, size, add, prefetch,
+                                       sums + row * sums_stride + column, sums_stride);
+        });
       });
     }
   }
@@ -147,21 +148,25 @@ class Weights16 {
       return product(num_rows, kColumns, size_in_, size_in_, kColumns, sums_stride, false, rows, of_block, sums);
     }
     with_count<kFewRows>(num_rows, [&]<int kRows>() {
-      multiply_rows<kRows, kBlockVectors>(rows, size_in_, of_block, kColumns, 0, size_in_, false, true, sums, sums_stride);
+      multiply_rows<kRows, kBlockVectors>(rows, size_in_, of_block, kColumns, 0, size_in_, false,
+                                          Prefetch(of_block, 0, kStepBytes), sums, sums_stride);
     });
   }
 
   // Multiplies a row by kTogether blocks: float32 [kTogether, kColumns].
   void multiply_together(int64_t first, int64_t, int64_t block, float* sums, int64_t) const {
     const int64_t block_size = size_in_ * kColumns;
-    multiply_rows<1, kTogether * kBlockVectors, kTogether>(inputs_.data() + first * size_in_, size_in_,
-                                                           weights_ + block * block_size, kColumns, block_size, size_in_, false,
-                                                           true, sums, kTogether * kColumns);
+    const BFloat16* blocks = weights_ + block * block_size;
+    const Prefetch<kTogether> prefetch(blocks, block_size * sizeof(BFloat16), kStepBytes);
+    multiply_rows<1, kTogether * kBlockVectors, kTogether>(inputs_.data() + first * size_in_, size_in_, blocks, kColumns,
+                                                           block_size, size_in_, false, prefetch, sums, kTogether * kColumns);
   }
 
   Floats result(const float* sums, int64_t, int64_t, int64_t, int64_t i) const { return Floats::loadu(sums + i); }
 
  private:
+  static constexpr int64_t kStepBytes = 2 * kColumns * sizeof(BFloat16);
+
   int64_t size_in_;
   const BFloat16* weights_;
   Numbers<float> inputs_;
@@ -228,10 +233,16 @@ class WeightsInteger {
     for (int64_t begin = 0; begin < size_in_; begin += kDepth) {
       const int64_t size = std::min(kDepth, size_in_ - begin);
       widen_block(block, begin, size, scratch.data());
-      for (int vector = 0; vector < kBlockVectors; vector += kStrip) {
-        divide_rows<kMostRows>(num_rows, [&]<int kRows>(int64_t row) {
-          multiply_widened<kRows>(inputs_.data() + (first + row) * stride_ + begin, scratch.data() + vector * 2 * kFloats, size,
-                                  begin > 0, sums + row * sums_stride + vector * kFloats, sums_stride);
+      for (int strip = 0; strip < kStrips; ++strip) {
+        const int64_t column = strip * kStrip * kFloats;
+        divide_rows<kMostRows>(num_rows, [&]<int kRows>(int64_t row, int64_t pass, int64_t passes) {
+          const Prefetch of_part(packed(block, begin), size / kInputs * kStepBytes, 2 * kStepBytes / kInputs,
+                                 strip * passes + pass, kStrips * passes);
+          of_part.apply([&](auto prefetch) {
+            const int16_t* rows = inputs_.data() + (first + row) * stride_ + begin;
+            multiply_widened<kRows>(rows, scratch.data() + 2 * column, size, begin > 0, prefetch,
+                                    sums + row * sums_stride + column, sums_stride);
+          });
         });
       }
     }
@@ -253,8 +264,14 @@ class WeightsInteger {
   static constexpr int64_t kUnit = 32;    // inputs whose products of bytes and 4 bits fit into int16; a part of each group
   static constexpr int64_t kInputs = kFourBits ? 8 : 4;  // inputs whose weights are adjacent
   static constexpr int64_t kVectorBytes = sizeof(Register), kStepBytes = kBlockVectors * kVectorBytes;
+  static constexpr int kStrips = kBlockVectors / kStrip;
 
   int64_t block_bytes() const { return size_in_ / kInputs * kStepBytes; }
+
+  // Weights of a block from input `begin` on.
+  const uint8_t* packed(int64_t block, int64_t begin = 0) const {
+    return weights_ + block * block_bytes() + begin / kInputs * kStepBytes;
+  }
 
   // Each four inputs in the order 0, 2, 1, 3: pairs have the order of the bytes of weights with the same parity. A row that is
   // not finite gets the scale NaN, so that all its results are NaN.
@@ -314,11 +331,10 @@ class WeightsInteger {
 
   // Widens weights of inputs `begin` to `begin` + size - 1 to int16 [size / 2, kColumns, 2].
   void widen_block(int64_t block, int64_t begin, int64_t size, int16_t* to) const {
-    const uint8_t* packed = weights_ + block * block_bytes() + begin / kInputs * kStepBytes;
-    for (int64_t k = begin; k < begin + size; k += kInputs, packed += kStepBytes) {
+    const uint8_t* from = packed(block, begin);
+    for (int64_t k = begin; k < begin + size; k += kInputs, from += kStepBytes) {
       for (int vector = 0; vector < kBlockVectors; ++vector, to += 2 * kFloats) {
-        fetch(packed + vector * kVectorBytes);
-        const Ints bytes = Ints::loadu(packed + vector * kVectorBytes);
+        const Ints bytes = Ints::loadu(from + vector * kVectorBytes);
         Bits<int16_t> by;
         if constexpr (kFourBits) by = as_bits<int16_t>(multipliers(block, k, vector) * Ints(0x10001));
 #pragma GCC unroll 4
@@ -333,14 +349,15 @@ class WeightsInteger {
   }
 
   // sums [kRows, kStrip * kFloats] (+)= rows [kRows, size] * widened [size / 2, kColumns, 2].
-  template <int kRows>
-  void multiply_widened(const int16_t* rows, const int16_t* widened, int64_t size, bool add, float* sums,
+  template <int kRows, typename Prefetcher>
+  void multiply_widened(const int16_t* rows, const int16_t* widened, int64_t size, bool add, Prefetcher prefetch, float* sums,
                         int64_t sums_stride) const {
     Ints products[kRows][kStrip];
     for (auto& of_row : products) {
       for (auto& product : of_row) product = Ints(0);
     }
     for (int64_t k = 0; k < size; k += 2, widened += 2 * kColumns) {
+      prefetch.step();
       Ints inputs[kRows];
       for (int r = 0; r < kRows; ++r) inputs[r] = Ints(*reinterpret_cast<const Word*>(rows + r * stride_ + k));
 #pragma GCC unroll 2
@@ -371,18 +388,18 @@ class WeightsInteger {
     }
     constexpr int kVectors = kBlocks * kBlockVectors;
     const int16_t* rows = inputs_.data() + first * stride_;
-    const uint8_t* packed = weights_ + block * block_bytes();
+    const uint8_t* from = packed(block);
+    Prefetch<kBlocks> prefetch(from, block_bytes(), kStepBytes);
     for (int64_t begin = 0; begin < size_in_; begin += kDepth) {
       Ints products[kRows][kVectors];
       for (auto& of_row : products) {
         for (auto& product : of_row) product = Ints(0);
       }
-      for (int64_t k = begin; k < std::min(begin + kDepth, size_in_); k += kInputs, packed += kStepBytes) {
+      for (int64_t k = begin; k < std::min(begin + kDepth, size_in_); k += kInputs, from += kStepBytes) {
+        prefetch.step();
         Ints bytes[kVectors];
         for (int i = 0; i < kVectors; ++i) {
-          const uint8_t* here = packed + i / kBlockVectors * block_bytes() + i % kBlockVectors * kVectorBytes;
-          if (i * kVectorBytes % 64 == 0) fetch<kBlocks>(here);
-          bytes[i] = Ints::loadu(here);
+          bytes[i] = Ints::loadu(from + i / kBlockVectors * block_bytes() + i % kBlockVectors * kVectorBytes);
         }
         for (int pair = 0; pair < kInputs / 2; ++pair) {
           Ints weights[kVectors];
@@ -402,7 +419,8 @@ class WeightsInteger {
   // Multiplies a row by a block of int4: the bytes of inputs by four bits, and sums of a unit by the multipliers of its group.
   void multiply_nibbles(int64_t row, int64_t block, float* sums) const {
     const int8_t* inputs = bytes_.data() + 2 * row * stride_;
-    const uint8_t* packed = weights_ + block * block_bytes();
+    const uint8_t* from = packed(block);
+    Prefetch prefetch(from, 0, kStepBytes);
     const Ints four_bits(0x0f0f0f0f);
     for (int64_t begin = 0; begin < size_in_; begin += kDepth) {
       Ints totals[2][kBlockVectors] = {};  // of high and of low bytes
@@ -413,14 +431,14 @@ class WeightsInteger {
           for (auto& product : products[byte]) product = as_bits<int16_t>(start);
         }
 #pragma GCC unroll 1
-        for (int64_t k = unit; k < unit + kUnit; k += kInputs, packed += kStepBytes) {
-          for (int64_t i = 0; i < kStepBytes; i += 64) fetch(packed + i);
+        for (int64_t k = unit; k < unit + kUnit; k += kInputs, from += kStepBytes) {
+          prefetch.step();
 #pragma GCC unroll 2
           for (int half = 0; half < 2; ++half) {
             const Ints high(*reinterpret_cast<const Word*>(inputs + k + 4 * half));
             const Ints low(*reinterpret_cast<const Word*>(inputs + stride_ + k + 4 * half));
             for (int i = 0; i < kBlockVectors; ++i) {
-              const Ints bytes = Ints::loadu(packed + i * kVectorBytes);
+              const Ints bytes = Ints::loadu(from + i * kVectorBytes);
               const Ints weights = (half ? as_ints(as_bits<uint16_t>(bytes) >> 4) : bytes) & four_bits;
               products[0][i] += multiply_bytes(weights, high);
               products[1][i] += multiply_bytes(weights, low);

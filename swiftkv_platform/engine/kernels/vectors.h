@@ -40,6 +40,7 @@ constexpr int64_t kHalves = Halves::size();
 constexpr int64_t kGrain = 16384;  // min elements per thread
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr int64_t kFetchedAhead = 4096;  // prefetch distance in bytes
+constexpr int64_t kLineBytes = 64;       // bytes of a cache line
 constexpr int64_t kFetchedAheadInTurn = 1024;  // prefetch distance if several streams alternate
 
 // Memory aligned to cache lines. Tiles that cross cache lines take up to twice as long.
@@ -101,10 +102,49 @@ int64_t rows_at_a_time(int64_t row_size) {
 
 using Word [[gnu::may_alias]] = int32_t;  // two adjacent inputs in bfloat16, or four in 8 bits
 
-// Prefetches memory. `kPlaces`: number of streams that alternate.
-template <int kPlaces = 1>
 void fetch(const void* before) {
-  _mm_prefetch(static_cast<const char*>(before) + (kPlaces > 1 ? kFetchedAheadInTurn : kFetchedAhead), _MM_HINT_T0);
+  _mm_prefetch(static_cast<const char*>(before) + kFetchedAhead, _MM_HINT_T0);
 }
+
+struct NoPrefetch {
+  void step() {}
+};
+
+// Prefetches weights while kBlocks adjacent blocks are multiplied, step by step, in one or several passes. A single pass
+// prefetches what it needs soon. Of several, each prefetches its part of the next block: otherwise the first one would wait for
+// memory, and the others would leave it idle.
+template <int kBlocks = 1>
+class Prefetch {
+ public:
+  Prefetch(const void* first, int64_t block_bytes, int64_t step_bytes, int64_t pass = 0, int64_t num_passes = 1)
+      : next_(static_cast<const char*>(first)), block_bytes_(block_bytes) {
+    const int64_t parts = std::min(num_passes, kMostParts);
+    if (parts == 1) {
+      next_ += kBlocks > 1 ? kFetchedAheadInTurn : kFetchedAhead;
+    } else {
+      next_ += kBlocks * block_bytes + pass * (block_bytes / parts);
+    }
+    stride_ = pass < parts ? step_bytes / parts : 0;
+  }
+
+  void step() {
+    for (int block = 0; block < kBlocks; ++block) {
+      for (int64_t i = 0; i < stride_; i += kLineBytes) _mm_prefetch(next_ + block * block_bytes_ + i, _MM_HINT_T0);
+    }
+    next_ += stride_;
+  }
+
+  // Calls use(this), or use(NoPrefetch()) if all parts are prefetched by earlier passes.
+  template <typename Use>
+  void apply(const Use& use) const {
+    stride_ ? use(*this) : use(NoPrefetch());
+  }
+
+ private:
+  static constexpr int64_t kMostParts = 16;
+
+  const char* next_;
+  int64_t block_bytes_, stride_;
+};
 
 }  // namespace

@@ -27,9 +27,8 @@ from benchmarks.common import describe_conditions, make_benchmark_parser, write_
 from swiftkv_platform.client import Client, Job
 
 TEACHER = {"name_or_path": "builtin:python-5m", "dtype": "float32"}
+STUDENT = {"model": TEACHER, "swiftkv": {"num_key_value_layers": 6, "key_value_group_size": 1}}
 COMMON: dict[str, Any] = {
-    "model": TEACHER,
-    "swiftkv": {"num_key_value_layers": 6, "key_value_group_size": 1},
     "resources": {"num_workers": 1},
     "tracking": {"wandb": {"mode": "disabled"}},
 }
@@ -62,6 +61,7 @@ def measure_seed(client: Client, args: Namespace, seed: int) -> dict[str, float]
         client,
         {
             **COMMON,
+            **STUDENT,
             "name": f"other-text-{seed}",
             "data": {"max_length": 256, "sources": [{"name_or_path": "builtin:python-stdlib"}]},
             "training": make_training(args.other_steps, seed),

@@ -277,7 +277,7 @@ class OpenAIFields(SamplingFields, extra="allow"):
         metadata = extra.get("metadata")
         names = [extra.get("user"), extra.get("safety_identifier")]
         names += [metadata.get("user_id")] if isinstance(metadata, dict) else []
-        return next((str(name) for name in names if isinstance(name, str | int) and name != ""), None)
+        return next((str(name) for name in names if type(name) in (str, int) and name != ""), None)
 
     def find_ignored_fields(
         self, route: Route, ignored: Collection[str], unused: Collection[str] = ()

@@ -371,11 +371,8 @@ def _get_scalar_type(annotation: Any) -> Any:
 
 def _make_help(field: FieldInfo) -> str:
     description = " ".join((field.description or "").split())
-    return (
-        description
-        if field.is_required() or field.default in (None, {})
-        else f"{description} Default: {field.default}."
-    )
+    has_default = not field.is_required() and field.default not in (None, {})
+    return f"{description} Default: {field.default}." if has_default else description
 
 
 def _parse_mapping(text: str) -> dict[str, Any] | str:

@@ -26,14 +26,14 @@ NUM_REQUESTS = 500
 MODEL = {"name_or_path": "builtin:python-5m", "dtype": "float32"}
 SHAPE = {"num_key_value_layers": 6, "key_value_group_size": 2, "calibration_tokens": 1024}
 COMMON: dict[str, Any] = {
-    "model": MODEL,
-    "swiftkv": SHAPE,
     "optimizer": {"learning_rate": 1e-3},
     "resources": {"num_workers": 1},
     "tracking": {"wandb": {"mode": "disabled"}},
 }
 FIRST = {
     **COMMON,
+    "model": MODEL,
+    "swiftkv": SHAPE,
     "name": "first",
     "data": {"max_length": 128, "sources": [{"name_or_path": "builtin:python-stdlib", "sample_count": 40}]},
     "training": {"max_steps": 4, "batch_size": 4, "micro_batch_size": 2},

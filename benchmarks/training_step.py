@@ -5,7 +5,8 @@
 The reference's scheme: the whole model twice, as teacher and as student, logits of every position, layers checkpointed
 in the backward pass. Layers below l, which carry no gradient, recompute nothing. torch also leaves out the last product
 of a layer when it recomputes it ("early stop"): time is measured with that, FLOPs are given with and without. Variants
-alternate within each round, so that all see the same noise of the machine; figures are medians.
+alternate within each round, so that all see the same noise of the machine; figures are medians. `of peak`: a step's
+FLOPs per second relative to those of the machine's fastest large matrix product of the same dtype, measured alongside.
 """
 
 from __future__ import annotations
@@ -127,17 +128,29 @@ def count_flops(variant: Variant, batch: Batch, *, early_stop: bool) -> int:
     return int(counter.get_total_flops())
 
 
-def measure(variants: dict[str, Variant], batch: Batch, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each step, without the first of each variant."""
+def measure_product(dtype: torch.dtype, size: int = 2048) -> float:
+    """Return the FLOPs per second of one product of two square matrices."""
+    left, right = (torch.randn(size, size, dtype=dtype) for _ in range(2))
+    started = time.perf_counter()
+    F.linear(left, right)
+    return 2 * size**3 / (time.perf_counter() - started)
+
+
+def measure(
+    variants: dict[str, Variant], batch: Batch, rounds: int, dtype: torch.dtype
+) -> tuple[dict[str, list[float]], float]:
+    """Return the seconds of each step, without the first of each variant, and the peak in FLOPs per second."""
     for variant in variants.values():
         variant.step(batch)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
+    peak = 0.0
     for _ in range(rounds):
+        peak = max(peak, *(measure_product(dtype) for _ in range(3)))
         for name, variant in variants.items():
             started = time.perf_counter()
             variant.step(batch)
             seconds[name].append(time.perf_counter() - started)
-    return seconds
+    return seconds, peak
 
 
 def main() -> None:
@@ -182,21 +195,26 @@ def main() -> None:
             f"{name}, compiled": Variant(args, loss, checkpointed=ck, compiled=True)
             for name, (loss, ck) in schemes.items()
         }
-    seconds = measure(variants, batch, args.rounds)
-    print_report(args, batch, flops, seconds)
+    seconds, peak = measure(variants, batch, args.rounds, getattr(torch, args.dtype))
+    print_report(args, batch, flops, seconds, peak)
 
 
 def print_report(
-    args: argparse.Namespace, batch: Batch, flops: dict[str, list[int]], seconds: dict[str, list[float]]
+    args: argparse.Namespace, batch: Batch, flops: dict[str, list[int]], seconds: dict[str, list[float]], peak: float
 ) -> None:
     tokens = batch["input_ids"].numel()
     rates = {name: tokens / statistics.median(values) for name, values in seconds.items()}
     results = []
-    print(f"{'step':28} {'GFLOP':>7} {'ratio':>6} {'early stop':>11} {'tokens/s':>9} {'speedup':>8} {'to eager':>9}")
+    print(f"peak: {peak / 1e9:.0f} GFLOP/s in {args.dtype}")
+    print(
+        f"{'step':28} {'GFLOP':>7} {'ratio':>6} {'early stop':>11} {'tokens/s':>9} {'of peak':>8} {'speedup':>8} "
+        f"{'to eager':>9}"
+    )
     for name, rate in rates.items():
         scheme = name.removesuffix(", compiled")
         baseline = "reference, compiled" if name.endswith(", compiled") else "reference"
         whole, stopped = (mine / theirs for mine, theirs in zip(flops[scheme], flops["reference"], strict=True))
+        utilization = flops[scheme][1] * rate / tokens / peak
         results.append(
             {
                 "step": name,
@@ -204,12 +222,13 @@ def print_report(
                 "flops_ratio": whole,
                 "flops_ratio_early_stop": stopped,
                 "tokens_per_second": rate,
+                "share_of_peak": utilization,
                 "speedup": rate / rates[baseline],
                 "speedup_to_eager": rate / rates["reference"],
             }
         )
         print(
-            f"{name:28} {flops[scheme][0] / 1e9:7.1f} {whole:6.3f} {stopped:11.3f} {rate:9.0f} "
+            f"{name:28} {flops[scheme][0] / 1e9:7.1f} {whole:6.3f} {stopped:11.3f} {rate:9.0f} {utilization:8.0%} "
             f"{rate / rates[baseline]:7.2f}x {rate / rates['reference']:8.2f}x",
             flush=True,
         )

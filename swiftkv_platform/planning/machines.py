@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 
@@ -38,18 +39,25 @@ def has_fast_bfloat16(cpu_info: Path = _CPU_INFO_FILE) -> bool:
     An x86 processor needs AVX-512 for it; without, a product in bfloat16 takes tens of times as long as in float32.
     True on other processors and systems, where this cannot be read.
     """
-    flags = _read_cpu_info(cpu_info).get("flags")
-    return flags is None or set(flags.split()) >= _AVX512_FLAGS
+    flags = _read_flags(cpu_info)
+    return flags is None or flags >= _AVX512_FLAGS
 
 
 def describe_processor(cpu_info: Path = _CPU_INFO_FILE) -> tuple[str, str | None]:
     """Return the name of this machine's processor, and its widest vector or matrix instructions for PyTorch: "AMX",
     "AVX-512" or "AVX2"; None if it has none of these or they cannot be read."""
-    info = _read_cpu_info(cpu_info)
-    flags = set(info.get("flags", "").split())
+    info, flags = _read_cpu_info(cpu_info), _read_flags(cpu_info) or set()
     classes = {"AMX": {"amx_tile", "amx_bf16"}, "AVX-512": _AVX512_FLAGS, "AVX2": {"avx2"}}
     simd = next((name for name, needed in classes.items() if flags >= needed), None)
     return info.get("model name") or platform.processor() or platform.machine(), simd
+
+
+def _read_flags(path: Path) -> set[str] | None:
+    """Read the processor's flags, without those that ONEDNN_MAX_CPU_ISA keeps PyTorch's products from using."""
+    flags = _read_cpu_info(path).get("flags")
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    hidden = () if limit.startswith(("ALL", "DEFAULT", "AVX512", "AVX10")) else ("avx512", "amx")
+    return None if flags is None else {flag for flag in flags.split() if not flag.startswith(hidden)}
 
 
 def _read_cpu_info(path: Path) -> dict[str, str]:

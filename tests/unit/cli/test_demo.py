@@ -137,6 +137,9 @@ def test_a_cpu_without_bfloat16_products_computes_in_float32(
     (tmp_path / "cpuinfo").write_text(f"processor : 0\nmodel name\t: A CPU\nflags : fpu {flags} sse\n\nflags : none\n")
     assert has_fast_bfloat16(tmp_path / "cpuinfo") is fast
     assert describe_processor(tmp_path / "cpuinfo") == ("A CPU", simd)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "avx2")
+    assert not has_fast_bfloat16(tmp_path / "cpuinfo")
+    assert describe_processor(tmp_path / "cpuinfo")[1] == ("AVX2" if "avx2" in flags else None)
     monkeypatch.setattr("swiftkv_platform.sources.recipes.has_fast_bfloat16", lambda: fast)
     dtype = "bfloat16" if fast else "float32"
     for spec in (build_job_spec(None), build_job_spec("some/model"), build_llm_spec(short=True)):

@@ -136,7 +136,8 @@ class Access:
 
     def _check_source(self, source: Source, field: str) -> None:
         """Raise `InvalidInputError` if the tenant may not read `source`."""
-        allowed = f"the hub, built-in sources, and everything below: {', '.join(self.roots or ()) or 'none'}"
+        allowed = ", ".join(["the hub", "built-in sources", *(self.roots or ())])
+        allowed += " (the operator's SWIFTKV_SOURCE_ROOTS adds directories and s3:// prefixes)"
         if isinstance(source, FileSource):
             if source.name not in (self.files or {}):
                 raise InvalidInputError.for_field(
@@ -154,9 +155,8 @@ class Access:
         elif isinstance(source, HubSource):
             organizations = self.hub_organizations
             if organizations is not None and source.organization not in organizations:
-                raise self._make_forbidden_error(
-                    source, field, f"the hub's organizations: {', '.join(organizations) or 'none'}"
-                )
+                known = f"{', '.join(organizations) or 'none'} (the tenant's policy: hub_organizations)"
+                raise self._make_forbidden_error(source, field, f"the hub's organizations: {known}")
         elif isinstance(source, S3Source) and self.roots is not None:
             if not any(source.is_below(root) for root in self.roots if root.startswith(_S3_SCHEME)):
                 raise self._make_forbidden_error(source, field, allowed)

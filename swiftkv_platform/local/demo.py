@@ -34,6 +34,7 @@ from swiftkv_platform.local.formats import format_flops, format_size
 from swiftkv_platform.local.stack import OPERATOR_FILES, Stack, StackOptions
 from swiftkv_platform.local.terminal import show_events
 from swiftkv_platform.planning.machines import describe_processor
+from swiftkv_platform.reports.pages import STAGES
 from swiftkv_platform.settings import Settings, get_default_keys_file
 from swiftkv_platform.sources.recipes import adapt_dtype_to_cpu, find_recipe
 from swiftkv_platform.sources.teacher_config import find_builtin_teacher
@@ -360,13 +361,8 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     """Print the quality by stage, and the inference cost with and without SwiftKV."""
     table = Table("held-out text", "perplexity", "KL (nats)", "top-1 agreement", title="Quality")
     table.add_row("teacher", f"{report['teacher']['perplexity']:.2f}", "", "")
-    stages = {
-        "rewired": "student, projections copied",
-        "calibrated": "student, projections calibrated",
-        "distilled": "student, distilled",
-    }
-    for name, label in stages.items():
-        stage = report[name]
+    for name, label in STAGES.items():
+        stage = report.get(name)
         if stage is not None:
             table.add_row(label, f"{stage['perplexity']:.2f}", f"{stage['kl']:.4f}", f"{stage['top1_agreement']:.1%}")
     table.caption = f"{report['kl_recovered']:.0%} of the KL recovered with {report['tokens_trained']:,} tokens"

@@ -31,10 +31,17 @@ const QUALITY = [
   { name: "KL to the teacher, nats", number: true, cell: ([, quality]) => Array.isArray(quality.kl) ? formatInterval(quality.kl, formatNumber) : formatNumber(quality.kl) },
   { name: "Top-1 agreement", number: true, cell: ([, quality]) => Array.isArray(quality.top1_agreement) ? formatInterval(quality.top1_agreement, formatPercent) : formatPercent(quality.top1_agreement) },
 ];
+const STAGES = {
+  teacher: "teacher",
+  rewired: "student, projections copied",
+  calibrated: "student, projections calibrated",
+  parent: "student, before this training",
+  distilled: "student, distilled",
+};
 
 /** `verdict`: one-sentence summary of the report; `spec`: of the job, if known. */
 export function Report({ report, verdict, spec }) {
-  const rows = ["teacher", "rewired", "calibrated", "parent", "distilled"].map((name) => [name, report[name]]).filter(([, quality]) => quality);
+  const rows = Object.entries(STAGES).map(([name, label]) => [label, report[name]]).filter(([, quality]) => quality);
   const { intervals } = report;
   if (intervals) rows.push([`95% interval, ${intervals.num_units} ${intervals.unit}s`, intervals]);
   const gates = report.gates ?? [];

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from swiftkv_platform.distillation.sequence_parallel import ATTENTION_IMPLEMENTATION, SequenceGroup
+from swiftkv_platform.engine import kernels
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.context import PACKED_ATTENTION, DecoderContext, TokenSelection
 from swiftkv_platform.model.packed_attention import (
@@ -400,8 +401,15 @@ class DistillationModel(nn.Module):
         decoder = self.student.model
         if self.sequence is None and self.student.config._attn_implementation != PACKED_ATTENTION:
             return cast("DecoderContext", decoder.make_context(input_ids, position_ids=position_ids))
-        attention, dtype = self._attention, self._dtype
-        return make_packed_context(decoder, input_ids, position_ids, lengths, attention=attention, dtype=dtype)
+        return make_packed_context(
+            decoder,
+            input_ids,
+            position_ids,
+            lengths,
+            attention=self._attention,
+            inference_operator=kernels.find_packed_operator(input_ids.device, self._dtype),
+            dtype=self._dtype,
+        )
 
     def _select_tokens(
         self, context: DecoderContext, loss_mask: Tensor, counted: Tensor

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from swiftkv_platform.data.packing import PackedRows
+from swiftkv_platform.engine import kernels
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.context import PACKED_ATTENTION, TokenSelection
@@ -211,7 +212,12 @@ def _measure_batch(model: Any, batch: dict[str, torch.Tensor], sample_layout: _S
     targets = batch["input_ids"].roll(-1, dims=1)[counted]  # [num_positions]
     if decoder.layer_map.deep_leaders:
         context = make_packed_context(
-            decoder, batch["input_ids"], batch["position_ids"], sample_layout.lengths, dtype=model.dtype
+            decoder,
+            batch["input_ids"],
+            batch["position_ids"],
+            sample_layout.lengths,
+            inference_operator=kernels.find_packed_operator(model.device, model.dtype),
+            dtype=model.dtype,
         )
     else:
         context = decoder.make_context(batch["input_ids"], position_ids=batch["position_ids"])

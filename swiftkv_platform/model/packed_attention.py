@@ -2,9 +2,10 @@
 the prefix that it shares with the sample before it.
 
 A GPU runs PyTorch's `varlen_attn` (FlashAttention) on cumulative sequence lengths. Other devices run SDPA once per
-sample with its causal flag. On a CPU this is 11 times faster than a mask for rows of 2,048 tokens with samples of 133
-tokens, and 38 times faster for rows of 8,192 tokens. Batching samples of equal length is slower: gathering them and
-scattering their gradients costs more than the calls.
+sample with its causal flag, unless no input needs gradients and the caller has a faster operator for that. On a CPU,
+SDPA by sample is 11 times faster than a mask for rows of 2,048 tokens with samples of 133 tokens, and 38 times faster
+for rows of 8,192 tokens. Batching samples of equal length is slower: gathering them and scattering their gradients
+costs more than the calls.
 """
 
 from __future__ import annotations
@@ -118,8 +119,10 @@ class PackedSamples:
     """Number of tokens that each sample shares with the sample before it, whose first tokens they are; None: all 0."""
     operator: VarlenOperator | None = None
     """Attention operator; None: SDPA, sample by sample."""
+    inference_operator: VarlenOperator | None = None
+    """Faster operator without a backward pass, for inputs that need no gradients."""
     cu_seqlens: Tensor | None = None
-    """Cumulative lengths of the samples, int32 on the device; set if `operator` is set."""
+    """Cumulative lengths of the samples, int32 on the device; set if an operator is set."""
     query_tokens: Tensor | None = None
     """Tokens with queries, int64 [num_queries]; None: all."""
     spans: tuple[Span, ...] | None = None
@@ -138,10 +141,19 @@ class PackedSamples:
         device: torch.device,
         dtype: torch.dtype,
         operator: VarlenOperator | None = None,
+        inference_operator: VarlenOperator | None = None,
     ) -> Self:
-        cu_seqlens = None if operator is None else _compute_cumulative_lengths(lengths, device)
-        prefixes = tuple(prefix_lengths) if any(prefix_lengths) else None
-        return cls(tuple(lengths), get_layer_windows(config), dtype, device, prefixes, operator, cu_seqlens)
+        has_operator = operator is not None or inference_operator is not None
+        return cls(
+            tuple(lengths),
+            get_layer_windows(config),
+            dtype,
+            device,
+            prefix_lengths=tuple(prefix_lengths) if any(prefix_lengths) else None,
+            operator=operator,
+            inference_operator=inference_operator,
+            cu_seqlens=_compute_cumulative_lengths(lengths, device) if has_operator else None,
+        )
 
     def add_conversation_spans(self, counted_mask: Tensor, deep_tail: int, *, overlapping: bool) -> Self:
         """Return the samples for layers >= l of a student whose deep tokens have their own K and V. Attention then
@@ -243,7 +255,8 @@ class PackedSamples:
         query = query.index_select(2, indices.queries)
         key, value = key.index_select(2, indices.keys), value.index_select(2, indices.keys)
         # 2. attend part by part, or all parts in one operator call
-        if self.operator is None:
+        operator = self._choose_operator(query, key, value)
+        if operator is None:
             num_keys = indices.num_keys
             parts = zip(
                 query.split(indices.num_queries, 2), key.split(num_keys, 2), value.split(num_keys, 2), strict=True
@@ -253,7 +266,7 @@ class PackedSamples:
             )
         else:
             max_lengths = max(indices.num_queries), max(indices.num_keys)
-            attended = self._run_operator(query, key, value, indices.cu_seqlens, max_lengths, scaling, window)
+            attended = self._run_operator(operator, query, key, value, indices.cu_seqlens, max_lengths, scaling, window)
         # 3. scatter the outputs
         return output.index_copy(1, indices.queries, attended.to(output.dtype))
 
@@ -262,17 +275,23 @@ class PackedSamples:
             return self._attend_by_index(query, key, value, self._indices_within_samples, scaling, window)
         num_tokens, num_sample_tokens = query.shape[2], sum(self.lengths)
         query, key, value = (tensor[:, :, :num_sample_tokens] for tensor in (query, key, value))
-        if self.operator is None:
+        operator = self._choose_operator(query, key, value)
+        if operator is None:
             output = _attend_by_sample(query, key, value, self.lengths, scaling, window)
         else:
             assert self.cu_seqlens is not None
             cu_seqlens, max_lengths = (self.cu_seqlens, self.cu_seqlens), (max(self.lengths),) * 2
-            output = self._run_operator(query, key, value, cu_seqlens, max_lengths, scaling, window)
+            output = self._run_operator(operator, query, key, value, cu_seqlens, max_lengths, scaling, window)
         num_padding = num_tokens - num_sample_tokens
         return F.pad(output, (0, 0, 0, 0, 0, num_padding)) if num_padding else output
 
+    def _choose_operator(self, *inputs: Tensor) -> VarlenOperator | None:
+        needs_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+        return self.operator if needs_gradients else self.inference_operator or self.operator
+
     def _run_operator(
         self,
+        operator: VarlenOperator,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -281,12 +300,11 @@ class PackedSamples:
         scaling: float | None,
         window: int | None,
     ) -> Tensor:
-        assert self.operator is not None
         value_dim = value.shape[-1]
         value = F.pad(value, (0, query.shape[-1] - value_dim))  # MLA's values are narrower than its keys
         # A trained norm is float32, and so are its outputs under autocast.
         query, key, value = (tensor[0].transpose(0, 1).to(self.dtype) for tensor in (query, key, value))
-        output: Tensor = self.operator(
+        output: Tensor = operator(
             query,
             key,
             value,
@@ -466,6 +484,7 @@ def make_packed_context(
     lengths: Sequence[int] | None = None,
     *,
     attention: AttentionImplementation = "auto",
+    inference_operator: VarlenOperator | None = None,
     dtype: torch.dtype,
 ) -> DecoderContext:
     """Make the context of a forward pass over all rows, concatenated. Each sample attends to itself, and to the prefix
@@ -478,6 +497,7 @@ def make_packed_context(
         lengths: lengths of the samples, which share no prefixes; None derives both from the positions, which are then
             read on the host.
         attention: see `training.attn_implementation`.
+        inference_operator: operator for inputs that need no gradients, unless `attention` names another one.
         dtype: compute dtype of the model.
     """
     config, device = decoder.config, input_ids.device
@@ -486,7 +506,15 @@ def make_packed_context(
         lengths = get_sample_lengths(position_ids)
         prefix_lengths = position_ids.flatten()[list(accumulate(lengths[:-1], initial=0))].tolist()
     operator = choose_operator(attention, config, device, dtype)
-    samples = PackedSamples.create(config, lengths, prefix_lengths, device=device, dtype=dtype, operator=operator)
+    samples = PackedSamples.create(
+        config,
+        lengths,
+        prefix_lengths,
+        device=device,
+        dtype=dtype,
+        operator=operator,
+        inference_operator=inference_operator if attention == "auto" else None,
+    )
     masks = Masks((None,) * config.num_hidden_layers)
     flat, positions = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
     return cast(

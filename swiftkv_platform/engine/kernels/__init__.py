@@ -31,6 +31,7 @@ from swiftkv_platform.private_directories import ensure_private_directory, is_pr
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine.native_layers import NativeRMSNorm
+    from swiftkv_platform.model.packed_attention import VarlenOperator
 
 SOURCE_FILE = Path(__file__).with_name("cpu.cpp")
 HEADER_FILES = sorted(SOURCE_FILE.parent.glob("*.h"))
@@ -294,6 +295,50 @@ def attend(
         _CACHE_FORMATS[quantized_dtype],
     )
     return y
+
+
+def find_packed_operator(device: torch.device, dtype: torch.dtype) -> VarlenOperator | None:
+    """Return `attend_packed` if it can run on this device with this dtype. It has no backward pass."""
+    return attend_packed if device.type == "cpu" and dtype == torch.bfloat16 and is_available() else None
+
+
+def attend_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    _max_q: int,
+    _max_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    **_: Any,
+) -> torch.Tensor:
+    """Causal attention of concatenated sequences, with the signature of `torch.nn.attention.varlen.varlen_attn`. The
+    queries of a sequence are those of its last keys."""
+    # 1. tables: each sequence has one run of slots, its keys
+    num_queries = cu_seq_q.diff()
+    sequence = torch.arange(num_queries.numel())
+    tables = torch.stack([cu_seq_q[:-1], num_queries, sequence, torch.ones_like(sequence)], dim=1).long()
+    ends = (cu_seq_k.diff() - cu_seq_q[1:]).repeat_interleave(num_queries)
+    positions = (torch.arange(query.shape[0]) + ends).long()
+    runs = torch.stack([cu_seq_k[:-1], cu_seq_k[1:]], dim=1).long()
+    # 2. attend to heads of a size that the kernel supports
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    padding = (0, -head_dim % HEAD_DIM_MULTIPLE)
+    query, key, value = (F.pad(tensor, padding).transpose(0, 1) for tensor in (query, key, value))
+    output = attend(
+        query[None],
+        key.contiguous(),
+        value.contiguous(),
+        tables[num_queries > 0],
+        positions,
+        runs,
+        scaling=head_dim**-0.5 if scale is None else scale,
+        window=None if window_size[0] < 0 else window_size[0] + 1,
+    )
+    return output[0, ..., :value_dim]
 
 
 class LayerOperands(NamedTuple):

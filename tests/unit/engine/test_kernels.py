@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +231,45 @@ def test_any_number_of_threads_attends_the_same(window: int | None, native_kerne
             outputs.append(kernels.attend(query, keys, values, sequences, positions, runs, scaling=0.3, window=window))
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (48, 48), (48, 32)])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+    "lengths", [[(70, 70), (1, 1), (130, 130)], [(3, 90), (0, 0), (64, 64), (40, 41)]], ids=["samples", "spans"]
+)
+def test_packed_attention_without_gradients_is_that_of_sdpa(
+    lengths: list[tuple[int, int]], window: int | None, dim: int, value_dim: int, native_kernels: None
+) -> None:
+    """Training and evaluation run the kernel wherever no input needs gradients, and SDPA elsewhere."""
+    operator = kernels.find_packed_operator(torch.device("cpu"), BF16)
+    assert operator is not None
+    assert kernels.find_packed_operator(torch.device("cpu"), torch.float32) is None
+    num_queries, num_keys = (sum(of) for of in zip(*lengths, strict=True))
+    query, key, value = numbers(num_queries, 4, dim), numbers(num_keys, 2, dim), numbers(num_keys, 2, value_dim)
+    cumulative = [
+        torch.tensor([0, *accumulate(of)], dtype=torch.int32) for of in zip(*lengths, strict=True)
+    ]
+    padded = F.pad(value, (0, dim - value_dim))
+    output = operator(
+        query,
+        key,
+        padded,
+        *cumulative,
+        130,
+        130,
+        scale=None,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=True,
+    )
+    rows = zip(*(tensor.split(list(of)) for tensor, of in ((query, [q for q, _ in lengths]), (key, [k for _, k in lengths]), (padded, [k for _, k in lengths]))), strict=True)
+    exact = []
+    for queries, keys, values in rows:
+        positions = torch.arange(len(keys) - len(queries), len(keys))[:, None]
+        seen = (torch.arange(len(keys)) <= positions) & (torch.arange(len(keys)) > positions - (window or len(keys) + 1))
+        inputs = (tensor.float().transpose(0, 1)[None] for tensor in (queries, keys, values))
+        exact.append(F.scaled_dot_product_attention(*inputs, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1))
+    assert_rounded(output, torch.cat(exact), atol=0.01)
 
 
 @pytest.mark.parametrize("dim", [8, 24, 64, 128])

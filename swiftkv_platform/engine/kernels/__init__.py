@@ -122,6 +122,8 @@ def _build_library(compiler: str, flags: list[str], library: Path) -> None:
         built.replace(library)
 
 
+@torch.autocast("cpu", enabled=False)  # the caller may train
+@torch.no_grad()
 def _verify_kernels() -> None:
     """Raise `_UnavailableError` if the kernels' results differ from PyTorch's, e.g. on a processor without some
     instructions."""

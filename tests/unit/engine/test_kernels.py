@@ -233,6 +233,11 @@ def test_any_number_of_threads_attends_the_same(window: int | None, native_kerne
     assert torch.equal(outputs[0], outputs[2])
 
 
+def test_kernels_are_checked_alike_while_training(native_kernels: None) -> None:
+    with torch.autocast("cpu", dtype=BF16):
+        assert kernels.find_problem.__wrapped__() is None
+
+
 @pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (48, 48), (48, 32)])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize(

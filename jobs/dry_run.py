@@ -35,6 +35,7 @@ from swiftkv_platform.distillation.model import DistillationModel
 from swiftkv_platform.distillation.steering import Progress
 from swiftkv_platform.distillation.strategy import EvaluationModel
 from swiftkv_platform.distillation.trainer import Trainer, parallelize
+from swiftkv_platform.engine import kernels
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.jobs.worker.measure import StudentEvaluator
@@ -200,6 +201,7 @@ def fake_cluster(spec: JobSpec) -> Iterator[FakeInputs]:
                 patched.enter_context(patch.dict(LOGITS_PER_CHUNK, cpu=LOGITS_PER_CHUNK["cuda"]))
                 patched.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend))
                 patched.enter_context(patch.object(packed_attention, "choose_operator", _choose_operator))
+            patched.enter_context(patch.object(kernels, "find_packed_operator", return_value=None))
             patched.enter_context(patch.object(heads, "assign_heads", _assign_heads))
             patched.enter_context(
                 patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _propagate_untracked)

@@ -185,7 +185,9 @@ def main() -> None:
     # 1. count FLOPs, in float32, since the counter does not know the attention kernel of bfloat16
     in_float32 = argparse.Namespace(**{**vars(args), "dtype": "float32"})
     flops = {
-        name: [count_flops(Variant(in_float32, loss, checkpointed=ck), batch, early_stop=stop) for stop in (False, True)]
+        name: [
+            count_flops(Variant(in_float32, loss, checkpointed=ck), batch, early_stop=stop) for stop in (False, True)
+        ]
         for name, (loss, ck) in schemes.items()
     }
     # 2. measure the time of eager and compiled steps

@@ -65,7 +65,8 @@ def find_problem() -> str | None:
     """Compile and load the kernels, once per process. Returns why they are unavailable, or None."""
     try:
         torch.ops.load_library(str(_find_or_build_library()))
-        _verify_kernels()
+        with torch.autocast("cpu", enabled=False):  # the caller may train
+            _verify_kernels()
         _get_num_threads()
     except (_UnavailableError, OSError, RuntimeError) as error:
         return str(error)
@@ -122,8 +123,6 @@ def _build_library(compiler: str, flags: list[str], library: Path) -> None:
         built.replace(library)
 
 
-@torch.autocast("cpu", enabled=False)  # the caller may train
-@torch.no_grad()
 def _verify_kernels() -> None:
     """Raise `_UnavailableError` if the kernels' results differ from PyTorch's, e.g. on a processor without some
     instructions."""

@@ -250,28 +250,17 @@ def test_packed_attention_without_gradients_is_that_of_sdpa(
     operator = kernels.find_packed_operator(torch.device("cpu"), BF16)
     assert operator is not None
     assert kernels.find_packed_operator(torch.device("cpu"), torch.float32) is None
-    num_queries, num_keys = (sum(of) for of in zip(*lengths, strict=True))
-    query, key, value = numbers(num_queries, 4, dim), numbers(num_keys, 2, dim), numbers(num_keys, 2, value_dim)
-    cumulative = [
-        torch.tensor([0, *accumulate(of)], dtype=torch.int32) for of in zip(*lengths, strict=True)
-    ]
-    padded = F.pad(value, (0, dim - value_dim))
-    output = operator(
-        query,
-        key,
-        padded,
-        *cumulative,
-        130,
-        130,
-        scale=None,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=True,
-    )
-    rows = zip(*(tensor.split(list(of)) for tensor, of in ((query, [q for q, _ in lengths]), (key, [k for _, k in lengths]), (padded, [k for _, k in lengths]))), strict=True)
+    num_queries, num_keys = zip(*lengths, strict=True)
+    query = numbers(sum(num_queries), 4, dim)
+    key, value = numbers(sum(num_keys), 2, dim), F.pad(numbers(sum(num_keys), 2, value_dim), (0, dim - value_dim))
+    cumulative = [torch.tensor([0, *accumulate(of)], dtype=torch.int32) for of in (num_queries, num_keys)]
+    window_size = (-1 if window is None else window - 1, 0)
+    output = operator(query, key, value, *cumulative, 130, 130, scale=None, window_size=window_size, enable_gqa=True)
+    parts = zip(query.split(num_queries), key.split(num_keys), value.split(num_keys), strict=True)
     exact = []
-    for queries, keys, values in rows:
-        positions = torch.arange(len(keys) - len(queries), len(keys))[:, None]
-        seen = (torch.arange(len(keys)) <= positions) & (torch.arange(len(keys)) > positions - (window or len(keys) + 1))
+    for queries, keys, values in parts:
+        behind = torch.arange(len(keys) - len(queries), len(keys))[:, None] - torch.arange(len(keys))
+        seen = (behind >= 0) & (behind < (window or len(keys) + 1))
         inputs = (tensor.float().transpose(0, 1)[None] for tensor in (queries, keys, values))
         exact.append(F.scaled_dot_product_attention(*inputs, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1))
     assert_rounded(output, torch.cat(exact), atol=0.01)

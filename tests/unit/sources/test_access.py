@@ -83,7 +83,7 @@ def test_an_address_that_nothing_fetches_is_refused_whatever_is_open(shelves: Pa
 
 
 def test_without_roots_nothing_local_is_open_and_without_rules_everything(shelves: Path) -> None:
-    with pytest.raises(InvalidInputError, match="built-in sources .*SWIFTKV_SOURCE_ROOTS"):
+    with pytest.raises(InvalidInputError, match=r"built-in sources .*SWIFTKV_SOURCE_ROOTS"):
         SourceRules(()).build_access("acme").check_spec(spec(source=f"{shelves}/acme/data"))
     NO_RULES.build_access("acme").check_spec(spec(source="/etc/passwd"))
 

@@ -56,13 +56,14 @@ async def _run(
     app.add_middleware(LoadingMiddleware, loaded=loaded)
     options = make_server_options(ConnectionLimits.from_settings(Settings()), shutdown_timeout_s=_DRAIN_TIMEOUT_S)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, **options))
+    host, port = listener.getsockname()[:2]  # before the server closes the listener
 
     async def load() -> None:
         try:
             state.replace_version(await load_version(args, served))
             tune_interpreter()
-            host, port = listener.getsockname()[:2]
-            on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            if not server.should_exit:
+                on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
         finally:
             server.should_exit |= state.has_no_model
             loaded.set()

@@ -65,6 +65,18 @@ def test_a_directory_is_served_until_ctrl_c(tmp_path: Path) -> None:
         assert server.wait(60) == 0
 
 
+@pytest.mark.slow("a process of its own, which loads a model")
+def test_ctrl_c_while_a_model_is_loading_ends_without_a_traceback(tmp_path: Path) -> None:
+    save_chat_model(tmp_path / "student", 128, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    port = free_port()
+    command = [SWIFTKV, "serve", "student", "--port", str(port)]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert first_answer(f"http://127.0.0.1:{port}/health", server).json()["code"] == "loading"
+        server.send_signal(signal.SIGINT)
+        output, errors = server.communicate(timeout=60)
+    assert (server.returncode, output, "Traceback" in errors) == (0, "", False), errors
+
+
 def test_what_cannot_be_served_is_said_before_it_is_loaded() -> None:
     for arguments, words in (
         (["serve", "nosuch"], "model is 'nosuch': no such file or directory here"),

@@ -201,8 +201,10 @@ def _check_free_space(variable: str, path: Path, min_free_bytes: int) -> Finding
         return fail(message, f"set {variable} to a writable directory")
     free = shutil.disk_usage(directory).free
     if free < min_free_bytes:
-        message = f"{directory} ({variable}) has {free / GIB:.1f} GiB free; min {min_free_bytes / GIB:.1f} GiB."
-        return fail(message, f"free disk space, or set {variable} to a directory on a larger disk")
+        return fail(
+            f"{variable} ({directory}) has {free / GIB:.1f} GiB free.",
+            f"free {min_free_bytes / GIB:.1f} GiB, or set the variable to a directory on a larger disk",
+        )
     return ok(f"{free / GIB:.1f} GiB free for {variable}")
 
 

@@ -228,7 +228,7 @@ def test_faults_are_told_side_by_side_each_with_what_to_do(doctor: Examine, tmp_
             "settings": ("warning", "SWIFTKV_STORAGE_URL (did you mean SWIFTKV_STORAGE_URI?)", "unset it"),
             "compiler": ("warning", "unrecognized option '-std=c++20'", ""),
             "database": ("failed", "", "start the server"),
-            "disk": ("failed", "GiB free; min 1000000000.0 GiB", "free disk space"),
+            "disk": ("failed", "GiB free", "free 1000000000.0 GiB, or"),
             "ray": ("failed", f"Ray at {away} does not answer", "swiftkv up"),
             "control plane": ("failed", "", "SWIFTKV_URL"),
             "gpu": ("failed", "couldn't communicate", "driver"),

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 from benchmarks.common import replace_table
-from benchmarks.engine import append_result, parse_arguments
+from benchmarks.engine import append_result, parse_arguments, time_decode_apart
 from benchmarks.peers_table import MARKERS, PAGE, RESULTS_DIRECTORY, format_tables
+from benchmarks.serving.loads import RequestTimes, make_simultaneous_requests
 from swiftkv_platform.engine import kernels
 
 
@@ -39,3 +40,14 @@ def test_runs_are_appended_by_processor(tmp_path: Path, native_kernels: None) ->
     (file,) = (tmp_path / "peers").iterdir()
     assert file.name == f"{kernels.describe_instructions()}.jsonl"
     assert [json.loads(line)["medians_ms"] for line in file.open()] == [{"swiftkv": 3.0}, {"swiftkv": 4.0}]
+
+
+def test_prefill_of_some_requests_is_no_decode_of_others() -> None:
+    """Two requests whose prompts are read one after the other, then decoded at one token a second."""
+    requests = make_simultaneous_requests(2, 10, 4)
+    times = [(1.0, 5.0, 6.0, 7.0), (5.0, 6.0, 7.0, 8.0)]
+    system = time_decode_apart(lambda requests, _: [RequestTimes(0.0, 10, one) for one in times])
+    assert [played.tpot for played in system(requests, [[], []])] == [1.0, 1.0]
+    one_token = [RequestTimes(0.0, 10, (3.0,)), RequestTimes(0.0, 10, (4.0,))]
+    kept = time_decode_apart(lambda requests, _: one_token)(make_simultaneous_requests(2, 10, 1), [[], []])
+    assert [played.ttft for played in kept] == [3.0, 4.0]

@@ -73,8 +73,8 @@ def test_ctrl_c_while_a_model_is_loading_ends_without_a_traceback(tmp_path: Path
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert first_answer(f"http://127.0.0.1:{port}/health", server).json()["code"] == "loading"
         server.send_signal(signal.SIGINT)
-        output, errors = server.communicate(timeout=60)
-    assert (server.returncode, output, "Traceback" in errors) == (0, "", False), errors
+        _, errors = server.communicate(timeout=60)
+    assert (server.returncode, "Traceback" in errors) == (0, False), errors
 
 
 def test_what_cannot_be_served_is_said_before_it_is_loaded() -> None:

@@ -37,6 +37,7 @@ from swiftkv_platform.data.packing import Samples, pack
 from swiftkv_platform.distillation import model as distillation_module
 from swiftkv_platform.distillation.model import DistillationModel, compile_layers
 from swiftkv_platform.distillation.strategy import build_adamw
+from swiftkv_platform.engine import kernels
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
 
@@ -122,8 +123,13 @@ def build_batch(args: argparse.Namespace) -> Batch:
 
 def count_flops(variant: Variant, batch: Batch, *, early_stop: bool) -> int:
     """Count a step's FLOPs. Attention runs as matrix products, since the counter does not know the CPU's fused
-    kernel."""
-    with sdpa_kernel(SDPBackend.MATH), set_checkpoint_early_stop(early_stop), FlopCounterMode(display=False) as counter:
+    kernels."""
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        mock.patch.object(kernels, "find_packed_operator", return_value=None),
+        set_checkpoint_early_stop(early_stop),
+        FlopCounterMode(display=False) as counter,
+    ):
         variant.step(batch)
     return int(counter.get_total_flops())
 

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation import model as distillation_module
 from swiftkv_platform.distillation.model import DistillationModel
+from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.varlen import reference_varlen_attn
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, packed_attention
@@ -153,6 +154,7 @@ class _AttentionLengths(TorchDispatchMode):
 def test_attention_of_a_narrow_dtype_meets_few_lengths() -> None:
     """A CPU compiles operators for each length; the padding after a sample changes neither losses nor gradients."""
     student, rows = make_student("llama", "sdpa").bfloat16(), make_rows(packing=True)
+    kernels.is_available()  # the first call in a process checks the kernels against attention of other lengths
     with _AttentionLengths() as padded:
         actual = step(student, rows, dtype=torch.bfloat16)
     assert set(padded.seen) == {TOKENS_MULTIPLE}

@@ -39,7 +39,8 @@ SwiftKVError
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any, Self
 
@@ -63,6 +64,11 @@ class SwiftKVError(Exception):
     def for_field(cls, field: str, value: Any, why: str) -> Self:
         """Return an error with the message "`field` is `value`" + `why`; `why` starts with its punctuation."""
         return cls(f"{field} is {value!r}{why}", field=field, value=value)
+
+    def rename_fields(self, rename: Callable[[str], str]) -> None:
+        """Make the error name the fields of the caller's request. `rename`: as in `rename_fields_in_text`."""
+        self.message = rename_fields_in_text(self.message, self.field, rename)
+        self.field = None if self.field is None else rename(self.field)
 
 
 class InvalidInputError(SwiftKVError):
@@ -238,6 +244,25 @@ def find_lone_surrogate(text: str) -> int | None:
     except UnicodeEncodeError as error:
         return error.start
     return None
+
+
+_QUOTED_OR_WORD = re.compile(r"(?<!\w)'[^']*'|(?<![\w./-])[A-Za-z]\w*(?:\.\w+|\[\d+\])*")
+
+
+def rename_fields_in_text(text: str, field: str | None, rename: Callable[[str], str]) -> str:
+    """Rename the fields in an error's message. Quoted values stay, and so do words that may be ordinary ones, such as
+    `stop`, unless they are the invalid field.
+
+    Args:
+        field: the invalid field.
+        rename: converts a field's path to that in the caller's request; returns other words unchanged.
+    """
+
+    def convert(found: re.Match[str]) -> str:
+        is_field = found[0] == field or (found[0][0] != "'" and {*"._"} & {*found[0]})
+        return rename(found[0]) if is_field else found[0]
+
+    return _QUOTED_OR_WORD.sub(convert, text)
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:

@@ -41,8 +41,8 @@ MAX_LOGPROBS = 100
 MAX_PROMPT_LOGPROBS = 1 << 18
 MAX_STREAM_INTERVAL_S = 10.0
 """Max seconds for which a stream collects tokens."""
-MIN_TEMPERATURE = 1e-5
-"""Min temperature for sampling; lower values are greedy, like 0, since logits / temperature would overflow float32."""
+MIN_TEMPERATURE = 0.01
+"""Min temperature for sampling; lower values are greedy, like 0, since vLLM samples at no lower one."""
 MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 1024
 """Max characters of a stop string; a stream may buffer that many."""
@@ -100,7 +100,8 @@ class Range:
 
 
 def make_field_error(field: str, value: Any, message: str) -> PydanticCustomError:
-    """Return the error of a rule over several fields; `field` is the one to change."""
+    """Return the error of a rule over several fields. `field`: path of the one to change, in the model with the
+    rule."""
     return PydanticCustomError("fields", "{message}", {"field": field, "value": value, "message": message})
 
 

@@ -15,10 +15,12 @@ from swiftkv_platform.student_shape import MAX_DEEP_TAIL, MAX_LIST_LENGTH, Shape
 _MAX_SHOWN_LENGTH = 120
 
 
-def _make_layer_list_error(layers: list[int] | str, problem: str) -> PydanticCustomError:
-    field, written = "swiftkv.prefill_layers", repr(layers)
-    shown = written if len(written) <= _MAX_SHOWN_LENGTH else f"{written[:_MAX_SHOWN_LENGTH]}...{written[-1]}"
-    return make_field_error(field, layers, f"{field} is {shown}: {problem}")
+def _make_layer_list_error(field: str, layers: list[int], problem: str) -> PydanticCustomError:
+    return make_field_error(field, layers, f"{field} is {_shorten(repr(layers))}: {problem}")
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN_LENGTH else f"{text[:_MAX_SHOWN_LENGTH]}...{text[-1]}"
 
 
 def _parse_layer_list(value: Any) -> Any:
@@ -27,7 +29,7 @@ def _parse_layer_list(value: Any) -> Any:
     try:
         return parse_layers(value)
     except InvalidInputError as error:
-        raise _make_layer_list_error(value, "use ascending layers and ranges, such as 0-2,4,6-16") from error
+        raise ValueError(f"is {_shorten(repr(value))}: use ascending layers and ranges, such as 0-2,4,6-16") from error
 
 
 _LayerList = Annotated[list[Annotated[int, Range(0, MAX_LAYERS)]], Field(max_length=MAX_LAYERS)]
@@ -99,18 +101,18 @@ class SwiftKVSpec(Spec):
                 "remove num_key_value_layers"
             )
         elif self.request.has_bypassed_layers and self.decode_key_value != "own":
-            problem = "it skips layers below l, which requires swiftkv.decode_key_value: own"
+            problem = "it skips layers below l, which requires decode_key_value: own"
         else:
             return self
-        raise _make_layer_list_error(layers, problem)
+        raise _make_layer_list_error("prefill_layers", layers, problem)
 
     @model_validator(mode="after")
     def _validate_deep_tail(self) -> Self:
         if self.deep_tail > 1 and self.decode_key_value != "own":
             raise make_field_error(
-                "swiftkv.deep_tail",
+                "deep_tail",
                 self.deep_tail,
-                f"swiftkv.deep_tail is {self.deep_tail}; a value above 1 requires swiftkv.decode_key_value: own",
+                f"deep_tail is {self.deep_tail}; a value above 1 requires decode_key_value: own",
             )
         return self
 
@@ -131,8 +133,8 @@ class SwiftKVSpec(Spec):
         return self.model_copy(update={name: getattr(parent, name) for name in names})
 
     def make_layer_list_error(self, problem: str) -> PydanticCustomError:
-        """Return a validation error for `prefill_layers`."""
-        return _make_layer_list_error(self.prefill_layers or [], problem)
+        """Return the error of a rule of the whole spec for `prefill_layers`."""
+        return _make_layer_list_error("swiftkv.prefill_layers", self.prefill_layers or [], problem)
 
     @property
     def is_calibrated(self) -> bool:

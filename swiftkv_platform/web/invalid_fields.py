@@ -106,7 +106,8 @@ def drop_redundant_errors(
 
 def _is_type_error(error: Mapping[str, Any]) -> bool:
     kind: str = error["type"]
-    return kind.endswith("_type")
+    # A number is no `auto`, whatever its value.
+    return kind.endswith("_type") or (kind == "literal_error" and not isinstance(error.get("input"), str))
 
 
 def _get_part_annotation(annotation: Any, part: str | int) -> tuple[Any, bool]:

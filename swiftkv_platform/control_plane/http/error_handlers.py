@@ -118,5 +118,6 @@ def _make_field_problem(place: JsonPath, item: Mapping[str, Any], body: Any) -> 
         return FieldProblem(field=field or str(item["loc"][0]), message=message)
     # A rule over several fields names the one to change itself.
     context = item.get("ctx", {})
-    field, value = context.get("field", field), context.get("value", item.get("input"))
+    field = ".".join(filter(None, [field, context.get("field")])) or None
+    value = context.get("value", item.get("input"))
     return FieldProblem(field=field, value=drop_long_value(value), message=message)

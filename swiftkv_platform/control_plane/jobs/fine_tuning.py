@@ -5,12 +5,15 @@ Settings for which OpenAI has no field are in `swiftkv`, a job spec of which any
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from swiftkv_platform.contract.events import Level
 from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Writer
@@ -33,7 +36,7 @@ from swiftkv_platform.control_plane.jobs.routes import (
     list_checkpoint_page,
     parse_metadata_filter,
 )
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.errors import InvalidInputError, SwiftKVError, rename_fields_in_text
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import Label, LabelValue, Name, NumEpochs, SignedSeed, Size, Word
@@ -41,15 +44,32 @@ from swiftkv_platform.specs.job import JobName
 from swiftkv_platform.storage.attempt_store import StoredCheckpoint
 from swiftkv_platform.web.bodies import BodyRoute
 from swiftkv_platform.web.problems import ERROR_RESPONSES
+from swiftkv_platform.web.safe_json import format_path
 
 _DEFAULT_JOB_NAME = "fine-tuning"
 """Name of a job whose request names none."""
+
+
+def _refuse_other(accepted: Any, why: str) -> BeforeValidator:
+    """Return a validator that refuses all values but `accepted`, and says why."""
+
+    def validate(value: Any) -> Any:
+        if value != accepted:
+            raise ValueError(f"must be {'left out' if accepted is None else repr(accepted)}: {why}")
+        return value
+
+    return BeforeValidator(validate)
 
 
 class PartialSpec(JobSpec):
     """A job spec of which any part may be missing."""
 
     name: JobName = _DEFAULT_JOB_NAME
+
+    @model_validator(mode="after")
+    def _validate_sections(self) -> Self:
+        """Check nothing: the rules over several sections hold for the whole spec (`make_job_spec`)."""
+        return self
 
 
 class Hyperparameters(FiniteModel):
@@ -59,7 +79,9 @@ class Hyperparameters(FiniteModel):
     """`training.num_epochs`."""
     batch_size: Literal["auto"] | Size = "auto"
     """`training.batch_size`: packed sequences of a step, over all workers."""
-    learning_rate_multiplier: Literal["auto"] = "auto"
+    learning_rate_multiplier: Annotated[
+        Literal["auto"], _refuse_other("auto", "the learning rate is swiftkv.optimizer.learning_rate, absolute")
+    ] = "auto"
     """The learning rate is `swiftkv.optimizer.learning_rate`, absolute."""
 
 
@@ -96,7 +118,9 @@ class CreateFineTuningJob(FiniteModel):
     """The teacher: `model.name_or_path` of a job spec."""
     training_file: Annotated[Name, Field(min_length=1)]
     """Id of an uploaded file (`file-...`), or another data source's `name_or_path`."""
-    validation_file: None = None
+    validation_file: Annotated[
+        None, _refuse_other(None, "rows of the training file are held out, by swiftkv.data.validation_fraction")
+    ] = None
     """Not supported: rows are held out of the training file (`swiftkv.data.validation_fraction`)."""
     hyperparameters: Hyperparameters | None = None
     method: Method | None = None
@@ -119,32 +143,90 @@ class CreateFineTuningJob(FiniteModel):
         return self
 
 
-def make_job_spec(asked: CreateFineTuningJob) -> JobSpec:
-    """Return the job spec of a request. Raises `InvalidInputError` if a field of OpenAI's and one of `swiftkv`
-    contradict each other, and `RequestValidationError` if the result is no valid job spec."""
-    place, partial = _find_extension(asked)
-    document = {} if partial is None else partial.model_dump(mode="json", exclude_unset=True)
-    fields = _map_openai_fields(asked)
-    for path, (name, value) in fields.items():
-        _set_field(document, path, name, value, ".".join(place))
-    _set_training_file(document, asked.training_file)
-    document.setdefault("name", _DEFAULT_JOB_NAME)
-    try:
-        return JobSpec.model_validate(document)
-    except ValidationError as error:
-        raise RequestValidationError(
-            [_restore_request_fields(item, fields, place) for item in error.errors()]
-        ) from error
+_Path = tuple[str | int, ...]
 
 
-_Path = tuple[str, ...]
+@dataclass(frozen=True)
+class _JobRequest:
+    """A job spec, and the fields of the request that set it."""
+
+    spec: dict[str, Any]
+    extension: str
+    """Path of SwiftKV's extension in the request."""
+    fields: Mapping[_Path, tuple[str, Any]]
+    """(field's name, its value) by the path in the spec that an OpenAI field sets."""
+    num_added_sources: int
+    """1 if `training_file` is a source before those of the extension; else 0."""
+
+    @classmethod
+    def from_body(cls, asked: CreateFineTuningJob) -> Self:
+        """Raises `InvalidInputError` if a field of OpenAI's and one of `swiftkv` contradict each other."""
+        extension, partial = _find_extension(asked)
+        spec = {} if partial is None else partial.model_dump(mode="json", exclude_unset=True)
+        fields = _map_openai_fields(asked)
+        for path, (name, value) in fields.items():
+            _set_field(spec, path, name, value, extension)
+        sources = spec.setdefault("data", {}).setdefault("sources", [])
+        number = next((i for i, source in enumerate(sources) if source.get("name_or_path") == asked.training_file), -1)
+        if number < 0:
+            sources.insert(0, {"name_or_path": asked.training_file})
+        fields[("data", "sources", max(number, 0), "name_or_path")] = ("training_file", asked.training_file)
+        spec.setdefault("name", _DEFAULT_JOB_NAME)
+        return cls(spec, extension, fields, num_added_sources=int(number < 0))
+
+    def validate(self) -> JobSpec:
+        """Return the job spec. Raises `RequestValidationError`, which names the request's fields."""
+        try:
+            return JobSpec.model_validate(self.spec)
+        except ValidationError as error:
+            raise RequestValidationError([self._restore_fields(item) for item in error.errors()]) from error
+
+    @contextmanager
+    def rename_errors(self) -> Iterator[None]:
+        """Make errors about the spec in the context name the request's fields."""
+        try:
+            yield
+        except SwiftKVError as error:
+            error.rename_fields(self._rename_field)
+            raise
+
+    def _restore_fields(self, item: Any) -> dict[str, Any]:
+        """Convert a validation error of the spec to one of the request."""
+        field = item.get("ctx", {}).get("field")
+        if field is None or item["loc"]:
+            return {**item, "loc": ("body", *self._find_field(tuple(item["loc"])))}
+        # A rule over several sections names the field to change itself.
+        message = rename_fields_in_text(item["msg"], field, self._rename_field)
+        return {**item, "loc": ("body",), "msg": message, "ctx": {**item["ctx"], "field": self._rename_field(field)}}
+
+    def _rename_field(self, field: str) -> str:
+        """Convert a path of the spec, as errors write it, to the request's; return other words unchanged."""
+        path = _split_path(field)
+        return format_path(self._find_field(path)) or field if path[0] in _SPEC_FIELDS else field
+
+    def _find_field(self, path: _Path) -> _Path:
+        """Return the path in the request of a path in the spec."""
+        for start, (name, _) in self.fields.items():
+            if path[: len(start)] == start:
+                return (*_split_path(name), *path[len(start) :])
+        if self.num_added_sources and path[:2] == ("data", "sources") and len(path) > 2:
+            path = ("data", "sources", int(path[2]) - self.num_added_sources, *path[3:])
+        return (*_split_path(self.extension), *path)
 
 
-def _find_extension(asked: CreateFineTuningJob) -> tuple[_Path, PartialSpec | None]:
+_SPEC_FIELDS = frozenset(field.alias or name for name, field in JobSpec.model_fields.items())
+
+
+def _split_path(path: str) -> _Path:
+    """Split a path, such as "data.sources[0].split" -> ("data", "sources", 0, "split")."""
+    return tuple(int(part) if part.isdecimal() else part for part in re.findall(r"[^.\[\]]+", path))
+
+
+def _find_extension(asked: CreateFineTuningJob) -> tuple[str, PartialSpec | None]:
     """Return (path of SwiftKV's extension in the request, the extension); (path, None) without an extension."""
     if asked.method is not None and asked.method.swiftkv is not None:
-        return ("method", "swiftkv"), asked.method.swiftkv
-    return ("swiftkv",), asked.swiftkv
+        return "method.swiftkv", asked.method.swiftkv
+    return "swiftkv", asked.swiftkv
 
 
 def _map_openai_fields(asked: CreateFineTuningJob) -> dict[_Path, tuple[str, Any]]:
@@ -167,33 +249,15 @@ def _map_openai_fields(asked: CreateFineTuningJob) -> dict[_Path, tuple[str, Any
     return {path: (name, value) for path, (name, value) in found.items() if value not in (None, "auto")}
 
 
-def _set_field(document: dict[str, Any], path: _Path, name: str, value: Any, place: str) -> None:
+def _set_field(document: dict[Any, Any], path: _Path, name: str, value: Any, place: str) -> None:
     inner = document
     for key in path[:-1]:
         inner = inner.setdefault(key, {})
     present = inner.setdefault(path[-1], value)
     if present != value:
-        there = f"{place}.{'.'.join(path)}"
+        there = f"{place}.{format_path(path)}"
         message = f"{name} is {value!r} and {there} is {present!r}; give one of them, or the same in both"
         raise InvalidInputError(message, field=there, value=present)
-
-
-def _set_training_file(document: dict[str, Any], name: str) -> None:
-    """Add the training file as the first source, unless `swiftkv` already names it."""
-    data = document.setdefault("data", {})
-    sources = data.get("sources", [])
-    if all(source.get("name_or_path") != name for source in sources):
-        data["sources"] = [{"name_or_path": name}, *sources]
-
-
-def _restore_request_fields(item: Any, fields: Mapping[_Path, tuple[str, Any]], place: _Path) -> dict[str, Any]:
-    """Convert a validation error of the spec to one of the request."""
-    location = tuple(item["loc"])
-    asked = fields.get(location)
-    told = {**item, "loc": ("body", *(place + location if asked is None else asked[0].split(".")))}
-    # A rule over several fields names the one to change itself.
-    changed = fields.get(tuple(str(item.get("ctx", {}).get("field", "")).split(".")))
-    return told if changed is None else {**told, "ctx": {**item["ctx"], "field": changed[0]}}
 
 
 Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
@@ -353,7 +417,10 @@ def create_fine_tuning_job(
     body: CreateFineTuningJob, submission: Submission, presenter: Presenter
 ) -> FineTuningJobResponse:
     """Submit a job. `swiftkv` holds settings for which OpenAI has no field: any part of a job spec."""
-    job = submission.submit(make_job_spec(body))
+    asked = _JobRequest.from_body(body)
+    spec = asked.validate()
+    with asked.rename_errors():
+        job = submission.submit(spec)
     return FineTuningJobResponse.from_job(presenter.render(job))
 
 

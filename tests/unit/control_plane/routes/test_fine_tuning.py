@@ -166,29 +166,69 @@ def test_the_training_file_may_have_options_and_company(client: OpenAI, server: 
 
 
 def test_what_is_refused_names_the_field_that_was_sent(server: Server, file_id: str) -> None:
-    refusals: list[tuple[dict[str, Any], str | None]] = [
-        ({"training_file": f"file-{26 * '0'}"}, "data.sources[0].name_or_path"),
-        ({"validation_file": "file-x"}, "validation_file"),
-        ({"method": {"type": "dpo"}}, "method.type"),
-        ({"hyperparameters": {"learning_rate_multiplier": 2.0}}, "hyperparameters.learning_rate_multiplier"),
-        ({"hyperparameters": {"batch_size": 3}}, "hyperparameters.batch_size"),
-        ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs"),
-        ({"suffix": "two words"}, "suffix"),
-        ({"swiftkv": {"training": {"max_stepz": 1}}}, "swiftkv.training.max_stepz"),
-        ({"swiftkv": {"training": {"max_steps": 0}}}, "training.max_steps"),
-        ({"swiftkv": {"model": {"name_or_path": "another"}}}, "swiftkv.model.name_or_path"),
-        ({"swiftkv": {"training": {"seed": 1}}, "seed": 2}, "swiftkv.training.seed"),
-        ({"swiftkv": {"data": {"validation_fraction": 0.0}}}, "data.validation_fraction"),
-        ({"unknown": 1}, "unknown"),
-        ({"swiftkv": {}, "method": {"type": "swiftkv", "swiftkv": {}}}, None),
+    """Each refusal is the one of `/jobs`, with the fields of this route."""
+    no_file = f"file-{26 * '0'}"
+    rows = [{"name": "a", "metric": "contains", "source": {"name_or_path": "org/data", "weight": 2.0}}]
+    two_sources = [{"name_or_path": "org/data"}, {"name_or_path": no_file}]
+    refusals: list[tuple[dict[str, Any], str | None, str]] = [
+        ({"model": "../a"}, "model", "model is '../a', a relative path"),
+        ({"training_file": no_file}, "training_file", f"training_file is '{no_file}', but no file with this id"),
+        ({"validation_file": "file-x"}, "validation_file", "by swiftkv.data.validation_fraction (given: 'file-x')"),
+        ({"method": {"type": "dpo"}}, "method.type", "'supervised' or 'swiftkv'"),
+        (
+            {"hyperparameters": {"learning_rate_multiplier": 2.0}},
+            "hyperparameters.learning_rate_multiplier",
+            "the learning rate is swiftkv.optimizer.learning_rate, absolute (given: 2.0)",
+        ),
+        (
+            {"hyperparameters": {"batch_size": 3}},
+            "hyperparameters.batch_size",
+            "hyperparameters.batch_size 3 must be a multiple of swiftkv.resources.num_workers x ",
+        ),
+        (
+            {"hyperparameters": {"n_epochs": 0}},
+            "hyperparameters.n_epochs",
+            "hyperparameters.n_epochs: is 0; 1 to 1,000,000 is accepted",
+        ),
+        ({"suffix": "two words"}, "suffix", "(given: 'two words')"),
+        ({"swiftkv": {"training": {"max_stepz": 1}}}, "swiftkv.training.max_stepz", "did you mean max_steps?"),
+        (
+            {"swiftkv": {"training": {"max_steps": 0}}},
+            "swiftkv.training.max_steps",
+            "swiftkv.training.max_steps is 0: set swiftkv.training.from to the checkpoint",
+        ),
+        ({"swiftkv": {"training": {"from": "mdl_x"}}}, "swiftkv.training.from", "swiftkv.training.from is 'mdl_x'"),
+        ({"swiftkv": {"model": {"name_or_path": "another"}}}, "swiftkv.model.name_or_path", "give one of them"),
+        ({"swiftkv": {"training": {"seed": 1}}, "seed": 2}, "swiftkv.training.seed", "seed is 2 and swiftkv."),
+        ({"swiftkv": {"data": {"validation_fraction": 0.0}}}, "swiftkv.data.validation_fraction", "use 0.01"),
+        ({"swiftkv": {"swiftkv": {"prefill_layers": [1, 0]}}}, "swiftkv.swiftkv.prefill_layers", "is [1, 0]"),
+        ({"swiftkv": {"evaluation": {"rows": rows}}}, "swiftkv.evaluation.rows[0].source.weight", "is 2"),
+        ({"swiftkv": {"data": {"sources": two_sources}}}, "swiftkv.data.sources[1].name_or_path", no_file),
+        (
+            {"method": {"type": "swiftkv", "swiftkv": {"data": {"sources": two_sources}}}},
+            "method.swiftkv.data.sources[1].name_or_path",
+            no_file,
+        ),
+        ({"unknown": 1}, "unknown", "accepted here: hyperparameters, "),
+        ({"swiftkv": {}, "method": {"type": "swiftkv", "swiftkv": {}}}, None, "not both"),
     ]
-    for asked, param in refusals:
+    for asked, param, message in refusals:
         refused = server.client.post(JOBS, json={"model": TEACHER, "training_file": file_id, **asked})
         assert refused.status_code == 400, refused.text
         error = refused.json()["error"]
         assert (error["param"], error["type"]) == (param, "invalid_request_error"), error
-        assert error["message"]
+        assert message in error["message"], error
     assert server.get("/jobs")["data"] == []
+
+
+def test_settings_of_both_parts_of_a_request_are_checked_together(client: OpenAI, server: Server) -> None:
+    """A built-in file has held-out rows of its own, so no fraction of the others is needed."""
+    swiftkv = {"data": {"sources": [{"name_or_path": "org/data"}], "validation_fraction": 0}}
+    job = client.fine_tuning.jobs.create(
+        model=TEACHER, training_file="builtin:python-stdlib", extra_body={"swiftkv": swiftkv}
+    )
+    sources = server.get(f"/jobs/{job.id}")["spec"]["data"]["sources"]
+    assert [source["name_or_path"] for source in sources] == ["builtin:python-stdlib", "org/data"]
 
 
 def test_what_there_is_not_is_not_found(client: OpenAI) -> None:

@@ -210,7 +210,7 @@ def test_a_tenant_reaches_nothing_of_anothers(as_: As, server: Server) -> None:
     for path in ("/jobs", "/jobs/validate"):
         assert refusal(stranger.post(path, json={**SPEC, **naming}))["field"] == "data.sources[0].name_or_path"
     refused = stranger.post("/v1/fine_tuning/jobs", json={"model": "org/teacher", "training_file": file})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "data.sources[0].name_or_path")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "training_file")
     for model_name in (job["id"], "production"):
         refused = stranger.post("/deployments", json={"model": model_name, "route_prefix": "/stolen"})
         assert refused.status_code == 422, refused.text

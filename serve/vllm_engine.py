@@ -169,7 +169,9 @@ def _convert_constraint(constraint: StructuredOutputs) -> StructuredOutputsParam
         return StructuredOutputsParams(regex=constraint.text)
     if constraint.kind == "choice":
         return StructuredOutputsParams(choice=list(constraint.choice or ()))
-    return StructuredOutputsParams(grammar=constraint.text)
+    # vLLM takes a grammar for GBNF if no line begins with `%llguidance` or `start:`.
+    header = "" if constraint.text.lstrip().startswith("%llguidance") else "%llguidance {}\n"
+    return StructuredOutputsParams(grammar=header + constraint.text)
 
 
 def load_vllm(directory: Path, config: EngineConfig, **overrides: Any) -> VLLMEngine:
@@ -262,9 +264,8 @@ class VLLMEngine(EngineFrontend):
 
     def validate(self, prompts: AbstractSequence[Prompt], params: SamplingParams) -> None:
         """Raise `InvalidInputError` for requests that the native engine refuses, and for options that vLLM lacks."""
-        self.check_health()
+        super().validate(prompts, params)  # first, so that one mistake has the same error on both engines
         validate_vllm_params(params, skips_prompts=self._skips_prompts)
-        super().validate(prompts, params)
 
     def check_health(self) -> None:
         """Raise `EngineDeadError` if vLLM's processes have ended or the engine was closed."""
@@ -325,8 +326,9 @@ class VLLMEngine(EngineFrontend):
                     if sequence.finish_reason is not None:
                         break  # for example at a stop string, which vLLM does not check
         except VLLMClientError as error:
-            field = getattr(error, "parameter", None) or "prompt"
-            self._apply_result(sequence, StepResult(error=str(error), error_field=field))
+            constraint = sequence.constraint
+            field = getattr(error, "parameter", None) or ("prompt" if constraint is None else constraint.name)
+            self._apply_result(sequence, StepResult(error=f"vLLM refuses the request: {error}", error_field=field))
         except VLLMDeadError as error:
             self._handle_failure(error)
         except Exception as error:
@@ -367,7 +369,10 @@ class VLLMEngine(EngineFrontend):
         if sequence.finish_reason is None and sequence.constraint is not None and sequence.constraint.failure:
             sequence.apply_result(StepResult(error=sequence.constraint.failure, error_field=sequence.constraint.name))
         if sequence.finish_reason is None and finish_reason is not None:
-            sequence.finish(_FINISH_REASONS.get(finish_reason, "abort"))
+            if (reason := _FINISH_REASONS.get(finish_reason)) is not None:
+                sequence.finish(reason)
+            else:
+                sequence.apply_result(StepResult(error=f"vLLM ended the request with {finish_reason!r}"))
         if sequence.finish_reason is not None:
             self._unfinished.discard(sequence)
         self._deliver_outputs([sequence.make_output()])

@@ -26,8 +26,8 @@ All take some of vLLM's and our own. Each field is served, accepted without effe
   unknown ones. `/generate` refuses unknown fields.
 - Unknown keys inside messages, tools, formats and `stream_options` are accepted without effect. Those of
   `structured_outputs` are refused, unless `ignored_fields` has `*`.
-- Ranges are OpenAI's with both engines: `temperature` 0 to 2, `top_p` and `min_p` 0 to 1, penalties -2 to 2, biases
-  -100 to 100, `repetition_penalty` 0.01 to 100. `top_k` 0 and -1 keep all tokens; `seed` -1 draws one.
+- Ranges are OpenAI's with both engines: `temperature` 0 to 2 (greedy below 0.01), `top_p` and `min_p` 0 to 1, penalties
+  -2 to 2, biases -100 to 100, `repetition_penalty` 0.01 to 100. `top_k` 0 and -1 keep all tokens; `seed` -1 draws one.
 - Use HTTP/1.1 with deployments: Ray Serve's proxy streams in chunks to HTTP/1.0 clients too.
 """
 _PARTS = """\

@@ -76,9 +76,7 @@ class ChatFieldMap:
             raise
 
     def rename_field(self, error: SwiftKVError) -> None:
-        if error.field is not None:
-            field, error.field = error.field, self._to_route_path(error.field)
-            error.message = error.message.replace(field, error.field)
+        error.rename_fields(self._to_route_path)
 
     def _to_route_path(self, path: str) -> str:
         for chat_prefix, route_prefix in self.names.items():
@@ -147,7 +145,7 @@ class ChatGeneration:
             # max_tokens defaults to the context that the prompt leaves
             limit = body.truncate_prompt_tokens or -1
             num_prompt_tokens = len(prompt) if limit < 0 else min(len(prompt), limit)
-            with field_map.rename_errors(), rename_prompt_errors():
+            with field_map.rename_errors(), body.rename_errors(), rename_prompt_errors():
                 params = body.make_sampling_params(max(version.card.max_model_len - num_prompt_tokens, 1))
                 params = tool_rules.apply_to_params(params) if tool_rules else params
                 collector = await state.submit(version, [prompt], params, context)

@@ -67,7 +67,8 @@ def make_openai_router(state: ReplicaState) -> APIRouter:
             require_served_model(body.model, version)
             request.state.ignored_fields = body.find_ignored_fields("completions", version.ignored_fields)
             context = make_context(caller, body, request, version)
-            collector = await state.submit(version, list_prompts(body.prompt), body.make_sampling_params(), context)
+            with body.rename_errors():
+                collector = await state.submit(version, list_prompts(body.prompt), body.make_sampling_params(), context)
         head = make_common_fields("cmpl", "text_completion", collector, version)
         echo, formatter = body.echo, CompletionFormatter(version.engine.input_processor, echo=body.echo)
         if body.stream:

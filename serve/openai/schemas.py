@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from sys import getsizeof
 from typing import Annotated, Any, Self
 
@@ -16,7 +17,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from swiftkv_platform.data.messages import parse_call_arguments
 from swiftkv_platform.engine import SamplingParams, StructuredOutputs
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.serve.openai.fields import (
     ANY,
     Route,
@@ -279,6 +280,21 @@ class OpenAIFields(SamplingFields, extra="allow"):
         names += [metadata.get("user_id")] if isinstance(metadata, dict) else []
         return next((str(name) for name in names if type(name) in (str, int) and name != ""), None)
 
+    @property
+    def renamed_params(self) -> Mapping[str, str]:
+        """Fields that set the engine's parameters of other names, by these."""
+        return {}
+
+    @contextmanager
+    def rename_errors(self) -> Iterator[None]:
+        """Make errors of the engine's parameters in the context name the fields that set them."""
+        try:
+            yield
+        except SwiftKVError as error:
+            names = self.renamed_params
+            error.rename_fields(lambda word: names.get(word, word))
+            raise
+
     def find_ignored_fields(
         self, route: Route, ignored: Collection[str], unused: Collection[str] = ()
     ) -> tuple[str, ...]:
@@ -347,6 +363,10 @@ class CompletionRequest(OpenAIFields, json_schema_extra=limit_schema("completion
     echo: bool = False
     """Begin the text with the prompt, and `logprobs` with those of the prompt."""
 
+    @property
+    def renamed_params(self) -> Mapping[str, str]:
+        return {"prompt_logprobs": "logprobs"} if self.echo and self.prompt_logprobs is None else {}
+
     def make_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters. Raises `InvalidInputError` for a value out of range."""
         if not self.echo and self.prompt_logprobs is None:
@@ -386,6 +406,11 @@ class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=limit_schema("chat
     def list_messages(self) -> Iterator[tuple[str, Mapping[str, TextPart]]]:
         for number, message in enumerate(self.messages):
             yield message.role, map_parts(f"messages.{number}.content", message.content)
+
+    @property
+    def renamed_params(self) -> Mapping[str, str]:
+        names = {"logprobs": "top_logprobs"} if self.top_logprobs else {}
+        return names if self.max_completion_tokens is None else {**names, "max_tokens": "max_completion_tokens"}
 
     def make_sampling_params(self, num_free_tokens: int) -> SamplingParams:
         """Return the sampling parameters. `num_free_tokens`: context left by the prompt. Raises

@@ -139,8 +139,8 @@ class EngineFrontend(ABC):
             raise InvalidInputError(
                 f"{len(prompts)} prompts x n {params.n} are {num_sequences} outputs; the max per request is "
                 f"{self.max_sequences_per_caller} (max_num_seqs + max_num_waiting)",
-                field="n",
-                value=params.n,
+                field="n" if params.n > 1 else "prompt",
+                value=params.n if params.n > 1 else len(prompts),
             )
         self.input_processor.validate(prompts, params)
 

@@ -143,6 +143,9 @@ class Constraint:
         self.cpu_time = GrammarCpuTime() if cpu_time is None else cpu_time
         """CPU time of the grammar, shared by all samples of the request."""
         self._consumed: list[int] = []
+        self.has_rejected_token = False
+        """Whether a generated token contradicts the grammar although its mask allowed it: llguidance writes text that a
+        grammar requires as the special token of this text, and then does not accept the token."""
 
     def copy(self, name: str, cpu_time: GrammarCpuTime | None = None) -> Constraint:
         """Return a new constraint with the same grammar, for the field `name`. `cpu_time`: shared with other samples of
@@ -155,6 +158,9 @@ class Constraint:
         """Error message if the grammar exceeded a limit, in a step or in total; else None."""
         if self._matcher.is_error():
             return f"{self.name} is too complex to be enforced further: {self._matcher.get_error().splitlines()[0]}"
+        if self.has_rejected_token:
+            why = "requires text that is a special token of this model, which cannot be enforced; leave it out"
+            return f"{self.name} {why}"
         if self.cpu_time.is_exhausted:
             return (
                 f"{self.name} is too complex to be enforced further: it has taken {self.cpu_time.spent_s:.1f} s for "
@@ -204,6 +210,7 @@ class Constraint:
         following = output_token_ids[agreed:]
         num_consumed = self._matcher.try_consume_tokens(following) if following else 0
         self._consumed = output_token_ids[: agreed + num_consumed]
+        self.has_rejected_token = num_consumed < len(following) and not self._matcher.is_stopped()
         self.cpu_time.num_tokens += max(len(self._consumed) - len(known), 0)
 
 

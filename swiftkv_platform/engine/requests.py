@@ -66,6 +66,7 @@ class InputProcessor:
         self._eos_token_ids = model.eos_token_ids
         self._max_model_len = model.context_length
         self._vocab_size: int = model.config.get_text_config().vocab_size
+        self._num_token_ids = model.num_token_ids
         self._has_exit_head = model.has_exit_head
         self._deep_tail = model.deep_tail
         self._num_slots = num_slots
@@ -192,9 +193,9 @@ class InputProcessor:
         if params.structured_outputs is not None:
             params.structured_outputs.check_schema_supported()
         allowed, excluded = params.allowed_token_ids, self._get_excluded_token_ids(params)
-        self._check_token_ids("logit_bias", params.logit_bias)
-        self._check_token_ids("allowed_token_ids", allowed or ())
-        if len(excluded) >= self._vocab_size if allowed is None else excluded.issuperset(allowed):
+        self._check_token_ids("logit_bias", params.logit_bias, self._vocab_size)
+        self._check_token_ids("allowed_token_ids", allowed or (), self._num_token_ids)
+        if len(excluded) >= self._num_token_ids if allowed is None else excluded.issuperset(allowed):
             raise InvalidInputError.for_field(
                 "min_tokens",
                 params.min_tokens,
@@ -215,7 +216,7 @@ class InputProcessor:
         return self._filter_known_tokens(self._eos_token_ids | frozenset(params.stop_token_ids))
 
     def _filter_known_tokens(self, token_ids: abc.Iterable[int]) -> frozenset[int]:
-        return frozenset(token for token in token_ids if token < self._vocab_size)
+        return frozenset(token for token in token_ids if token < self._num_token_ids)
 
     def decode(self, token_ids: abc.Sequence[int], *, skip_special_tokens: bool = False) -> str:
         assert self._tokenizer is not None, "`validate` refuses text without a tokenizer"
@@ -268,15 +269,15 @@ class InputProcessor:
             if not token_ids:
                 raise _make_empty_prompt_error(prompt)
             self._check_length(len(token_ids))
-        self._check_token_ids("prompt", token_ids)
+        self._check_token_ids("prompt", token_ids, self._vocab_size)
         return token_ids
 
-    def _check_token_ids(self, field: str, token_ids: abc.Iterable[int]) -> None:
+    def _check_token_ids(self, field: str, token_ids: abc.Iterable[int], limit: int) -> None:
         for token_id in token_ids:
             is_number = isinstance(token_id, int) and not isinstance(token_id, bool)
-            if not (is_number and 0 <= token_id < self._vocab_size):
+            if not (is_number and 0 <= token_id < limit):
                 raise InvalidInputError(
-                    f"{field} has the token id {token_id!r}; this model's vocabulary accepts 0..{self._vocab_size - 1}",
+                    f"{field} has the token id {token_id!r}; this model's vocabulary accepts 0..{limit - 1}",
                     field=field,
                     value=token_id,
                 )

@@ -220,6 +220,9 @@ class Sequence:
                 return
         if self.constraint is not None and self.constraint.is_complete(self.output_token_ids):
             self.finish("stop")
+        elif self.constraint is not None and self.constraint.has_rejected_token:
+            self._error, self._error_field = self.constraint.failure, self.constraint.name
+            self.finish("error")
         elif self.num_output_tokens >= self.max_output_tokens:
             self.finish("length")
 

@@ -122,7 +122,7 @@ class SamplingParams:
     """Min tokens to generate: before that, end of sequence and `stop_token_ids` are not generated, and `stop` does not
     apply."""
     temperature: float = 1.0
-    """Sampling temperature, up to 2; below 1e-5: greedy."""
+    """Sampling temperature, up to 2; below 0.01: greedy."""
     top_p: float = 1.0
     """Nucleus sampling; 1 keeps all tokens, 0 only the most probable."""
     top_k: int = 0
@@ -232,7 +232,9 @@ class SamplingParams:
             for name, accepted in (("ignore_eos", "false"), ("min_tokens", "0"), ("allowed_token_ids", "left out")):
                 if value := getattr(self, name):
                     raise _make_error(
-                        name, value, f"{accepted} with structured_outputs, which determines the end of the answer"
+                        name,
+                        value,
+                        f"{accepted} with {self.structured_outputs.name}, which determines the end of the answer",
                     )
 
     @property

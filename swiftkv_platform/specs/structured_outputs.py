@@ -141,7 +141,7 @@ class StructuredOutputs:
             text = self._format_constraint(getattr(self, self.kind))
             text.encode()
         except (ValueError, TypeError, RecursionError) as error:  # includes JSONDecodeError and UnicodeEncodeError
-            accepted = "a JSON schema, an object" if self.kind == "json" else "text"
+            accepted = _ACCEPTED.get(self.kind, "text")
             raise InvalidInputError(
                 f"{self.name} must be {accepted}: {error}", field=self.name, value=getattr(self, self.kind)
             ) from error
@@ -222,6 +222,11 @@ class StructuredOutputs:
             return json.dumps(value, ensure_ascii=False)
         if not isinstance(value, str) or not value:
             raise TypeError("it is empty" if value == "" else f"it is a {type(value).__name__}")
+        # vLLM refuses these two.
+        if self.kind == "regex" and "\0" in value:
+            raise ValueError(r"it has a NUL character; write it as \x00")
+        if self.kind == "grammar" and value.lstrip().startswith("{"):
+            raise ValueError("it is JSON; give a schema as structured_outputs.json")
         return value
 
 
@@ -238,6 +243,10 @@ def check_schema_supported(schema: Mapping[str, Any], name: str) -> None:
         raise InvalidInputError(message, field=name)
 
 
+_ACCEPTED = {"json": "a JSON schema, an object", "grammar": "a Lark grammar"}
+"""Accepted values by kind of constraint; of other kinds: text."""
+_COMPILER_OPTIONS = "x-guidance"
+"""Key of a schema with the compiler's own options."""
 _CONSTRAINT_FIELDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -255,6 +264,8 @@ def _format_schema(schema: Any) -> str:
         schema = json.loads(schema)
     if not isinstance(schema, Mapping):
         raise TypeError(f"it is a {type(schema).__name__}")
+    if not isinstance(schema.get(_COMPILER_OPTIONS, {}), Mapping):
+        raise TypeError(f"its {_COMPILER_OPTIONS} is no object; leave it out")
     return json.dumps(normalize_schema(schema), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 

@@ -99,8 +99,8 @@ class BodyRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return FastAPI's handler, which gets the body read and parsed by the `BodyReader`."""
-        handler = super().get_route_handler()
-        if self.body_field is None:
+        handler, field = super().get_route_handler(), self.body_field
+        if field is None:
             return handler
 
         async def handle(request: Request) -> Response:
@@ -110,6 +110,8 @@ class BodyRoute(APIRoute):
                 request._body = body = await bodies.read_body(request, allocation)
                 # Starlette's `Request.json` returns `_json`: the bytes themselves if the body is not JSON.
                 request._json = await bodies.parse_body(body) if body and is_json(request) else body
+                if request._json is None and field.field_info.is_required():
+                    raise RequestValidationError([_MISSING_BODY])  # FastAPI's versions differ on `null`
                 if not bodies.hold_until_response:
                     allocation.release()
                 return await handler(request)
@@ -119,6 +121,9 @@ class BodyRoute(APIRoute):
                 allocation.release()
 
         return handle
+
+
+_MISSING_BODY = {"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}
 
 
 def is_json(request: Request) -> bool:

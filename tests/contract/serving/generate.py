@@ -154,43 +154,6 @@ async def test_tokens_of_an_interval_come_in_one_event(client: httpx.AsyncClient
     assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
 
 
-@pytest.mark.parametrize(
-    ("body", "field", "message"),
-    [
-        ({"prompt": [1], "stream_interval_s": -1}, "stream_interval_s", "greater than or equal to 0"),
-        ({}, "body", "give either prompt or messages"),
-        ({"prompt": 3}, "prompt", "must be text, a list of token ids, or a list of either"),
-        ({"prompt": [1, "a"]}, "prompt", "must be text, a list of token ids, or a list of either"),
-        ({"prompt": ""}, "prompt", "prompt is empty"),
-        ({"prompt": ["a", ""]}, "prompt", "prompt is empty"),
-        ({"prompt": [[1]] * 257}, "prompt", "prompt has 257 entries"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "messages", "need a chat template"),
-        ({"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias", "numbers by token id"),
-        ({"prompt": "a", "logit_bias": {"999": 1}}, "logit_bias", "accepts 0..257"),
-        ({"prompt": "a", "early_exit": "sometimes"}, "early_exit.mode", "off, threshold or lossless"),
-        ({"prompt": [1, 999]}, "prompt", "token id 999; this model's vocabulary accepts 0..257"),
-        ({"prompt": "x" * 64}, "prompt", "prompt has 64 tokens; the context of 64 tokens"),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be"),
-        ({"prompt": "a", "max_tokens": "9"}, "max_tokens", "valid integer"),
-        ({"prompt": "a", "stop": [1]}, "stop", "must be a string or a list of strings"),
-        ({"prompt": "a", "colour": "red"}, "colour", "unknown key; accepted here: "),
-        ({"prompt": "a", "max_token": 3}, "max_token", "unknown key (did you mean max_tokens?)"),
-    ],
-)
-async def test_bad_requests_are_problems_that_name_the_field(
-    client: httpx.AsyncClient, body: dict[str, Any], field: str, message: str
-) -> None:
-    for stream in (False, True):
-        response = await post(client, **body, stream=stream)
-        problem = response.json()
-        assert (response.status_code, response.headers["content-type"]) == (422, "application/problem+json")
-        assert problem.keys() == {"type", "title", "status", "detail", "instance", "code", "errors"}
-        code = "context_length_exceeded" if "the context of" in message else "invalid_input"
-        assert (problem["status"], problem["code"], problem["instance"]) == (422, code, "/generate")
-        assert [error["field"] for error in problem["errors"]] == [field]
-        assert message in problem["errors"][0]["message"]
-
-
 async def test_a_full_queue_says_when_to_come_again(client: httpx.AsyncClient) -> None:
     answers = await asyncio.gather(*(post(client, prompt=[i], **LONG) for i in range(3)))
     *_, refused = sorted(answers, key=lambda response: response.status_code)

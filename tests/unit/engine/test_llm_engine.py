@@ -82,6 +82,12 @@ def test_rows_of_a_padded_embedding_are_never_generated(tmp_path: Path, is_stude
         for output in engine.generate([[1, 2, 3], [7], [319, 300]], params):
             assert max(output.token_ids) < 258
             assert all(max(each) < 258 for each in output.logprobs or ())
+    for refused, message in (
+        ({"allowed_token_ids": [5, 300]}, "allowed_token_ids has the token id 300; .* accepts 0..257"),
+        ({"stop_token_ids": list(range(258)), "min_tokens": 2}, "stop_token_ids leave no allowed token"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            engine.generate([[1]], replace(GREEDY, **refused))
     [scored] = engine.generate([[1, 300, 301, 2]], SamplingParams(max_tokens=1, prompt_logprobs=0))
     assert torch.tensor([value for each in scored.prompt_logprobs[1:] for value in each.values()]).isfinite().all()
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swiftkv_platform.model import convert
@@ -99,3 +101,19 @@ def make_random_student(dense: Any, args: argparse.Namespace) -> Any:
     return convert(
         dense, num_key_value_layers=args.num_key_value_layers, key_value_group_size=args.key_value_group_size
     )
+
+
+def measure_product(dtype: torch.dtype, size: int = 2048) -> float:
+    """Return the FLOPs per second of one product of two square matrices."""
+    left, right = (torch.randn(size, size, dtype=dtype) for _ in range(2))
+    started = time.perf_counter()
+    F.linear(left, right)
+    return 2 * size**3 / (time.perf_counter() - started)
+
+
+def measure_read(num_bytes: int = 1 << 30) -> float:
+    """Return the bytes per second of one sum of a tensor larger than the caches."""
+    numbers = torch.ones(num_bytes // 4)
+    started = time.perf_counter()
+    numbers.sum()
+    return num_bytes / (time.perf_counter() - started)

@@ -35,6 +35,8 @@ from benchmarks.common import (
     make_benchmark_parser,
     make_random_llama,
     make_random_student,
+    measure_product,
+    measure_read,
     write_report,
 )
 from benchmarks.engine_worker import EngineWorker, add_vllm_python_argument, make_vllm_arguments
@@ -64,6 +66,8 @@ VLLM_SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
 """Model that vLLM serves, and options, by system; the dense model in int8 is the quantized student's teacher."""
 INTEGER_SYSTEMS = {f"{name}-{form}": (name, form) for name in NATIVE_SYSTEMS for form in ("int8", "int4")}
 """Model and `EngineConfig.weights` of our engine with weights rounded on loading, by system."""
+BYTES_PER_WEIGHT = {"swiftkv": 2.0, "swiftkv-int8": 1.0, "swiftkv-int4": 0.5 + 2 / 32}
+"""Bytes that a decode step reads per weight, with a 16-bit scale for 32 weights of int4."""
 PEER_SYSTEMS = {
     **{f"openvino-{form}": ("openvino_worker.py", form) for form in ("bfloat16", "int8", "int4")},
     **{f"llama.cpp-{form}": ("llama_cpp_worker.py", form) for form in ("bf16", "q8_0", "q4_0")},
@@ -137,8 +141,10 @@ def main(argv: list[str] | None = None) -> None:
             )
             report[name], report["speedups"][name] = results, compute_speedups(results)
             print_table(name, results)
+            limits = compute_limits_ms(report["counted"]["swiftkv"], name, args.batch_size)
+            print(f"{name} lower limits in ms: {json.dumps(limits)}", flush=True)
             if args.results is not None:
-                append_result(args, name, shape[1] if name == "prefill" else shape[0], results)
+                append_result(args, name, shape[1] if name == "prefill" else shape[0], results, limits)
         report["workers"] = {name: worker.settings for name, worker in workers.items()}
     write_report(report, args.output)
 
@@ -181,7 +187,27 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def append_result(args: argparse.Namespace, load: str, size: int, results: dict[str, Figures]) -> None:
+def compute_limits_ms(counted: dict[str, int], load: str, batch_size: int, repeats: int = 5) -> dict[str, float]:
+    """Return the milliseconds in which this machine, just now, can at best compute the products of a load or read the
+    weights, whichever takes longer, per system of our student.
+
+    Args:
+        counted: FLOPs of the student by `count_flops`.
+        load: "prefill" or "decode".
+    """
+    products = max(measure_product(dtype) for dtype in (torch.float32, torch.bfloat16) for _ in range(repeats))
+    read = max(measure_read() for _ in range(repeats))
+    num_weights = counted["decode_step_flops"] / (2 * batch_size)
+    compute_seconds = counted["prefill_flops" if load == "prefill" else "decode_step_flops"] / products
+    return {
+        system: round(1e3 * max(compute_seconds, num_bytes * num_weights / read), 3)
+        for system, num_bytes in BYTES_PER_WEIGHT.items()
+    }
+
+
+def append_result(
+    args: argparse.Namespace, load: str, size: int, results: dict[str, Figures], limits_ms: dict[str, float]
+) -> None:
     """Append the medians of a load to the file of this class of processors, for `benchmarks.peers_table`."""
     processor, _ = describe_processor()
     instructions = kernels.describe_instructions()
@@ -190,6 +216,7 @@ def append_result(args: argparse.Namespace, load: str, size: int, results: dict[
         "load": load,
         "size": size,
         "medians_ms": {name: round(row[latency], 3) for name, row in results.items()},
+        "limits_ms": limits_ms,
         "machine": {
             "processor": processor,
             "threads": torch.get_num_threads(),

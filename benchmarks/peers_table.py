@@ -43,11 +43,7 @@ def _read_runs(path: Path) -> list[dict[str, Any]]:
 
 def _format_class(name: str, runs: Sequence[dict[str, Any]]) -> str:
     last = {(run["load"], run["size"]): run for run in runs}  # later runs replace earlier ones
-    rows = [
-        (_name_load(*load), *(_compare(last[load]["medians_ms"], system) for system in FORMS))
-        for load in LOADS
-        if load in last
-    ]
+    rows = [(_name_load(*load), *(_compare(last[load], system) for system in FORMS)) for load in LOADS if load in last]
     table = format_markdown_table(("", *(f"`{weights}`" for weights, _ in FORMS.values())), rows)
     machine = runs[-1]["machine"]
     note = "" if machine["capability"] is None else f", limited to {machine['capability']} except in OpenVINO"
@@ -58,13 +54,15 @@ def _name_load(load: str, size: int) -> str:
     return f"prompts of {size:,} tokens" if load == "prefill" else f"decode, batch {size}"
 
 
-def _compare(medians_ms: dict[str, float], system: str) -> str:
-    """Return our speed relative to the fastest other engine with the same weights, and its name."""
+def _compare(run: dict[str, Any], system: str) -> str:
+    """Return our speed relative to the fastest other engine with the same weights, its name, and our speed in percent
+    of what this machine's products and memory allow."""
     _, peers = FORMS[system]
+    medians_ms: dict[str, float] = run["medians_ms"]
     peer = min((name for name in peers if name in medians_ms), key=lambda name: medians_ms[name])
     ratio = f"{medians_ms[peer] / medians_ms[system]:.2f}"
     bold = f"**{ratio}**" if medians_ms[system] < medians_ms[peer] else ratio
-    return f"{bold} {PEER_NAMES[peer.rpartition('-')[0] or peer]}"
+    return f"{bold} {PEER_NAMES[peer.rpartition('-')[0] or peer]}, {run['limits_ms'][system] / medians_ms[system]:.0%}"
 
 
 if __name__ == "__main__":

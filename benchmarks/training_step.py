@@ -31,6 +31,7 @@ from benchmarks.common import (
     make_benchmark_parser,
     make_random_llama,
     make_random_student,
+    measure_product,
     write_report,
 )
 from swiftkv_platform.data.packing import Samples, pack
@@ -132,14 +133,6 @@ def count_flops(variant: Variant, batch: Batch, *, early_stop: bool) -> int:
     ):
         variant.step(batch)
     return int(counter.get_total_flops())
-
-
-def measure_product(dtype: torch.dtype, size: int = 2048) -> float:
-    """Return the FLOPs per second of one product of two square matrices."""
-    left, right = (torch.randn(size, size, dtype=dtype) for _ in range(2))
-    started = time.perf_counter()
-    F.linear(left, right)
-    return 2 * size**3 / (time.perf_counter() - started)
 
 
 def measure(

@@ -35,6 +35,7 @@ from swiftkv_platform.distillation.model import (
     supports_shared_prefixes,
 )
 from swiftkv_platform.distillation.sequence_parallel import check_head_counts
+from swiftkv_platform.engine import kernels
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.evaluation.harness.rows import check_row_tasks
 from swiftkv_platform.evaluation.harness.run import check_tasks
@@ -183,12 +184,16 @@ def compute_flops_per_token(spec: JobSpec, config: Any, rows: PackedRows) -> flo
 
 
 def _warn_slow_bfloat16(spec: JobSpec) -> Iterator[tuple[str, bool]]:
-    """Yield a (message, is_warning) if the spec trains in bfloat16 on a CPU without fast bfloat16 products."""
-    if spec.model.dtype == "bfloat16" and not spec.resources.gpus_per_worker and not has_fast_bfloat16():
+    """Yield a (message, is_warning) if the spec trains in bfloat16 on a CPU that is slow at it."""
+    if spec.model.dtype != "bfloat16" or spec.resources.gpus_per_worker:
+        return
+    if not has_fast_bfloat16():
         yield (
             "model.dtype bfloat16 is many times slower than float32 on this CPU, which lacks AVX-512; use float32",
             True,
         )
+    elif (problem := kernels.find_problem()) is not None:
+        yield f"attention of the teacher runs in PyTorch, which is slower than the engine's kernels: {problem}", True
 
 
 def describe_teacher(spec: JobSpec, path: str) -> TeacherIdentity:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.client import Resource
+from swiftkv_platform.engine import kernels
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.jobs.worker import prepare
 from swiftkv_platform.local.demo import build_job_spec, build_llm_spec, build_report, plot_loss, print_report
@@ -147,13 +148,22 @@ def test_a_cpu_without_bfloat16_products_computes_in_float32(
 
 
 @pytest.mark.parametrize(
-    ("fast", "dtype", "warns"), [(False, "bfloat16", True), (False, "float32", False), (True, "bfloat16", False)]
+    ("fast", "problem", "dtype", "warning"),
+    [
+        (False, None, "bfloat16", "use float32"),
+        (False, "no C++ compiler", "float32", None),
+        (True, None, "bfloat16", None),
+        (True, "no C++ compiler; install g++", "bfloat16", "no C++ compiler; install g++"),
+    ],
 )
-def test_a_job_warns_of_slow_products(fast: bool, dtype: str, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_warns_of_slow_operators(
+    fast: bool, problem: str | None, dtype: str, warning: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prepare, "has_fast_bfloat16", lambda: fast)
+    monkeypatch.setattr(kernels, "find_problem", lambda: problem)
     spec = JobSpec.model_validate({"name": "job", "model": {"dtype": dtype}})
     messages = list(prepare._warn_slow_bfloat16(spec))
-    assert [is_warning for _, is_warning in messages] == [True] * warns
-    assert all("use float32" in message for message, _ in messages)
+    assert [is_warning for _, is_warning in messages] == [True] * (warning is not None)
+    assert all(message.endswith(str(warning)) for message, _ in messages)
     on_gpus = JobSpec.model_validate({"name": "job", "resources": {"gpus_per_worker": 1}})
     assert list(prepare._warn_slow_bfloat16(on_gpus)) == []

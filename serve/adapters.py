@@ -29,7 +29,7 @@ class FetchedAdapter:
     num_bytes: int
     """Bytes of its weights."""
     load: Callable[[], Awaitable[ModelVersion]]
-    """Loads and tests it. Raises as `load_version`."""
+    """Loads the adapter and generates a token with it. Raises the errors of `load_version`."""
 
 
 FetchAdapter = Callable[["ServedConfig", "ResolvedAdapter"], AbstractAsyncContextManager[FetchedAdapter]]

@@ -336,7 +336,7 @@ def _read_traffic(
     left_out: Counter[str],
 ) -> Iterator[SourceRow]:
     check_traffic(source, source_field)
-    assert access.traffic is not None, "`Access` refuses captured traffic without an entry"
+    assert access.traffic is not None, "`Access.check_source` refuses traffic that `Access.traffic` lacks"
     uri = access.traffic[named.deployment_id].uri
     file = _require_remote(remote, named.name, f"{source_field}.name_or_path").fetch_traffic(uri, *source.window)
     requests = select_requests(file, with_answers=source.complete is None)

@@ -35,7 +35,8 @@ from swiftkv_platform.web.limiters import Sender
 MAX_COMPILING_PER_CALLER = PENDING_GRAMMARS.default
 """Max number of a caller's requests whose grammars are being compiled or queued for it. More are refused."""
 FREE_COMPILE_S = 0.1
-"""Seconds of compiling a grammar that are free: enough for ordinary grammars on a busy machine."""
+"""Seconds of compiling a grammar that the caller's budget is not charged, enough for ordinary grammars on a busy
+machine."""
 REFUSAL_DELAY_S = 1.0
 """Seconds before a request is refused because its caller's grammar budget is exhausted. Callers that retry at once
 would otherwise keep the event loop busy."""

@@ -259,7 +259,7 @@ class RowLogits:
     """Logits of some rows of a batch, or of some sequences of the schedule."""
 
     index_by_row: dict[int, int]
-    """Index into `values`, by row or by sequence."""
+    """Index into `values` of each row or sequence."""
     values: torch.Tensor
     """[num_rows, vocab_size], float32."""
 

@@ -22,7 +22,7 @@ _PROMPT_LENGTHS_PATH = "swiftkv_platform.vllm.deep_tokens:PromptLengths"
 _SCHEDULER_PATH = "swiftkv_platform.vllm.scheduler.make_scheduler"
 _SUPPORTED_CONNECTORS = ("ExampleConnector", "NixlConnector")
 _BIDIRECTIONAL = "bidirectional_kv_xfer"
-"""Option of NIXL: servers that decode give their caches to servers that prefill."""
+"""Option of NIXL by which instances that decode also send their caches back to instances that prefill."""
 _NATIVE_ENGINE = "this project's own engine"
 
 

@@ -19,7 +19,7 @@ from swiftkv_platform.specs.publish import RolloutSpec
 
 class RolloutStatus(StrEnum):
     WAITING = "waiting"
-    """The model is not a candidate yet."""
+    """The deployment has not loaded the model as its candidate yet."""
     CANDIDATE = "candidate"
     """The model is the deployment's candidate."""
     PROMOTED = "promoted"

@@ -88,7 +88,8 @@ class PackedWeight(NamedTuple):
     offsets: torch.Tensor | None = None
     """128 times the sum of an output's integers, int32 [num_blocks, COLUMNS]."""
     multipliers: torch.Tensor | None = None
-    """Multipliers of the groups of an output's inputs in int4, uint8 [num_blocks, size_in / group, COLUMNS]."""
+    """Of int4, the factor by which each group of inputs multiplies its output's scale, uint8
+    [num_blocks, size_in / group, COLUMNS]."""
 
     @property
     def integer_form(self) -> WeightFormat | None:

@@ -34,9 +34,9 @@ from swiftkv_platform.sources import UNRESTRICTED, Access
 from swiftkv_platform.specs import EvaluationSpec, RowTaskSpec, TaskSpec
 
 ROW_KEY = "row_key"
-"""Field of a document: key of its row."""
+"""Field of a document that holds the key of its row."""
 ROW_PROMPT = "row_prompt"
-"""Field of a document: its last message, or its text."""
+"""Field of a document that holds the last message of its row, or its text."""
 ROW_EXPECTED = "row_expected"
 """Field of a document: its expected answer; empty without one."""
 

@@ -81,6 +81,8 @@ def test_old_checkpoints_and_unfinished_ones_before_them_go(store: ObjectStore, 
     for step in (6, 9, 12):
         checkpoints.save(step)
     assert checkpoints.kept() == [9, 12]
+    checkpoints.save(12, world_size=1)
+    assert checkpoints.kept() == [12, 12], "a run that died after the step has saved it again, with fewer workers"
 
 
 def test_the_best_state_stays_beside_the_newest_until_another_is_better(store: ObjectStore, shard: Path) -> None:
@@ -108,13 +110,10 @@ def test_the_model_is_made_of_the_best_state_that_was_stored(store: ObjectStore,
     assert (checkpoints.find_newest(), checkpoints.find_model()) == (last, best)
     assert Checkpoints(store, shard, 3, resume_from=last).find_model() == best
     assert checkpoints.save(12, best_step=10) == checkpoints.find_model(), "the best one was not stored"
-
-
-def test_the_model_is_made_of_the_last_state_where_that_is_asked_for(store: ObjectStore, shard: Path) -> None:
-    spec = JobSpec.model_validate({"name": "n", "training": {"keep_best": False}})
-    checkpoints = Checkpoints(store, shard, spec=spec)
-    _, last = (checkpoints.save(step, best_step=3) for step in (3, 9))
-    assert checkpoints.find_model() == last
+    of_last = JobSpec.model_validate({"name": "n", "training": {"keep_best": False}})
+    later = Checkpoints(store, shard, 3, spec=of_last)
+    _, newest = (later.save(step, best_step=12) for step in (12, 15))
+    assert later.find_model() == newest, "the last state is asked for"
 
 
 def test_a_run_that_has_ended_early_is_trained_no_more(store: ObjectStore, shard: Path) -> None:
@@ -124,15 +123,6 @@ def test_a_run_that_has_ended_early_is_trained_no_more(store: ObjectStore, shard
     finished = [(running, 9, None), (running, 6, best), (ended, 9, best)]
     for key, total_steps, model in finished:
         assert find_finished_checkpoint(store, request(3, resume_from=key), total_steps=total_steps) == model
-
-
-def test_a_step_that_is_saved_again_takes_no_others_place(store: ObjectStore, shard: Path) -> None:
-    """A run that died after step 6 saves it again, under another name and with another number of workers."""
-    checkpoints = Checkpoints(store, shard)
-    for world_size in (2, 1):
-        checkpoints.save(6, world_size=world_size)
-    assert checkpoints.find_newest() is not None
-    assert checkpoints.kept()
 
 
 def test_the_manifest_says_how_far_the_run_is_and_what_was_uploaded_comes_back(

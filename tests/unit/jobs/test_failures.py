@@ -45,7 +45,7 @@ def died(error: Exception) -> Any:
     return WorkerHealthCheckFailedError("A worker health check failed.\nWorker info: ...", error)
 
 
-PEER = raised(RuntimeError("Connection closed by peer"))
+CLOSED = RuntimeError("Connection closed by peer")
 
 
 @pytest.mark.parametrize(
@@ -66,23 +66,24 @@ def test_our_own_errors_keep_their_words_through_a_task(error: SwiftKVError, ret
     )
 
 
-def test_the_error_of_one_worker_counts_more_than_its_peers_lost_connections() -> None:
-    ours = StorageError("the store is away")
-    failed = WorkerGroupError("workers failed", {0: RuntimeError("connection closed by peer"), 1: ours})
-    assert (explain_failure(failed).code, find_root_cause(failed)) == ("storage_error", ours)
-
-
 @pytest.mark.parametrize(
-    ("failures", "code", "retryable"),
+    ("failed", "code", "retryable"),
     [
-        ({0: RuntimeError("connection closed by peer"), 1: RayActorError()}, "worker_lost", True),
-        ({0: RayActorError(), 1: OutOfMemoryError("node ran low on memory")}, "out_of_memory", True),
-        ({0: KeyError("lm_head"), 1: RuntimeError("connection closed by peer")}, "internal_error", False),
+        (WorkerGroupError("failed", {0: CLOSED, 1: RayActorError()}), "worker_lost", True),
+        (WorkerGroupError("failed", {0: RayActorError(), 1: OutOfMemoryError(NO_MEMORY)}), "out_of_memory", True),
+        (WorkerGroupError("failed", {0: KeyError("lm_head"), 1: CLOSED}), "internal_error", False),
+        (WorkerGroupError("failed", {0: CLOSED, 1: StorageError("the store is away")}), "storage_error", True),
+        (group(raised(CLOSED), died(OutOfMemoryError(NO_MEMORY))), "out_of_memory", True),
     ],
+    ids=["a-lost-worker", "no-memory", "a-defect-before-peers", "our-error-after-peers", "health-check-of-no-memory"],
 )
-def test_a_lost_worker_is_worth_another_try(failures: dict[int, Exception], code: str, retryable: bool) -> None:
-    failure = explain_failure(WorkerGroupError("workers failed", failures))
+def test_the_error_of_one_worker_counts_more_than_its_peers_lost_connections(
+    failed: Any, code: str, retryable: bool
+) -> None:
+    failure = explain_failure(failed)
     assert (failure.code, failure.retryable) == (code, retryable)
+    assert getattr(find_root_cause(failed), "code", None) == ("storage_error" if code == "storage_error" else None)
+    assert code != "out_of_memory" or failure.message.endswith(NO_MEMORY)
 
 
 def too_large() -> RuntimeError:
@@ -109,19 +110,13 @@ def test_a_batch_that_does_not_fit_the_device_is_not(error: Exception, line: str
     assert failure.message.endswith(line)
 
 
-def test_ray_s_killing_of_a_worker_for_memory_is_seen_through_the_failed_health_check() -> None:
-    failure = explain_failure(group(PEER, died(OutOfMemoryError(NO_MEMORY))))
-    assert (failure.code, failure.retryable) == ("out_of_memory", True)
-    assert failure.message.endswith(NO_MEMORY)
-
-
 def test_a_lost_worker_is_told_by_how_it_died_or_by_the_first_error() -> None:
     death = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"
     actor = RayActorError(error_msg=f"{RayActorError.BASE_ERROR_MSG}\n\tclass_name: RayTrainWorker\n{death}\n")
     nccl = raised(RuntimeError("NCCL error in: init.cpp\nncclSystemError"))
     told = [
-        (group(PEER, died(actor)), death),
-        (group(PEER, died(ActorDiedError())), "The actor died unexpectedly before finishing this task."),
+        (group(raised(CLOSED), died(actor)), death),
+        (group(raised(CLOSED), died(ActorDiedError())), "The actor died unexpectedly before finishing this task."),
         (group(nccl), "NCCL error in: init.cpp"),
     ]
     assert [explain_failure(error) for error, _ in told] == [

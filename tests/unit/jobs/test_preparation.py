@@ -165,14 +165,10 @@ def test_another_attempt_writes_only_what_is_missing(asking: Any, store: ObjectS
     assert write_answers(asking(2), store.uri, 0) == 0
     assert write_answers(asking(2), store.uri, 1) == sum(shards(store, 2).values()) > 0
     assert len(shards(store, 2)) == 1
+    assert write_answers(asking(3, temperature=0.5), store.uri, 0) > 0, "other settings are other answers"
+    assert shards(store, 3).keys().isdisjoint(shards(store))
     prepare_run(asking(2), store.uri)
-    assert write_answers(asking(3), store.uri, 1) == 0, "the rows are prepared: nothing is left to write"
-
-
-def test_other_settings_are_other_answers(asking: Any, store: ObjectStore) -> None:
-    write_answers(asking(), store.uri, 0)
-    assert write_answers(asking(2, temperature=0.5), store.uri, 0) > 0
-    assert shards(store, 2).keys().isdisjoint(shards(store))
+    assert write_answers(asking(4), store.uri, 1) == 0, "the rows are prepared: nothing is left to write"
 
 
 def test_a_worker_without_room_for_the_teacher_refuses(

@@ -45,13 +45,9 @@ def test_memory_comes_back_with_the_last_tensor(monkeypatch: pytest.MonkeyPatch)
     assert mapping() is None
 
 
-def test_what_does_not_fit_stays_where_it_is() -> None:
+def test_what_does_not_fit_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     arena, tensor = Arena(0), torch.zeros(HUGE_PAGE_BYTES + 1, dtype=torch.uint8)
     assert arena.move(tensor) is tensor
     assert arena.move(empty := torch.empty(0)) is empty
-
-
-def test_without_huge_pages_nothing_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-    tensor = torch.ones(3)
-    assert Arena(1 << 20).move(tensor) is tensor
+    assert Arena(1 << 20).move(small := torch.ones(3)) is small, "a machine without huge pages"

@@ -126,19 +126,8 @@ async def test_streams_together_collect_tokens(adaptive: AsyncLLMEngine, monkeyp
     monkeypatch.setattr(engine_outputs, "MAX_EVENT_INTERVAL_S", 3600.0)
     monkeypatch.setattr(engine_outputs, "MAX_EVENT_TIME_SHARE", 1e-9)
     may_step = paced(adaptive, monkeypatch)
-    may_begin = threading.Event()
-    held = asyncio.create_task(
-        adaptive.run_between_steps(lambda: may_begin.wait(60))
-    )  # so that one step reads all prompts
-    arriving = [
-        asyncio.create_task(adaptive.submit([token], GREEDY, interval_s=s))
-        for token, s in ((1, None), (2, None), (3, math.inf))
-    ]
-    while adaptive._worker._work_queue.qsize() < len(arriving):
-        await asyncio.sleep(0.001)
-    may_begin.set()
+    arriving = await submit_together(adaptive, [([1], None), ([2], None), ([3], math.inf)])
     *pair, whole = await asyncio.gather(*arriving)
-    assert await held
     outputs = [[await anext(stream)] for stream in pair]
     may_step.release(100)
     for stream, own in zip(pair, outputs, strict=True):
@@ -195,6 +184,20 @@ async def test_a_caller_of_whole_answers_is_woken_once_for_each_sample(engine: A
     assert stream.newest_outputs == {output.index: output for output in outputs if output.finished}
 
 
+async def submit_together(
+    engine: AsyncLLMEngine, requests: list[tuple[Prompt, float | None]]
+) -> list[asyncio.Task[RequestStream]]:
+    """Submit prompts with their intervals while the engine is held, so that one step sees all of them."""
+    may_begin = threading.Event()
+    held = asyncio.create_task(engine.run_between_steps(lambda: may_begin.wait(60)))
+    arriving = [asyncio.create_task(engine.submit(prompt, GREEDY, interval_s=s)) for prompt, s in requests]
+    while engine._worker._work_queue.qsize() < len(arriving):
+        await asyncio.sleep(0.001)
+    may_begin.set()
+    assert await held
+    return arriving
+
+
 @asynccontextmanager
 async def queued(directory: Path, now: list[float], **config: Any) -> AsyncIterator[AsyncLLMEngine]:
     """An engine with one place and three requests, whose count of departures takes its time from `now`."""
@@ -239,16 +242,10 @@ async def test_a_queue_that_is_too_slow_says_when_it_is_short_enough(swiftkv_dir
 async def test_prompt_tokens_bound_the_queue_too(swiftkv_dir: Path) -> None:
     config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=4, max_waiting_prompt_tokens=40)
     engine = AsyncLLMEngine(LLMEngine.from_pretrained(swiftkv_dir, config))
-    release = threading.Event()
-    held = asyncio.create_task(engine.run_between_steps(lambda: release.wait(60)))  # so that no step reads a prompt yet
-    arriving = [asyncio.create_task(engine.submit([number] * 30, GREEDY)) for number in (1, 2, 3)]
-    while engine._worker._work_queue.qsize() < len(arriving):
-        await asyncio.sleep(0.001)
-    release.set()
+    arriving = await submit_together(engine, [([number] * 30, None) for number in (1, 2, 3)])
     *streams, refused = await asyncio.gather(*arriving, return_exceptions=True)
     assert isinstance(refused, QueueFullError)
     assert re.search(r"60 prompt tokens of .* are waiting; the limit is 40", str(refused))
-    assert await held
     for stream in streams:
         assert [output async for output in stream][-1].finish_reason == "length"
     assert engine.state.num_waiting_tokens == 0

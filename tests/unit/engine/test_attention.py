@@ -3,7 +3,6 @@ kernel, and by the block tables of `varlen_attn`, whose place an operator of its
 
 import inspect
 import random
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, attention, kernels, memory
+from swiftkv_platform.engine import SamplingParams, attention, kernels
 from swiftkv_platform.engine.attention import paged_attention
 from swiftkv_platform.engine.batch import PagedAttentionMetadata, SequenceQueries, add_block_tables
 from swiftkv_platform.engine.kv_cache import PagedTensor, SlotRun, StorageFormat, TensorShape
@@ -265,16 +264,6 @@ def test_the_operator_is_the_one_that_can() -> None:
     real = inspect.signature(varlen_attn).parameters
     for name, parameter in inspect.signature(reference_varlen_attn).parameters.items():
         assert real[name].kind == parameter.kind, f"the engine's arguments bind to the real operator's: {name}"
-
-
-def test_an_engine_on_block_tables_answers_as_one_on_runs(model_dir: Path) -> None:
-    prompts = [list(range(40)), [7], [1, 2, 3] * 6]
-    config = EngineConfig(max_num_batched_tokens=16, block_size=4, kv_cache_bytes=1 << 20)
-    plain = LLMEngine.from_pretrained(model_dir, config).generate(prompts, GREEDY)
-    with patch.object(memory, "choose_operator", return_value=reference_varlen_attn):
-        engine = LLMEngine.from_pretrained(model_dir, config)
-    assert engine._runner.kv_cache.varlen_settings is not None
-    assert [one.token_ids for one in engine.generate(prompts, GREEDY)] == [one.token_ids for one in plain]
 
 
 @pytest.mark.parametrize("max_q", [1, 2, 300])

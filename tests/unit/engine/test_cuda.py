@@ -101,6 +101,19 @@ def test_a_step_waits_once_and_copies_once(family: str, student: bool, log: Devi
         assert log.kernels["torch_attn._varlen_attn"] == (5 if outputs or not student else 2)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
+def test_a_decode_of_many_sequences_launches_as_many_kernels_as_of_few(temperature: float, log: DeviceLog) -> None:
+    """Each operator is a kernel that the host launches, and a small model's step takes as long as its launches."""
+    params, found = SamplingParams(max_tokens=3, temperature=temperature, top_p=0.9, ignore_eos=True), {}
+    for count in (4, 32):
+        engine = open_engine(max_num_seqs=count, max_num_batched_tokens=1024)
+        for outputs in steps(engine, log, params, some=[[1] * (3 + index) for index in range(count)]):
+            found[count] = sum(log.kernels.values()), log.kernels["torch_attn._varlen_attn"], log.copies, len(log.waits)
+            assert len(outputs) == count
+    assert found[32] == found[4]
+    assert found[4][1::2] == (5, 1), "attention of each layer is one operator, and there is one wait"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_types_run(dtype: torch.dtype, log: DeviceLog) -> None:
     for outputs in steps(open_engine(model_dtype=dtype), log, GREEDY, some=[[1, 2, 3], [4]]):

@@ -100,28 +100,6 @@ def test_on_a_gpu_nothing_is_rounded(student_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
-def test_chunks_company_exits_and_drafts_give_the_tokens_of_the_floats(student_dir: Path, form: Any) -> None:
-    """Each token is the most probable one of the same weights in float32, within bfloat16's errors."""
-    prompts = [list(range(3 + i, 40 + 7 * i)) for i in range(6)]
-    config = BF16.model_copy(update={"weights": form, "max_num_batched_tokens": 24})
-    engine = LLMEngine.from_pretrained(student_dir, config)
-    exact = LLMEngine.from_pretrained(student_dir, config.model_copy(update={"dtype": "float32"}))
-    for early_exit in ("off", "lossless"):
-        params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, early_exit=early_exit)
-        texts = [output.prompt_token_ids + output.token_ids for output in engine.generate(prompts, params)]
-        for prompt, scored in zip(
-            prompts, exact.generate(texts, SamplingParams(max_tokens=0, prompt_logprobs=1)), strict=True
-        ):
-            answers = scored.prompt_logprobs[len(prompt) :]
-            behind = [
-                max(one.values()) - one[token]
-                for one, token in zip(answers, scored.prompt_token_ids[len(prompt) :], strict=True)
-            ]
-            assert max(behind) < 0.3
-    engine.assert_consistent()
-
-
-@pytest.mark.parametrize("form", ["int8", "int4"])
 def test_deep_tails_and_bypassed_layers_give_the_tokens_of_the_second_implementation(form: Any, tmp_path: Path) -> None:
     """Over the same weights in float32, within bfloat16's errors."""
     shape: dict[str, Any] = {"prefill_layers": [0, 2], "decode_key_value": "own", "deep_tail": 9, "early_exit": True}

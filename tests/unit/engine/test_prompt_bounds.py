@@ -1,7 +1,6 @@
 """Bound on the bytes of text per token: a prompt with more bytes than the bound times the context never fits."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -86,14 +85,3 @@ def test_the_bound_follows_the_vocabulary_unless_it_is_given(dense_dir: Any) -> 
     with pytest.raises(InvalidInputError, match="prompt has 12 bytes of text; 10 bytes are accepted"):
         engine.add_request("é" * 6)
     assert MAX_BYTES_PER_TOKEN > 8, "written text has three to five bytes a token"
-
-
-def test_threads_may_share_a_tokenizer(dense_dir: Any) -> None:
-    """Reading changes no settings of the tokenizer, which would raise "Already borrowed" in other threads."""
-    input_processor = LLMEngine.from_pretrained(dense_dir).input_processor
-    tokenizer: Any = input_processor._tokenizer
-    text = "the cat sat " * 500
-    expected = tokenizer(text)["input_ids"]
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: tokenizer(text)["input_ids"], range(200)))
-    assert all(one == expected for one in found)

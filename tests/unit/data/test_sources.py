@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,24 @@ def test_every_kind_of_file_is_read_and_what_is_no_data_beside_them_is_passed_ov
     assert prepared.statistics.sources[0].formats == {"text": 8, "prompt_completion": 1}
 
 
+class Remote:
+    """A bucket whose objects below `prefix` are given with their contents, or are files here."""
+
+    def __init__(self, prefix: str, objects: Mapping[str, Any], write: Write) -> None:
+        self.prefix, self.objects, self.write = prefix, objects, write
+        self.fetched: dict[str, Path] = {}
+
+    def list_files(self, source: S3Source) -> list[RemoteFile]:
+        return [RemoteFile(f"s3://{source.bucket}", f"{source.key}/{name}") for name in sorted(self.objects)]
+
+    def fetch_file(self, file: RemoteFile) -> Path:
+        assert file.store == "s3://bucket"
+        name = file.key.removeprefix(self.prefix)
+        content = self.objects[name]
+        self.fetched[name] = content if isinstance(content, Path) else Path(self.write(content, f"fetched/{name}"))
+        return self.fetched[name]
+
+
 SPLIT = ("train.jsonl", "test.jsonl", "dev-00001.jsonl.gz")
 
 
@@ -116,20 +135,12 @@ def test_a_directory_gives_its_split_and_passes_nothing_over_in_silence(
         content = name if name.endswith((".py", ".txt")) else rows
         write(gzip.compress(content.encode()) if name.lower().endswith(".gz") else content, f"d/{name}")
     source = {"name_or_path": str(tmp_path / "d"), "split": split}
-    objects = {name: tmp_path / "d" / name for name in names}
-
-    class Remote:
-        def list_files(self, source: S3Source) -> list[RemoteFile]:
-            return [RemoteFile("s3://bucket", f"{source.key}/{name}") for name in sorted(objects)]
-
-        def fetch_file(self, file: RemoteFile) -> Path:
-            return objects[file.key.removeprefix("d/")]
-
+    bucket = Remote("d/", {name: tmp_path / "d" / name for name in names}, write)
     checked = partial(check_sources, (DataSourceSpec.model_validate(source),))
     remote = {**source, "name_or_path": "s3://bucket/d"}
     if isinstance(read, list):
         expected = sorted(f"^{name}$" for name in read)
-        assert texts(prepare(source).train) == texts(prepare(remote, remote=Remote()).train) == expected
+        assert texts(prepare(source).train) == texts(prepare(remote, remote=bucket).train) == expected
         assert checked()[0].num_files == len(read)
         return
     for called, where in ((checked, source), (partial(prepare, source), source)):
@@ -137,7 +148,7 @@ def test_a_directory_gives_its_split_and_passes_nothing_over_in_silence(
             called()
         assert read.format(where["name_or_path"]) in caught.value.message
     with pytest.raises(DataError) as caught:
-        prepare(remote, remote=Remote())
+        prepare(remote, remote=bucket)
     assert read.format("s3://bucket/d") in caught.value.message
 
 
@@ -271,27 +282,17 @@ def test_the_standard_library_brings_its_own_held_out_modules() -> None:
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_s3_sources_come_through_the_given_remote(write: Write, streaming: bool) -> None:
-    objects: dict[str, Any] = {"a.jsonl": NUMBERED[:6], "b.txt": "plain", "c.bin": "no rows"}
-    fetched = dict[str, Path]()
-
-    class Remote:
-        def list_files(self, source: S3Source) -> list[RemoteFile]:
-            return [RemoteFile(f"s3://{source.bucket}", f"{source.key}/{name}") for name in objects]
-
-        def fetch_file(self, file: RemoteFile) -> Path:
-            assert file.store == "s3://bucket"
-            name = file.key.removeprefix("prefix/")
-            fetched[name] = Path(write(objects[name], f"fetched/{name}"))
-            return fetched[name]
+    bucket = Remote("prefix/", {"a.jsonl": NUMBERED[:6], "b.txt": "plain", "c.bin": "no rows"}, write)
 
     def prepared(sample_count: int | None) -> list[str]:
         source = {"name_or_path": "s3://bucket/prefix", "streaming": streaming, "sample_count": sample_count}
-        return texts(prepare(source, remote=Remote()).train)
+        return texts(prepare(source, remote=bucket).train)
 
     first, numbered = prepared(3), [f"^document {i}$" for i in range(6)]
     assert first == numbered[:3] if streaming else len(first) == 3
     assert prepared(None) == [*numbered, "^plain$"]
-    assert {name: path.exists() for name, path in fetched.items()} == dict.fromkeys(("a.jsonl", "b.txt"), not streaming)
+    left = {name: path.exists() for name, path in bucket.fetched.items()}
+    assert left == dict.fromkeys(("a.jsonl", "b.txt"), not streaming)
     with pytest.raises(InvalidInputError, match="no object store"):
         prepare("s3://bucket/prefix")
 

@@ -147,15 +147,11 @@ def test_answers_that_were_cut_off_count_for_no_loss_in_later_turns(traffic: Tra
     traffic.chat("ask", "full")
     traffic.chat("again", "same")
     traffic.chat("again", "same", finish_reason="length")  # the limit was just enough
+    traffic.chat("only", "used")
+    traffic.chat("only", "used", "more", "cu", finish_reason="length")
     prepared = prepare_traffic(data={"train_on": "assistant"})
-    assert targets(prepared.train) == ["full|end|", "same|"]
-    assert left_out(prepared) == {"cut off": 2, "contained in later ones": 1}
-
-
-def test_a_request_that_only_a_cut_off_one_contains_is_used(traffic: Traffic, prepare_traffic: Prepare) -> None:
-    traffic.chat("ask", "full")
-    traffic.chat("ask", "full", "more", "cu", finish_reason="length")
-    assert texts(prepare_traffic().train) == ["<user>ask|<assistant>full|"]
+    assert targets(prepared.train) == ["full|end|", "same|", "used|"]
+    assert left_out(prepared) == {"cut off": 3, "contained in later ones": 1}
 
 
 def test_a_request_that_no_row_may_have_fails_no_job(traffic: Traffic, prepare_traffic: Prepare) -> None:

@@ -22,6 +22,11 @@ def job_row(status: str = "queued", **changes: Any) -> dict[str, Any]:
     return {**row, **changes}
 
 
+def invoke(*arguments: object) -> Result:
+    """Run a command that asks no hub, on a wide terminal."""
+    return CliRunner(env={"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}).invoke(app, [str(each) for each in arguments])
+
+
 @pytest.fixture
 def script() -> Script:
     return Script()

@@ -121,56 +121,73 @@ def test_a_refused_spec_names_field_value_and_reason_before_anything_is_sent(
     assert script.requests == []
 
 
-def test_deploy_can_replace_a_model(run: Run, script: Script) -> None:
-    script.on("PATCH", "/deployments/dep_1", json_answer({"id": "dep_1", "model": "mdl_2", "status": "swapping"}))
-    result = run("deploy", "mdl_2", "--replace", "dep_1", "--max-replicas", "3", "--no-wait")
-    assert result.exit_code == 0, result.output
-    assert "Deployment dep_1 of mdl_2 is swapping" in result.output
-    assert script.sent("PATCH", "/deployments/dep_1")[0].body == {"model": "mdl_2", "max_replicas": 3}
-
-
-def test_deploy_takes_every_option_of_the_spec(run: Run, script: Script) -> None:
-    script.on("POST", "/deployments", json_answer({"id": "dep_1", "model": "mdl_1", "status": "pending"}, 201))
-    options = ["--engine", "{max_num_seqs: 8}", "--candidate", '{"model": "mdl_2"}', "--upscale-delay-s", "2.5"]
-    options += ["--ignored-fields", "suffix", "--ignored-fields", "*"]
-    result = run("deploy", "mdl_1", "--no-wait", "--target-ongoing-requests", "3", *options)
-    assert result.exit_code == 0, result.output
-    assert script.sent("POST", "/deployments")[0].body == {
-        "model": "mdl_1",
-        "engine": {"max_num_seqs": 8},
-        "candidate": {"model": "mdl_2"},
-        "upscale_delay_s": 2.5,
-        "ignored_fields": ["suffix", "*"],
-        "target_ongoing_requests": 3.0,
-    }
-    for refused in (["--engine", "[8]"], ["--engine", "{"], ["--min-replicas", "-1"]):
-        assert run("deploy", "mdl_1", *refused).exit_code == 1
-
-
-def test_deploy_takes_objects_in_lists_and_null(run: Run, script: Script) -> None:
-    script.on("PATCH", "/deployments/dep_1", json_answer({"id": "dep_1", "model": "mdl_1", "status": "running"}))
-    options = ["--adapters", "mdl_2", "--adapters", "{model: mdl_3, name: legal}"]
-    options += ["--capture", "null", "--cors-origins", "null", "--tool-call-parser", "null"]
-    result = run("deploy", "mdl_1", "--replace", "dep_1", "--no-wait", *options)
-    assert result.exit_code == 0, result.output
-    assert script.sent("PATCH", "/deployments/dep_1")[0].body == {
-        "model": "mdl_1",
-        "adapters": ["mdl_2", {"model": "mdl_3", "name": "legal"}],
-        "capture": None,
-        "cors_origins": None,
-        "tool_call_parser": None,
-    }
-
-
-def test_deployments_update_sends_only_what_changes(run: Run, script: Script) -> None:
-    row = {"id": "dep_1", "model": "mdl_1", "status": "running", "version": 4}
+@pytest.mark.parametrize(
+    ("command", "options", "method", "body"),
+    [
+        (
+            "deploy mdl_2 --replace dep_1 --no-wait",
+            ["--max-replicas", "3"],
+            "PATCH",
+            {"model": "mdl_2", "max_replicas": 3},
+        ),
+        (
+            "deploy mdl_2 --replace dep_1 --no-wait",
+            [
+                *("--adapters", "mdl_2", "--adapters", "{model: mdl_3, name: legal}"),
+                *("--capture", "null", "--cors-origins", "null", "--tool-call-parser", "null"),
+            ],
+            "PATCH",
+            {
+                "model": "mdl_2",
+                "adapters": ["mdl_2", {"model": "mdl_3", "name": "legal"}],
+                "capture": None,
+                "cors_origins": None,
+                "tool_call_parser": None,
+            },
+        ),
+        (
+            "deploy mdl_2 --no-wait --target-ongoing-requests 3",
+            [
+                *("--engine", "{max_num_seqs: 8}", "--candidate", '{"model": "mdl_3"}', "--upscale-delay-s", "2.5"),
+                *("--ignored-fields", "suffix", "--ignored-fields", "*"),
+            ],
+            "POST",
+            {
+                "model": "mdl_2",
+                "engine": {"max_num_seqs": 8},
+                "candidate": {"model": "mdl_3"},
+                "upscale_delay_s": 2.5,
+                "ignored_fields": ["suffix", "*"],
+                "target_ongoing_requests": 3.0,
+            },
+        ),
+        (
+            "deployments update dep_1",
+            ["--set", "capture.share=0.1", "--set", "engine.max_num_seqs=null", "--set", "adapters=[mdl_2]"],
+            "PATCH",
+            {"capture": {"share": 0.1}, "engine": {"max_num_seqs": None}, "adapters": ["mdl_2"]},
+        ),
+    ],
+    ids=["replaces", "objects-and-null", "every-type-of-option", "update-of-keys"],
+)
+def test_a_deployment_is_sent_as_its_options_say(
+    run: Run, script: Script, command: str, options: list[str], method: str, body: dict[str, Any]
+) -> None:
+    row = {"id": "dep_1", "model": "mdl_2", "status": "swapping", "version": 4}
+    script.on("POST", "/deployments", json_answer(row, 201))
     script.on("PATCH", "/deployments/dep_1", json_answer(row))
-    changes = ["--set", "capture.share=0.1", "--set", "engine.max_num_seqs=null", "--set", "adapters=[mdl_2]"]
-    result = run("deployments", "update", "dep_1", *changes)
+    result = run(*command.split(), *options)
     assert result.exit_code == 0, result.output
-    assert "dep_1 is running, version 4." in result.output
-    body = {"capture": {"share": 0.1}, "engine": {"max_num_seqs": None}, "adapters": ["mdl_2"]}
-    assert script.sent("PATCH", "/deployments/dep_1")[0].body == body
+    told = "dep_1 is swapping, version 4." if "update" in command else "Deployment dep_1 of mdl_2 is swapping"
+    assert told in result.output
+    [sent] = script.sent(method, "/deployments" if method == "POST" else "/deployments/dep_1")
+    assert sent.body == body
+
+
+@pytest.mark.parametrize("refused", [["--engine", "[8]"], ["--engine", "{"], ["--min-replicas", "-1"]])
+def test_deploy_refuses_what_is_no_such_option(run: Run, script: Script, refused: list[str]) -> None:
+    assert run("deploy", "mdl_1", *refused).exit_code == 1
+    assert script.requests == []
 
 
 def test_deploy_waits_until_the_model_answers(run: Run, script: Script) -> None:
@@ -247,11 +264,6 @@ def test_an_error_names_what_is_wrong_in_one_block(run: Run, script: Script, spe
         assert (result.exit_code, named in result.stderr) == (1, True)
 
 
-def test_logs_are_printed(run: Run, script: Script) -> None:
-    script.on("GET", "/jobs/job_1/logs", json_answer("step 1"))
-    assert "step 1" in run("jobs", "logs", "job_1").stdout
-
-
 def test_a_full_disk_is_an_error_and_no_traceback() -> None:
     command = [sys.executable, "-m", "swiftkv_platform.cli", "jobs", "schema"]
     with Path("/dev/full").open("w") as full:
@@ -263,7 +275,7 @@ def test_a_full_disk_is_an_error_and_no_traceback() -> None:
 def test_names_are_accepted_where_ids_are(run: Run, script: Script) -> None:
     script.on("GET", "/jobs", list_answer([job_row(id="job_2", name="other"), job_row()]))
     script.on("GET", "/jobs/job_1", json_answer(job_row()))
-    script.on("GET", "/jobs/job_1/logs", Answer(200, b"one\n"))
+    script.on("GET", "/jobs/job_1/logs", Answer(200, b"one"))  # a last line without an end
     script.on("POST", "/jobs/job_1/cancel", json_answer(job_row("canceled")))
     script.on("GET", "/models/tiny", json_answer({"id": "mdl_1", "name": "tiny"}))
     script.on("DELETE", "/models/mdl_1", Answer(204, b""))
@@ -283,7 +295,7 @@ def test_names_are_accepted_where_ids_are(run: Run, script: Script) -> None:
         ("files", "delete", "rows.jsonl"),
     ):
         result = run(*command)
-        assert result.exit_code == 0, (command, result.output)
+        assert (result.exit_code, result.stdout == "one\n") == (0, "logs" in command), (command, result.output)
 
 
 def test_a_name_of_no_job_or_several_is_refused(run: Run, script: Script) -> None:
@@ -332,10 +344,8 @@ def test_a_comparison_lists_flips_with_both_answers(run: Run, script: Script) ->
     assert "--task is 'other', which is no task with rows of both models; these are: own" in " ".join(
         refused.output.split()
     )
-
-
-def test_a_comparison_works_with_an_older_control_plane(run: Run, script: Script) -> None:
-    script.on("GET", "/models/one/compare/two", json_answer({"figures": [], "differences": [], "spec_differences": []}))
+    of_older_version = {"figures": [], "differences": [], "spec_differences": []}
+    script.on("GET", "/models/one/compare/two", json_answer(of_older_version))
     assert "No evaluation task with rows of both models." in run("compare", "one", "two").stdout
 
 

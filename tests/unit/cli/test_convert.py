@@ -5,18 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import Result
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from swiftkv_platform.cli.app import app
 from tests.support.fakes.peft import run_with_adapter, save_adapter
+from tests.unit.cli.conftest import invoke as run
 
 pytestmark = pytest.mark.slow("converts models")
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner(env={"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}).invoke(app, [str(each) for each in arguments])
 
 
 def test_convert_then_export(tiny_teacher: Path, tmp_path: Path) -> None:

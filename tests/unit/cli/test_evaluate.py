@@ -2,15 +2,14 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from typer.testing import CliRunner
 
-from swiftkv_platform.cli.app import app
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest
 from swiftkv_platform.contract.row_results import load_rows
 from swiftkv_platform.data.preparation import prepare_data
@@ -20,6 +19,7 @@ from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.job import resolve_model_defaults
 from tests.support.fakes.tokenizers import byte_tokenizer
 from tests.support.tiny_models import random_teacher, save_teacher
+from tests.unit.cli.conftest import invoke
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +27,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "functions.jsonl"
     path.write_text("".join(json.dumps({"text": f"def add_{i}(x):\n    return x + {i}\n"}) + "\n" for i in range(60)))
     return path
+
+
+def rows_of(corpus: Path, validation_fraction: float = 0.2) -> dict[str, Any]:
+    """Section `data` of a job on the corpus."""
+    source = {"name_or_path": str(corpus)}
+    return {"sources": [source], "max_length": 96, "validation_fraction": validation_fraction}
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +45,7 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
+run = partial(invoke, "evaluate")
 
 
 @pytest.mark.slow("evaluates, prefill cost and plots included")
@@ -93,9 +98,7 @@ def _artifact(
 
 
 def test_an_artifact_brings_its_text_and_limits(student: Path, corpus: Path, tmp_path: Path) -> None:
-    data = {"sources": [{"name_or_path": str(corpus)}], "max_length": 96, "validation_fraction": 0.2}
-
-    result = run(_artifact(student, tmp_path / "artifact", data))
+    result = run(_artifact(student, tmp_path / "artifact", rows_of(corpus)))
 
     assert result.exit_code == 2
     assert "evaluation.max_kl 1e-09:" in result.output
@@ -112,9 +115,8 @@ def test_own_rows_are_measured_and_kept(student: Path, corpus: Path, tmp_path: P
     source = {"name_or_path": str(rows)}
     listed = tmp_path / "rows.yaml"
     listed.write_text(yaml.safe_dump([{"name": "sums", "metric": "numeric", "max_tokens": 4, "source": source}]))
-    data = {"sources": [{"name_or_path": str(corpus)}], "max_length": 96, "validation_fraction": 0.2}
     uploaded = {"name": "uploaded", "metric": "contains", "source": {"name_or_path": f"file-{'0' * 26}"}}
-    artifact = _artifact(student, tmp_path / "artifact", data, evaluation={"rows": [uploaded]})
+    artifact = _artifact(student, tmp_path / "artifact", rows_of(corpus), evaluation={"rows": [uploaded]})
 
     own = json.loads(run(artifact, "--rows", listed, "--row-results", tmp_path / "results", "--json").stdout)
     of_job = json.loads(run(artifact, "--json").stdout)
@@ -160,9 +162,8 @@ def test_a_student_without_its_teacher_is_measured_against_one_that_is_named(
         trained.model.layers[0].mlp.down_proj.weight.mul_(1.5)
     export(trained, tmp_path / "exported", teacher=False)
     byte_tokenizer().save_pretrained(tmp_path / "exported")
-    data = {"sources": [{"name_or_path": str(corpus)}], "max_length": 96, "validation_fraction": 0.2}
     lineage = {"teacher": str(tmp_path / "teacher")}
-    artifact = _artifact(tmp_path / "exported", tmp_path / "artifact", data, lineage)
+    artifact = _artifact(tmp_path / "exported", tmp_path / "artifact", rows_of(corpus), lineage)
     few = tmp_path / "few.jsonl"
     few.write_text("".join(corpus.read_text().splitlines(keepends=True)[:12]))
     arguments = ["--data", few, "--needle-length", 128, "--needle-samples", 1, "--json"]
@@ -201,7 +202,7 @@ def test_what_cannot_be_measured_is_said(student: Path, corpus: Path, tmp_path: 
 
 
 def test_rows_that_steered_the_training_are_not_measured(student: Path, corpus: Path, tmp_path: Path) -> None:
-    data = {"sources": [{"name_or_path": str(corpus)}], "max_length": 96, "validation_fraction": 0.5}
+    data = rows_of(corpus, 0.5)
     spec = JobSpec.model_validate({"name": "n", "data": data})
     (tmp_path / "rows").mkdir()
     prepared = prepare_data(

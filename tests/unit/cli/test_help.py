@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from swiftkv_platform.cli.app import LazyCommand, app, load_commands
+from swiftkv_platform.cli.app import app, load_commands
 from swiftkv_platform.cli.examples import EXAMPLES
 
 SLOW_MODULES = {"httpx", "obstore", "ray", "sqlalchemy", "structlog", "torch", "transformers", "yaml"}
@@ -91,9 +91,3 @@ def test_every_command_has_an_example_that_it_accepts() -> None:
         except typer.BadParameter as error:  # the example's file
             refused = error.message
         assert refused == "" or "does not exist" in refused
-
-
-def test_a_lazy_command_is_imported_once() -> None:
-    command = get_command(app).commands["recipes"]  # type: ignore[attr-defined]
-    assert isinstance(command, LazyCommand)
-    assert command.imported_command is command.imported_command

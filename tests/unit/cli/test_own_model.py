@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,40 +16,39 @@ import httpx
 import openai
 import pytest
 import yaml
-from click.testing import Result
-from typer.testing import CliRunner
 
 from swiftkv_platform.cli import distill
-from swiftkv_platform.cli.app import app
 from swiftkv_platform.errors import DataError, QualityGateError, StorageError
 from swiftkv_platform.specs import JobSpec
 from tests.contract.serving.replicas import save_chat_model
 from tests.support.rays import free_port
+from tests.unit.cli.conftest import invoke as run
 
 SWIFTKV = Path(sys.executable).parent / "swiftkv"
 
 
-def run(*arguments: str | Path) -> Result:
-    return CliRunner(env={"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}).invoke(app, [str(each) for each in arguments])
-
-
-def first_answer(url: str, server: subprocess.Popen[str]) -> httpx.Response:
-    while True:
-        try:
-            return httpx.get(url, timeout=60.0)
-        except httpx.ConnectError:
-            assert server.poll() is None, "the server has ended"
-            time.sleep(0.02)
+@contextmanager
+def starting(directory: Path, port: int, *options: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Response]]:
+    """Start to serve a model from `directory`; yields the process and its first answer about its health."""
+    save_chat_model(directory / "student", 128, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    command = [SWIFTKV, "serve", "student", "--port", str(port), *options]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=directory, stdout=pipe, stderr=pipe, text=True) as server:
+        while True:
+            try:
+                probe = httpx.get(f"http://127.0.0.1:{port}/health", timeout=60.0)
+                break
+            except httpx.ConnectError:
+                assert server.poll() is None, "the server has ended"
+                time.sleep(0.02)
+        yield server, probe
 
 
 @pytest.mark.slow("a process of its own, which loads a model")
 def test_a_directory_is_served_until_ctrl_c(tmp_path: Path) -> None:
-    save_chat_model(tmp_path / "student", 128, "{% for m in messages %}{{ m.content }}{% endfor %}")
     port = free_port()
-    command = [SWIFTKV, "serve", "student", "--port", str(port), "--max-num-seqs", "3", "--json"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
+    with starting(tmp_path, port, "--max-num-seqs", "3", "--json") as (server, probe):
         assert server.stdout is not None
-        probe = first_answer(f"http://127.0.0.1:{port}/health", server)
         assert (probe.status_code, probe.json()["code"]) == (503, "loading"), "it answers before it has loaded"
         assert httpx.head(f"http://127.0.0.1:{port}/health/").status_code == 503
         waiting = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=120.0)
@@ -67,11 +68,8 @@ def test_a_directory_is_served_until_ctrl_c(tmp_path: Path) -> None:
 
 @pytest.mark.slow("a process of its own, which loads a model")
 def test_ctrl_c_while_a_model_is_loading_ends_without_a_traceback(tmp_path: Path) -> None:
-    save_chat_model(tmp_path / "student", 128, "{% for m in messages %}{{ m.content }}{% endfor %}")
-    port = free_port()
-    command = [SWIFTKV, "serve", "student", "--port", str(port)]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
-        assert first_answer(f"http://127.0.0.1:{port}/health", server).json()["code"] == "loading"
+    with starting(tmp_path, free_port()) as (server, probe):
+        assert probe.json()["code"] == "loading"
         server.send_signal(signal.SIGINT)
         _, errors = server.communicate(timeout=60)
     assert (server.returncode, "Traceback" in errors) == (0, False), errors

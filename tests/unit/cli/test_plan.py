@@ -2,10 +2,10 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
@@ -13,12 +13,12 @@ from swiftkv_platform.installing import make_install_command
 from swiftkv_platform.planning import plan
 from swiftkv_platform.student_shape import format_layers
 from tests.support.tiny_models import save_teacher
+from tests.unit.cli.conftest import invoke
 
 LLAMA_70B = Path(__file__).parents[3] / "benchmarks" / "configs" / "llama-3.1-70b.json"
 
 
-def run(*arguments: str | Path) -> Result:
-    return CliRunner(env={"HF_HUB_OFFLINE": "1"}).invoke(app, ["plan", *map(str, arguments)])
+run = partial(invoke, "plan")
 
 
 def test_json_is_the_plan() -> None:
@@ -104,8 +104,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def analyze(*arguments: str | Path) -> Result:
-    return CliRunner(env={"HF_HUB_OFFLINE": "1"}).invoke(app, ["analyze", *map(str, arguments)])
+analyze = partial(invoke, "analyze")
 
 
 def test_table_json_and_picture_agree(model: Path, text: Path, tmp_path: Path) -> None:

@@ -226,7 +226,8 @@ def _copied(stage: Stage, name: str) -> Path:
     return Path(shutil.copytree(stage.teacher, stage.root / name))
 
 
-def _edit(path: Path, **values: Any) -> None:
+def edit_json(path: Path, **values: Any) -> None:
+    """Set fields of a JSON file, which need not exist."""
     document = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**document, **values}))
 
@@ -261,7 +262,7 @@ def model_with_a_tokenizer_outside(stage: Stage) -> Path:
     """A model whose only tokenizer is outside, as its `tokenizer_file`."""
     directory = _copied(stage, "tokenizer-outside")
     shutil.move(directory / "tokenizer.json", stage.outside / "tokenizer.json")
-    _edit(directory / "tokenizer_config.json", tokenizer_file=str(stage.outside / "tokenizer.json"))
+    edit_json(directory / "tokenizer_config.json", tokenizer_file=str(stage.outside / "tokenizer.json"))
     return directory
 
 
@@ -277,15 +278,15 @@ def model_with_custom_code(stage: Stage) -> Path:
     code = f"open({str(stage.marker)!r}, 'w').close()\n"
     (directory / "modeling.py").write_text(code)
     names = {"AutoConfig": "modeling.Config", "AutoModelForCausalLM": "modeling.Model"}
-    _edit(directory / "config.json", model_type="evil", auto_map=names)
-    _edit(directory / "tokenizer_config.json", auto_map={"AutoTokenizer": ["modeling.Tokenizer", None]})
+    edit_json(directory / "config.json", model_type="evil", auto_map=names)
+    edit_json(directory / "tokenizer_config.json", auto_map={"AutoTokenizer": ["modeling.Tokenizer", None]})
     return directory
 
 
 def model_with_an_adapter(stage: Stage) -> Path:
     """A model with an adapter file; `from_pretrained` would read the base model that it names."""
     directory = _copied(stage, "adapter")
-    _edit(directory / "adapter_config.json", base_model_name_or_path=str(stage.outside), peft_type="LORA")
+    edit_json(directory / "adapter_config.json", base_model_name_or_path=str(stage.outside), peft_type="LORA")
     return directory
 
 
@@ -302,7 +303,7 @@ def adapter_of_a_model_outside(stage: Stage) -> Path:
 def model_with_a_kernel(stage: Stage) -> Path:
     """A model whose attention implementation is a repository of code."""
     directory = _copied(stage, "kernel")
-    _edit(directory / "config.json", attn_implementation="evil/kernel")
+    edit_json(directory / "config.json", attn_implementation="evil/kernel")
     return directory
 
 

@@ -190,16 +190,13 @@ def test_it_finds_what_is_hostile_wherever_it_is(padding: str) -> None:
         with pytest.raises(InvalidInputError) as caught:
             load_json(f'{{"prompt": "{padding}", "nested": [{{"a b": [0, {value}]}}]}}'.encode())
         assert str(caught.value.field).startswith("nested[0].a b")
+    for encoding in ("utf-16", "utf-16-le", "utf-32"):
+        with pytest.raises(InvalidInputError):
+            load_json(f'{{"prompt": "{padding}", "a": "\\ud800"}}'.encode(encoding))
     for depth in (safe_json.MAX_DEPTH - 2, safe_json.MAX_DEPTH + 1, 100_000):
         body = f'{{"prompt": "{padding}", "a": {"[" * depth}{"]" * depth}}}'.encode()
         with nullcontext() if depth < safe_json.MAX_DEPTH else pytest.raises(InvalidInputError, match="deep"):
             load_json(body)
-
-
-def test_another_encoding_hides_nothing() -> None:
-    for encoding in ("utf-16", "utf-16-le", "utf-32"):
-        with pytest.raises(InvalidInputError):
-            load_json(r'{"a": "\ud800"}'.encode(encoding))
 
 
 def test_it_lets_everything_else_pass() -> None:

@@ -1,6 +1,5 @@
 """Routes of deployments: no tenant takes, shadows or discovers another's, and a proxied prompt never ends in a 5xx."""
 
-import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -14,6 +13,7 @@ from swiftkv_platform.control_plane.deployments.deployment import DeploymentStat
 from tests.security.conftest import DeploymentPlane, deployment_plane
 from tests.support.fakes.scripted_server import Answer, Script, json_answer, serve
 from tests.support.threads import at_once
+from tests.support.waiting import eventually
 from tests.unit.control_plane.routes.conftest import refusal
 
 pytestmark = pytest.mark.slow("starts an application for each test")
@@ -227,7 +227,4 @@ def submit(plane: DeploymentPlane, tenant: str) -> str:
 
 
 def wait_for_start(plane: DeploymentPlane, tenant: str, job: str) -> None:
-    deadline = time.monotonic() + 30
-    while plane.ask(tenant, "GET", f"/jobs/{job}").json()["status"] == "queued":
-        assert time.monotonic() < deadline, "the job never started"
-        time.sleep(0.05)
+    eventually(lambda: plane.ask(tenant, "GET", f"/jobs/{job}").json()["status"] != "queued", f"{job} starts")

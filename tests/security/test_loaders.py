@@ -25,11 +25,12 @@ from swiftkv_platform.model.weights.bases import convert_gguf
 from swiftkv_platform.sources import Boundary
 from swiftkv_platform.sources.model_directories import TOKENIZER_VIEW, check_model_files, create_model_view
 from swiftkv_platform.sources.teacher_config import read_teacher_config
+from tests.security.hostile_sources import CANARY
+from tests.security.hostile_sources import edit_json as change
 from tests.support.checkpoints import SHAPE, save
 from tests.support.fakes.gguf import save_gguf
 from tests.support.tiny_models import random_teacher
 
-CANARY = "CANARY-of-another-tenant"
 Write = Callable[[Path, Path], object]
 """Function that changes the model in a directory so that it names the other path."""
 
@@ -55,11 +56,6 @@ def record_opened_files() -> Iterator[list[str]]:
         yield paths
     finally:
         _opened.paths = None
-
-
-def change(path: Path, **values: Any) -> None:
-    document = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**document, **values}))
 
 
 def vocabulary(name: str, **more: Any) -> Write:

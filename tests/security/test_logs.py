@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import LocalObjectStore
 from tests.support.fakes.ray_logs import FakeRayLogs, RayLog
 from tests.support.servers import serving
+from tests.support.waiting import eventually
 from tests.unit.control_plane.routes.conftest import Server, Start, refusal
 
 MIB = 1 << 20
@@ -112,20 +113,13 @@ def house(ray: FakeRayLogs, start: Start, monkeypatch: pytest.MonkeyPatch) -> It
         yield House(commanded.client, commanded.parts, commanded.settings, ray=ray, url=url)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never held"
-        time.sleep(0.01)
-
-
 def test_followers_are_sent_what_is_new(house: House) -> None:
     job, log = house.running(LINE * 10_000)
     with house.following(job) as received:
         for _ in range(8):
-            until(lambda: len(received) == log.size)
+            eventually(lambda: len(received) == log.size, "the whole log is sent")
             log.text += LINE * 100
-        until(lambda: len(received) == log.size)
+        eventually(lambda: len(received) == log.size, "the whole log is sent")
         house.end(job)
     assert bytes(received) == log.text
     assert log.sent < 3 * log.size, "sent once to the follower and once to the store, not again for every look"
@@ -135,10 +129,10 @@ def test_a_log_that_is_out_is_not_read_again(house: House) -> None:
     """Once the log has ended, a follower only waits for the job to be settled, which may take long."""
     job, log = house.running(LINE)
     with house.following(job) as received:
-        until(lambda: len(received) == log.size)
+        eventually(lambda: len(received) == log.size, "the whole log is sent")
         house.cluster.stop(f"{job.id}-1")
         log.ended = True
-        until(lambda: log.following == 0)
+        eventually(lambda: log.following == 0, "nobody follows the log")
         looked = len(log.requests)
         time.sleep(0.5)
         assert len(log.requests) == looked
@@ -148,10 +142,10 @@ def test_a_log_that_is_out_is_not_read_again(house: House) -> None:
 def test_a_follower_sees_every_byte_once_over_a_restart_of_ray(house: House) -> None:
     job, log = house.running("ä line that is long, ünd another\n".encode() * 1000)
     with house.following(job) as received:
-        until(lambda: len(received) == log.size)
+        eventually(lambda: len(received) == log.size, "the whole log is sent")
         house.ray.logs[f"{job.id}-1"] = moved = RayLog(log.text + b"more\n")
         log.ended = True  # ends the old connection
-        until(lambda: bytes(received).endswith(b"more\n"))
+        eventually(lambda: bytes(received).endswith(b"more\n"), "the rest is sent")
         house.end(job)
     assert bytes(received) == moved.text
 
@@ -166,7 +160,7 @@ def test_followers_are_bounded(house: House) -> None:
         for answer, stream in zip(answers, streams, strict=True):
             answer.close()
             stream.close()
-        until(lambda: log.following == 0)
+        eventually(lambda: log.following == 0, "nobody follows the log")
     house.end(job)
 
 

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ from swiftkv_platform.local.ray_head import find_free_ports
 from swiftkv_platform.security.keys import create_key
 from swiftkv_platform.security.principals import Scope
 from tests.security.conftest import DeploymentPlane, deployment_plane
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow("starts a control plane as a process, and processes that it parses in")
 
@@ -39,15 +40,6 @@ PATIENCE_S = 60.0
 NUM_FILES = 100
 ENDS_BY_ITSELF_S = CHECK_CPU_SECONDS.default
 JOB: dict[str, Any] = {"name": "t", "model": {"name_or_path": "org/teacher"}}
-
-
-def wait_until(holds: Callable[[], Any]) -> Any:
-    """Return the first true value of `holds`."""
-    end = time.monotonic() + PATIENCE_S
-    while not (found := holds()):
-        assert time.monotonic() < end, "it has not happened"
-        time.sleep(0.02)
-    return found
 
 
 def stat_of(pid: int) -> list[str]:
@@ -135,7 +127,7 @@ def process(tmp_path: Path) -> Iterator[Plane]:
             return False
 
         try:
-            wait_until(answers)
+            eventually(answers, "the control plane answers")
             yield plane
         finally:
             for connection in plane.sockets:
@@ -187,7 +179,7 @@ def test_a_small_request_decodes_no_more_than_its_budget(process: Plane) -> None
 
 def test_the_work_for_a_client_ends_when_it_leaves(process: Plane, endless: Path) -> None:
     connection = process.send(sources(endless))
-    [parser] = wait_until(process.parsers)
+    [parser] = eventually(process.parsers, "a parser process runs")
     used = cpu_seconds(parser)
     connection.close()
     while stat_of(parser):
@@ -205,7 +197,7 @@ def test_what_takes_too_long_is_refused_and_names_the_limit(process: Plane, endl
 
 def test_parser_processes_end_with_a_killed_control_plane(process: Plane, endless: Path) -> None:
     process.send(sources(endless))
-    [parser] = wait_until(process.parsers)
+    [parser] = eventually(process.parsers, "a parser process runs")
     all_children = children_of(process.process.pid)
     assert parser in all_children
     process.process.send_signal(signal.SIGKILL)
@@ -240,7 +232,7 @@ def test_requests_that_wait_for_their_turn_do_nothing_once_their_clients_have_le
     plane.app.state.spec_parsers = counting = Counting(make_spec_parsers())
     authorization = plane.headers("eve")["authorization"]
     connections = [send_spec(plane.url, authorization, sources(endless)) for _ in range(5)]
-    wait_until(lambda: counting.calls)
+    eventually(lambda: counting.calls, "the first request is parsed")
     for connection in reversed(connections):  # the one whose turn it is leaves last
         connection.close()
     assert plane.ask("eve", "POST", "/jobs/validate", JOB).status_code == 200

@@ -10,12 +10,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from http.client import HTTPConnection
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from tests.support.rays import free_port
+from tests.support.waiting import eventually
 from tests.unit.engine.tiny_models import save_swiftkv
 
 pytestmark = pytest.mark.slow("starts a control plane and a replica, and waits for timeouts")
@@ -57,24 +60,14 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
             stack.callback(process.kill)
         found = {name: f"http://127.0.0.1:{port}" for name, port in zip(commands, ports, strict=True)}
         for name, url in found.items():
-            wait_until_healthy(url + HEALTHS[name])
+            eventually(partial(is_healthy, url + HEALTHS[name]), f"{name} is healthy", seconds=180.0)
         yield found
 
 
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_until_healthy(url: str) -> None:
-    deadline = time.monotonic() + 180.0
-    while time.monotonic() < deadline:
-        with suppress(httpx.HTTPError):
-            if httpx.get(url, trust_env=False).is_success:
-                return
-        time.sleep(0.2)
-    pytest.fail(f"{url} is not healthy")
+def is_healthy(url: str) -> bool:
+    with suppress(httpx.HTTPError):
+        return httpx.get(url, trust_env=False).is_success
+    return False
 
 
 def connect(url: str, sent: bytes = b"") -> socket.socket:

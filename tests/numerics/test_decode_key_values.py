@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swiftkv_platform.data.packing import PackedRows, Samples, pack
+from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.distillation.model import DistillationModel
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, memory
 from swiftkv_platform.engine.varlen import reference_varlen_attn
@@ -21,6 +21,7 @@ from swiftkv_platform.model import convert, convert_checkpoint, export, load_den
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec
+from tests.numerics.packed_steps import pack_random_samples, varlen_on_cpu
 from tests.support import reference
 from tests.support.parameters import KINDS, in_turn
 from tests.support.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_tokens
@@ -156,8 +157,7 @@ def packed_rows() -> PackedRows:
     for start, runs in zip(starts, COUNTED, strict=False):
         for begin, end in runs:
             counts[start + begin : start + end] = True
-    ids = random_tokens(int(starts[-1])).numpy().astype(np.int32)
-    return pack(Samples(ids, counts, starts), np.arange(len(LENGTHS)), max_length=64, pad_token_id=0, packing=True)
+    return pack_random_samples(np.random.default_rng(0), LENGTHS, counts, max_length=64)
 
 
 def reference_losses(student: Any, rows: PackedRows, *, overlapping: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,12 +223,7 @@ def test_a_training_step_equals_the_reference(name: str, step: tuple[dict[str, A
     expected = reference_losses(student, rows, overlapping=way != "all tokens")
     wanted = torch.autograd.grad(sum(expected), list(parameters.values()), allow_unused=True)
     batch, lengths = rows.make_padding_free_batch(range(len(rows)), multiple=64)
-
-    def operator(*args: Any, **kwargs: Any) -> torch.Tensor:
-        used = args[4].diff()
-        return reference_varlen_attn(*args, **kwargs, seqused_k=used, block_table=None)
-
-    chosen = operator if way == "operator" else None
+    chosen = varlen_on_cpu if way == "operator" else None
     with patch("swiftkv_platform.model.packed_attention.choose_operator", return_value=chosen):
         sums = distillation_model(**to_tensors(batch), sample_lengths=lengths)
     torch.testing.assert_close(sums["logits_loss"], expected[0], rtol=1e-4, atol=1e-4)

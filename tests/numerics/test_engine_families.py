@@ -1,6 +1,7 @@
 """The engine serves every family: chunks, batches, windows, latents and experts give the plain forward's tokens."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,8 +35,19 @@ def check(plain: Any, output: RequestOutput) -> None:
     expected = logits.log_softmax(-1).gather(1, text[0, 1:, None])[: size - 1, 0].tolist()
     if output.prompt_logprobs is None:
         return
-    found = [next(iter(one.values())) for one in output.prompt_logprobs if one is not None]
-    assert found == pytest.approx(expected, abs=1e-3)
+    assert prompt_logprobs(output).tolist() == pytest.approx(expected, abs=1e-3)
+
+
+def prompt_logprobs(output: RequestOutput) -> torch.Tensor:
+    return torch.tensor([next(iter(one.values())) for one in output.prompt_logprobs if one is not None])
+
+
+def score_prompts(directory: Path, **options: Any) -> torch.Tensor:
+    """Return the log-probabilities of all tokens of `PROMPTS` after their first, by an engine with other options."""
+    engine = LLMEngine.from_pretrained(directory, CONFIG.model_copy(update=options))
+    found = torch.cat([prompt_logprobs(output) for output in engine.generate(PROMPTS, PARAMS)])
+    engine.assert_consistent()
+    return found
 
 
 @pytest.mark.parametrize(("name", "by_tables"), in_turn(FAMILY_CONFIGS, [False, True]))
@@ -73,12 +85,7 @@ def test_in_bfloat16_the_kernels_are_as_exact_as_torch(name: str, g: int | None,
         model = disturb(convert(model, num_key_value_layers=2, key_value_group_size=g))
     model.to(torch.bfloat16).save_pretrained(tmp_path)
 
-    def logprobs(**options: Any) -> torch.Tensor:
-        engine = LLMEngine.from_pretrained(tmp_path, CONFIG.model_copy(update=options))
-        found = [output.prompt_logprobs for output in engine.generate(PROMPTS, PARAMS)]
-        engine.assert_consistent()
-        return torch.tensor([next(iter(one.values())) for some in found if some for one in some if one is not None])
-
+    logprobs = partial(score_prompts, tmp_path)
     exact, native, by_torch = logprobs(dtype="float32"), logprobs(), logprobs(native_kernels=False)
     assert torch.equal(native, by_torch) != kernels.is_available()
     assert (native - exact).square().mean().sqrt() < 1.3 * (by_torch - exact).square().mean().sqrt()
@@ -94,12 +101,7 @@ def test_products_in_integers_are_as_exact_as_the_floats(name: str, form: Any, t
         assert form != "int8"
         pytest.skip(str(error))
 
-    def logprobs(**options: Any) -> torch.Tensor:
-        engine = LLMEngine.from_pretrained(tmp_path / "served", CONFIG.model_copy(update=options))
-        found = [output.prompt_logprobs for output in engine.generate(PROMPTS, PARAMS)]
-        engine.assert_consistent()
-        return torch.tensor([next(iter(one.values())) for some in found if some for one in some if one is not None])
-
+    logprobs = partial(score_prompts, tmp_path / "served")
     exact, integers, floats = logprobs(dtype="float32"), logprobs(), logprobs(weights="bfloat16")
     assert torch.equal(integers, floats) != kernels.is_available()
     # A router that is nearly undecided may choose another expert for a token.
@@ -119,10 +121,6 @@ def student_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serve(directory: Path, prompts: list[list[int]], **options: Any) -> list[RequestOutput]:
     engine = LLMEngine.from_pretrained(directory, EngineConfig(kv_cache_bytes=1 << 20, block_size=8, **options))
     return engine.generate(prompts, replace(PARAMS, max_tokens=8))
-
-
-def prompt_logprobs(output: RequestOutput) -> torch.Tensor:
-    return torch.tensor([next(iter(one.values())) for one in output.prompt_logprobs if one is not None])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from swiftkv_platform.data.packing import PackedRows, Samples, pack
+from swiftkv_platform.data.packing import PackedRows, pack
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.evaluation import quality as evaluation
 from swiftkv_platform.evaluation.continuations import compare_continuations
@@ -28,6 +28,7 @@ from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.planning import read_architecture
 from swiftkv_platform.planning.prefill import count_prefill_flops, sum_linear_flops
 from swiftkv_platform.student_shape import LayerMap
+from tests.numerics.packed_steps import pack_random_samples
 
 VOCAB, MAX_LENGTH, NUM_LAYERS = 97, 32, 4
 TEACHER = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": NUM_LAYERS}
@@ -48,11 +49,9 @@ def make_student(
 def make_rows(lengths: list[int], *, packing: bool = True) -> PackedRows:
     """Return random samples in which about half of the positions count."""
     rng = np.random.default_rng(0)
-    starts = np.cumsum([0, *lengths], dtype=np.int64)
-    counts = rng.random(starts[-1]) < 0.5
-    counts[starts[:-1]], counts[starts[1:] - 1] = True, False
-    samples = Samples(rng.integers(VOCAB, size=starts[-1]).astype(np.int32), counts, starts)
-    return pack(samples, np.arange(len(lengths)), max_length=MAX_LENGTH, pad_token_id=0, packing=packing)
+    counts = rng.random(sum(lengths)) < 0.5
+    counts[np.cumsum([0, *lengths[:-1]])] = True
+    return pack_random_samples(rng, lengths, counts, max_length=MAX_LENGTH, vocab_size=VOCAB, packing=packing)
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +104,9 @@ def test_figures_equal_naive_ones(
 def test_bins_hold_each_position_by_its_place_and_its_prompt(student: Any, packing: bool) -> None:
     """Compare samples with prompts, whose positions do not count, to each sample by itself."""
     rng, prompts, lengths = np.random.default_rng(3), [0, 3, 17, 5, 20], [18, 28, 30, 9, 31]
-    starts = np.cumsum([0, *lengths], dtype=np.int64)
-    counts = np.ones(starts[-1], dtype=bool)
-    counts[starts[1:] - 1] = False
-    for start, prompt in zip(starts, prompts, strict=False):
-        counts[start : start + prompt] = False
-    samples = Samples(rng.integers(VOCAB, size=starts[-1]).astype(np.int32), counts, starts)
-    rows = pack(samples, np.arange(len(lengths)), max_length=MAX_LENGTH, pad_token_id=0, packing=packing)
+    counts = np.concatenate([np.arange(length) >= prompt for prompt, length in zip(prompts, lengths, strict=True)])
+    rows = pack_random_samples(rng, lengths, counts, max_length=MAX_LENGTH, vocab_size=VOCAB, packing=packing)
+    samples, starts = rows.samples, rows.samples.starts
     totals = evaluate(student, rows, max_tokens=1 << 20, batch_size=2)
     places = [place for prompt, length in zip(prompts, lengths, strict=True) for place in range(length - prompt - 1)]
     before = [prompt for prompt, length in zip(prompts, lengths, strict=True) for _ in range(length - prompt - 1)]

@@ -75,20 +75,20 @@ def task_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @torch.no_grad()
-def log_likelihood(model: Any, context: str, continuation: str) -> float:
-    """Return the log-likelihood of the continuation from one full forward pass without a cache."""
-    ids, skipped = list((context + continuation).encode()), len(context.encode())
-    encoded = torch.tensor([byte_tokenizer().convert_tokens_to_ids(byte_tokenizer().tokenize(context + continuation))])
-    assert encoded.shape[1] == len(ids)
-    log_p = model(input_ids=encoded, use_cache=False).logits[0, :-1].log_softmax(-1)
-    return float(log_p.gather(-1, encoded[0, 1:, None])[skipped - 1 :].sum())
+def log_likelihood(model: Any, context: str, continuation: str, tokenizer: Any = None) -> tuple[float, int]:
+    """Return the log-likelihood and number of tokens of a continuation, by one full forward pass without a cache."""
+    tokenizer = tokenizer or byte_tokenizer()
+    whole, before = tokenizer([context + continuation, context], add_special_tokens=False)["input_ids"]
+    log_p = model(input_ids=torch.tensor([whole]), use_cache=False).logits[0, :-1].log_softmax(-1)
+    chosen = log_p.gather(-1, torch.tensor(whole)[1:, None])[len(before) - 1 :]
+    return float(chosen.sum()), len(whole) - len(before)
 
 
 def naive_accuracies(model: Any) -> dict[str, float]:
     """Return acc and acc_norm (by likelihood per byte) over `QUESTIONS`."""
     right = {"acc": 0, "acc_norm": 0}
     for row in QUESTIONS:
-        scores = torch.tensor([log_likelihood(model, row["text"], choice) for choice in row["choices"]])
+        scores = torch.tensor([log_likelihood(model, row["text"], choice)[0] for choice in row["choices"]])
         lengths = torch.tensor([len(choice) for choice in row["choices"]])
         right["acc"] += int(scores.argmax()) == row["answer"]
         right["acc_norm"] += int((scores / lengths).argmax()) == row["answer"]
@@ -103,7 +103,7 @@ def test_log_likelihoods_are_those_of_a_full_forward(checkpoint: Path, student: 
     for mode in (False, True):
         harness.model.swiftkv(mode)
         answers.append([score for score, _ in harness.loglikelihood(requests)])
-        expected = [log_likelihood(student.swiftkv(mode), *pair) for pair in pairs]
+        expected = [log_likelihood(student.swiftkv(mode), *pair)[0] for pair in pairs]
         assert answers[-1] == pytest.approx(expected, rel=1e-5, abs=1e-4)
     assert abs(answers[0][0] - answers[1][0]) > 0.1, "the modes give different results"
 

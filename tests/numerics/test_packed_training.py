@@ -12,15 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from swiftkv_platform.data.packing import PackedRows, Samples, pack
+from swiftkv_platform.data.packing import PackedRows, pack
 from swiftkv_platform.distillation import model as distillation_module
 from swiftkv_platform.distillation.model import DistillationModel
 from swiftkv_platform.engine import kernels
-from swiftkv_platform.engine.varlen import reference_varlen_attn
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, packed_attention
 from swiftkv_platform.model.packed_attention import TOKENS_MULTIPLE, to_tensors
 from swiftkv_platform.specs import DistillationSpec
+from tests.numerics.packed_steps import assert_same_step, pack_random_samples, varlen_on_cpu
 from tests.support.parameters import KINDS, few, in_turn
 from tests.support.tiny_models import FAMILY_CONFIGS, WINDOW, disturb, family_teacher
 
@@ -40,11 +40,7 @@ def make_student(name: str, backend: str) -> Any:
 
 def make_rows(*, packing: bool) -> PackedRows:
     rng = np.random.default_rng(0)
-    starts = np.cumsum([0, *LENGTHS])
-    counts = rng.random(starts[-1]) < 0.7
-    counts[starts[1:] - 1] = False
-    samples = Samples(rng.integers(0, 256, starts[-1]).astype(np.int32), counts, starts)
-    return pack(samples, np.arange(len(LENGTHS)), max_length=MAX_LENGTH, pad_token_id=0, packing=packing)
+    return pack_random_samples(rng, LENGTHS, rng.random(sum(LENGTHS)) < 0.7, max_length=MAX_LENGTH, packing=packing)
 
 
 def step(
@@ -68,26 +64,7 @@ def step(
 def test_packed_and_unpacked_rows_give_the_same_step(name: str, backend: str) -> None:
     student, packed, unpacked = make_student(name, backend), make_rows(packing=True), make_rows(packing=False)
     assert len(packed) == 2 < len(unpacked) == len(LENGTHS)
-    assert_equal(step(student, packed), step(student, unpacked))
-
-
-def assert_equal(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    """Compare the losses and gradients of two steps."""
-    (losses, gradients), (expected_losses, expected_gradients) = actual, expected
-    assert losses == pytest.approx(expected_losses, rel=tolerance, abs=tolerance)
-    assert gradients.keys() == expected_gradients.keys()
-    for parameter, gradient in gradients.items():
-        scale = expected_gradients[parameter].abs().max()
-        assert (gradient - expected_gradients[parameter]).abs().max() <= 10 * tolerance * scale, parameter
-
-
-def varlen_on_cpu(*arguments: Any, **options: Any) -> torch.Tensor:
-    """Stand in for `varlen_attn` on a CPU, with plain operators."""
-    borders = arguments[3]
-    assert borders.dtype == torch.int32
-    assert borders is arguments[4]
-    output: torch.Tensor = reference_varlen_attn(*arguments, **options, seqused_k=borders.diff(), block_table=None)
-    return output
+    assert_same_step(step(student, packed), step(student, unpacked))
 
 
 @every_family
@@ -96,10 +73,15 @@ def test_one_operator_for_all_samples_gives_the_same_step(name: str) -> None:
     end."""
     student, rows = make_student(name, "sdpa"), make_rows(packing=True)
     expected = step(student, rows)
-    with patch("swiftkv_platform.model.packed_attention.choose_operator", return_value=varlen_on_cpu) as chosen:
+
+    def operator(*arguments: Any, **options: Any) -> torch.Tensor:
+        assert arguments[3] is arguments[4], "queries and keys have the same borders"
+        return varlen_on_cpu(*arguments, **options)
+
+    with patch("swiftkv_platform.model.packed_attention.choose_operator", return_value=operator) as chosen:
         actual = step(student, rows, multiple=16)
     assert chosen.called
-    assert_equal(actual, expected)
+    assert_same_step(actual, expected)
 
 
 @every_family
@@ -115,7 +97,7 @@ def test_tokens_that_do_not_count_change_nothing(name: str) -> None:
     handle.remove()
     assert rows.num_counted_tokens == 74
     assert entered == [sum(LENGTHS), 80], "the teacher runs all tokens, the student the counted ones and the padding"
-    assert_equal(actual, expected)
+    assert_same_step(actual, expected)
 
 
 @every_setting
@@ -161,7 +143,7 @@ def test_attention_of_a_narrow_dtype_meets_few_lengths() -> None:
     with patch.object(packed_attention, "TOKENS_MULTIPLE", 1), _AttentionLengths() as bare:
         expected = step(student, rows, dtype=torch.bfloat16)
     assert set(bare.seen) == set(LENGTHS)
-    assert_equal(actual, expected, tolerance=2e-3)
+    assert_same_step(actual, expected, tolerance=2e-3)
 
 
 class _Shapes(TorchDispatchMode):

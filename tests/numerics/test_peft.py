@@ -22,6 +22,7 @@ from swiftkv_platform.model import convert_checkpoint
 from swiftkv_platform.model.weights.bases import resolve_model_directory
 from swiftkv_platform.sources import Access
 from swiftkv_platform.specs import ModelSpec
+from tests.numerics.test_brought_models import change_json as edit
 from tests.support.checkpoints import save
 from tests.support.fakes.peft import run_with_adapter, save_adapter
 from tests.support.fakes.tokenizers import byte_tokenizer
@@ -189,11 +190,6 @@ def test_a_merge_is_made_once_for_the_same_content(tmp_path: Path) -> None:
     assert resolve_model_directory(str(tmp_path / "moved")) not in (other, merged), "the base may have changed"
     leftovers = [path.name for path in (tmp_path / "cache").iterdir() if path.name.startswith(".")]
     assert leftovers == []
-
-
-def edit(path: Path, **values: Any) -> None:
-    document = json.loads(path.read_text()) | values
-    path.write_text(json.dumps({key: value for key, value in document.items() if value is not ...}))
 
 
 def change_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path, Path], None]:

@@ -161,6 +161,14 @@ def count_bytes(engine: LLMEngine) -> tuple[int, int]:
     return sum(base.values()), sum(everything.values())
 
 
+def check_memory(engine: LLMEngine, adapters: Mapping[str, Path]) -> tuple[int, int]:
+    """Check that adapters take the memory of their own files; return what `count_bytes` does."""
+    own_bytes, all_bytes = count_bytes(engine)
+    size = sum(file.stat().st_size for path in adapters.values() for file in path.glob("*.safetensors"))
+    assert all_bytes <= own_bytes + 1.2 * size
+    return own_bytes, all_bytes
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("own", ["base", "adapter"])
 def test_ten_adapters_give_the_text_of_their_merged_models_in_the_memory_of_their_tensors(
@@ -171,9 +179,7 @@ def test_ten_adapters_give_the_text_of_their_merged_models_in_the_memory_of_thei
     first = save_adapter(base, tmp_path / "first", seed=77) if own == "adapter" else None
     engine, seen = check_equal_to_merged(base, adapters, EngineConfig(**SMALL, dtype=dtype), first)
     assert all(seen[kind] for kind in ("preemptions", "cached", "accepted", "rejected")), seen
-    own_bytes, all_bytes = count_bytes(engine)
-    size = sum(file.stat().st_size for path in adapters.values() for file in path.glob("*.safetensors"))
-    assert all_bytes <= own_bytes + 1.2 * size
+    own_bytes, all_bytes = check_memory(engine, adapters)
     setup, config = ServingSetup(memory_bytes=1 << 30, sequence_length=64, weights_dtype=dtype), adapters["a0"]
     plans = [plan_serving(config, dataclasses.replace(setup, num_adapters=count)).swiftkv for count in (0, 10)]
     assert plans[1].weights_bytes - plans[0].weights_bytes == pytest.approx(all_bytes - own_bytes, rel=0.1)
@@ -210,10 +216,7 @@ def test_options_change_no_text(name: str, tmp_path: Path) -> None:
 def test_every_family_shares_its_base(family: str, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", family=family)
     adapters = save_adapters(base, tmp_path, 2)
-    engine, _ = check_equal_to_merged(base, adapters, EngineConfig(**SMALL))
-    own_bytes, all_bytes = count_bytes(engine)
-    size = sum(file.stat().st_size for path in adapters.values() for file in path.glob("*.safetensors"))
-    assert all_bytes <= own_bytes + 1.2 * size
+    check_memory(check_equal_to_merged(base, adapters, EngineConfig(**SMALL))[0], adapters)
 
 
 CHANGED = [
@@ -370,7 +373,4 @@ def test_a_base_in_fp8_is_shared(tmp_path: Path) -> None:
             tensors = {name: each + 0.05 * torch.randn_like(each.float()) for name, each in load_file(file).items()}
             save_file({name: each.to(torch.bfloat16) for name, each in tensors.items()}, file)
         export_adapter(full, adapters.setdefault(f"a{seed}", tmp_path / f"a{seed}"), base=tmp_path / "base")
-    engine, _ = check_equal_to_merged(tmp_path / "base", adapters, EngineConfig(**SMALL))
-    own_bytes, all_bytes = count_bytes(engine)
-    size = sum(file.stat().st_size for path in adapters.values() for file in path.glob("*.safetensors"))
-    assert all_bytes <= own_bytes + 1.2 * size
+    check_memory(check_equal_to_merged(tmp_path / "base", adapters, EngineConfig(**SMALL))[0], adapters)

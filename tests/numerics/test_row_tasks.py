@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from swiftkv_platform.contract.row_results import RowResult, load_rows
 from swiftkv_platform.data.chat import ChatRenderer
@@ -16,9 +15,10 @@ from swiftkv_platform.errors import DataError
 from swiftkv_platform.evaluation.harness.rows import build_row_tasks, check_row_tasks
 from swiftkv_platform.evaluation.harness.run import TaskScore, run_tasks
 from swiftkv_platform.evaluation.harness.tasks import build_needle_tasks, resolve_tasks
-from swiftkv_platform.evaluation.parts import NoResultStore
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs import EvaluationSpec, RowTaskSpec
+from tests.numerics.test_harness import log_likelihood
+from tests.numerics.test_harness_generation import KeptParts
 from tests.support.fakes.tokenizers import byte_tokenizer
 from tests.support.tiny_models import disturb, random_teacher
 
@@ -30,21 +30,18 @@ TEMPLATE = (
 QUESTIONS = ("The grass is", "Two and two make", "Fire is", "A day has", "Water is", "The sky is")
 
 
-class Kept(NoResultStore):
-    """Keeps finished parts in memory; a part named `killed_at` kills the evaluation before it is stored."""
+class Kept(KeptParts):
+    """Keeps rows too; a part named `killed_at` kills the evaluation before it is stored."""
 
     def __init__(self, killed_at: str | None = None) -> None:
-        self.kept: dict[str, bytes] = {}
+        super().__init__()
         self.rows: dict[str, bytes] = {}
         self.killed_at = killed_at
-
-    def load_result(self, name: str, /) -> bytes | None:
-        return self.kept.get(name)
 
     def store_result(self, name: str, data: bytes) -> None:
         if name == self.killed_at:
             raise KeyboardInterrupt
-        self.kept[name] = data
+        super().store_result(name, data)
 
     def store_rows(self, name: str, data: bytes) -> None:
         self.rows[name] = data
@@ -115,16 +112,6 @@ def test_generated_answers_are_scored_and_stored_row_by_row(student: Any, tmp_pa
     assert any(row.teacher.answer != row.student.answer for row in exact)
 
 
-@torch.no_grad()
-def log_likelihood(model: Any, tokenizer: Any, context: str, continuation: str) -> tuple[float, int]:
-    """Return the log-likelihood and number of tokens of a continuation, by one full forward pass."""
-    whole = tokenizer(context + continuation, add_special_tokens=False)["input_ids"]
-    size = len(tokenizer(context, add_special_tokens=False)["input_ids"])
-    log_p = model(input_ids=torch.tensor([whole]), use_cache=False).logits[0, :-1].log_softmax(-1)
-    chosen = log_p.gather(-1, torch.tensor(whole)[1:, None])[size - 1 :]
-    return float(chosen.sum()), len(whole) - size
-
-
 def test_likelihoods_are_those_of_the_answer_as_it_is_trained(student: Any, tmp_path: Path) -> None:
     """With tools and earlier turns; a call as the answer counts as the template renders it."""
     tokenizer = byte_tokenizer(chat_template=TEMPLATE)
@@ -147,7 +134,7 @@ def test_likelihoods_are_those_of_the_answer_as_it_is_trained(student: Any, tmp_
     for mode in ("teacher", "student"):
         student.swiftkv(mode == "student")
         # The harness counts white space at the end of a context as part of the continuation.
-        total, count = log_likelihood(student, tokenizer, prompt.rstrip(), " three</s>")
+        total, count = log_likelihood(student, prompt.rstrip(), " three</s>", tokenizer)
         assert getattr(results[0], mode).score == pytest.approx(total / count, rel=1e-4)
         assert getattr(results[0], mode).answer is None
     assert score.teacher == pytest.approx(sum(row.teacher.score for row in results) / 2)
@@ -184,7 +171,7 @@ def test_the_most_likely_label_is_the_answer(student: Any, tmp_path: Path) -> No
         for row, question in zip(found, QUESTIONS, strict=True):
             for mode in ("teacher", "student"):
                 student.swiftkv(mode == "student")
-                likely = [log_likelihood(student, tokenizer, render(question), space + each)[0] for each in labels]
+                likely = [log_likelihood(student, render(question), space + each, tokenizer)[0] for each in labels]
                 result = getattr(row, mode)
                 assert result.answer == labels[likely.index(max(likely))]
                 assert result.score == float(result.answer == row.expected)

@@ -1,6 +1,7 @@
 """Samples that share the tokens of a common prompt have the losses and gradients of separate samples."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -11,14 +12,15 @@ import torch
 from swiftkv_platform.data import packing
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.model import DistillationModel, supports_shared_prefixes
-from swiftkv_platform.engine.varlen import reference_varlen_attn
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec, JobSpec
+from tests.numerics.packed_steps import assert_same_step, varlen_on_cpu
 from tests.support.parameters import KINDS, few, in_turn
 from tests.support.tiny_models import FAMILY_CONFIGS, WINDOW, disturb, family_teacher, random_teacher
 
 PREFIX_LENGTH, MAX_LENGTH = 24, 72
+assert_equal = partial(assert_same_step, floor=1e-3)
 OWN = {"decode_key_value": "own", "num_key_value_layers": 2}
 BYPASSING = {"decode_key_value": "own", "prefill_layers": [0, 2, 3]}
 STUDENTS: tuple[dict[str, Any], ...] = (
@@ -83,15 +85,6 @@ def take_step(
     return {name: float(total.detach()) for name, total in sums.items()}, gradients
 
 
-def assert_equal(actual: Any, expected: Any) -> None:
-    (losses, gradients), (expected_losses, expected_gradients) = actual, expected
-    assert losses == pytest.approx(expected_losses, rel=1e-5, abs=1e-5)
-    assert gradients.keys() == expected_gradients.keys()
-    for parameter, gradient in gradients.items():
-        scale = expected_gradients[parameter].abs().max()
-        assert (gradient - expected_gradients[parameter]).abs().max() <= 1e-4 * max(float(scale), 1e-3), parameter
-
-
 def make_student(name: str, shape: dict[str, Any]) -> Any:
     return disturb(convert(family_teacher(name), early_exit=True, **shape))
 
@@ -125,22 +118,17 @@ def test_each_sample_has_the_loss_of_a_separate_one(shape: dict[str, Any]) -> No
 def test_every_family_shares_prefixes(name: str, shape: dict[str, Any]) -> None:
     assert max(make_rows(share_prefixes=False).samples.lengths) > WINDOW
     student = make_student(name, shape)
-    assert_equal(
-        take_step(student, make_rows(share_prefixes=True)), take_step(student, make_rows(share_prefixes=False))
-    )
+    shared, separate = (take_step(student, make_rows(share_prefixes=shares)) for shares in (True, False))
+    assert_equal(shared, separate)
 
 
 @pytest.mark.parametrize("name", few(["llama", "qwen2-mixed", "deepseek_v2"]))
 def test_one_operator_attends_to_shared_prefixes(name: str) -> None:
     """The GPU path, by an operator with the same signature."""
-
-    def operator(*args: Any, **kwargs: Any) -> Any:
-        return reference_varlen_attn(*args, **kwargs, seqused_k=args[4].diff(), block_table=None)
-
     for shape in (STUDENTS[0], STUDENTS[2]):
         student = make_student(name, shape)
         expected = take_step(student, make_rows(share_prefixes=False))
-        with patch("swiftkv_platform.model.packed_attention.choose_operator", return_value=operator):
+        with patch("swiftkv_platform.model.packed_attention.choose_operator", return_value=varlen_on_cpu):
             assert_equal(take_step(student, make_rows(share_prefixes=True)), expected)
 
 

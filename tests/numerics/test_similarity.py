@@ -119,12 +119,17 @@ def test_the_share_of_needles_found() -> None:
     assert needles.measure_share_found(random_teacher(max_position_embeddings=1024)) == 0.0
 
 
-def test_analysis_of_a_model(tmp_path: Path) -> None:
-    model, text = save_teacher(tmp_path / "model", max_position_embeddings=512), tmp_path / "text.txt"
+def analyze_text(directory: Path, options: AnalysisOptions) -> Any:
+    """Analyze a tiny model on a text of a few windows."""
+    model, text = save_teacher(directory / "model", max_position_embeddings=512), directory / "text.txt"
     text.write_text("Some text that is long enough to be cut into several windows of thirty-two bytes each.\n" * 8)
+    return analyze("tiny", read_config(model), str(model), [str(text)], options, dtype="float32")
+
+
+def test_analysis_of_a_model(tmp_path: Path) -> None:
     needles: Any = {"needle_length": 256, "needle_samples": 2, "max_kl": 1e-6}
     options = AnalysisOptions(max_length=32, measure=True, depths=(2, 5), key_value_group_size=2, **needles)
-    analysis = analyze("tiny", read_config(model), str(model), [str(text)], options, dtype="float32")
+    analysis = analyze_text(tmp_path, options)
     assert len(analysis.sim_scores) == 5
     assert [depth.num_key_value_layers for depth in analysis.depths] == [1, 2, 3, 4, 5]
     shallow, last = analysis.depths[1], analysis.depths[-1]
@@ -141,10 +146,8 @@ def test_analysis_of_a_model(tmp_path: Path) -> None:
 
 
 def test_layers_that_prompts_can_bypass(tmp_path: Path) -> None:
-    model, text = save_teacher(tmp_path / "model", max_position_embeddings=512), tmp_path / "text.txt"
-    text.write_text("Some text that is long enough to be cut into several windows of thirty-two bytes each.\n" * 8)
     options = AnalysisOptions(max_length=32, num_prefill_layers=3, depths=(4, 5), needle_length=256, needle_samples=2)
-    found = analyze("tiny", read_config(model), str(model), [str(text)], options, dtype="float32")
+    found = analyze_text(tmp_path, options)
     assert len(found.bypass_kl) == 4, "layers 0 to 3, below the last of the deepest list"
     assert min(found.bypass_kl) > 1e-6
     cheapest = sorted(range(4), key=found.bypass_kl.__getitem__)

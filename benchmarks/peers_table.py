@@ -56,13 +56,14 @@ def _name_load(load: str, size: int) -> str:
 
 def _compare(run: dict[str, Any], system: str) -> str:
     """Return our speed relative to the fastest other engine with the same weights, its name, and our speed in percent
-    of what this machine's products and memory allow."""
+    of what this machine's products and memory allow, if that was measured."""
     _, peers = FORMS[system]
     medians_ms: dict[str, float] = run["medians_ms"]
     peer = min((name for name in peers if name in medians_ms), key=lambda name: medians_ms[name])
     ratio = f"{medians_ms[peer] / medians_ms[system]:.2f}"
     bold = f"**{ratio}**" if medians_ms[system] < medians_ms[peer] else ratio
-    return f"{bold} {PEER_NAMES[peer.rpartition('-')[0] or peer]}, {run['limits_ms'][system] / medians_ms[system]:.0%}"
+    of_limit = f", {run['limits_ms'][system] / medians_ms[system]:.0%}" if "limits_ms" in run else ""
+    return f"{bold} {PEER_NAMES[peer.rpartition('-')[0] or peer]}{of_limit}"
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ def test_a_table_compares_with_the_fastest_engine_of_the_last_run(tmp_path: Path
     medians |= {"openvino-bfloat16": 15.0, "vllm": 12.0, "openvino-int4": 8.0, "llama.cpp-q4_0": 4.0}
     machine = {"processor": "A CPU", "threads": 2, "capability": "AVX2", "torch": "2.13.0"}
     limits = {"swiftkv": 7.0, "swiftkv-int8": 3.0, "swiftkv-int4": 3.0}
-    run = {"load": "decode", "size": 8, "medians_ms": medians, "limits_ms": limits, "machine": machine}
+    run = {"load": "decode", "size": 8, "medians_ms": medians, "machine": machine}
     lines = [run | {"medians_ms": medians | {"vllm": 1.0}}, run, run | {"load": "prefill", "size": 2048}]
+    lines.append(lines[-1] | {"limits_ms": limits})
     (tmp_path / "AVX2.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     heading, _, *table = format_tables(tmp_path).splitlines()
     assert heading == "**AVX2** (A CPU, 2 threads, limited to AVX2 except in OpenVINO):"
@@ -32,7 +33,7 @@ def test_a_table_compares_with_the_fastest_engine_of_the_last_run(tmp_path: Path
         "|  | `bfloat16` | `int8` | `int4` |",
         "|---|---|---|---|",
         "| prompts of 2,048 tokens | **1.20** vLLM, 70% | **1.50** OpenVINO, 50% | 0.80 llama.cpp, 60% |",
-        "| decode, batch 8 | **1.20** vLLM, 70% | **1.50** OpenVINO, 50% | 0.80 llama.cpp, 60% |",
+        "| decode, batch 8 | **1.20** vLLM | **1.50** OpenVINO | 0.80 llama.cpp |",
     ]
 
 

@@ -18,7 +18,6 @@ from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
 from swiftkv_platform.control_plane.deployments.rollout import RolloutRepository
 from swiftkv_platform.control_plane.files.repository import FileRepository
-from swiftkv_platform.control_plane.hooks.outbox import Outbox
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.loops import Leases
 from swiftkv_platform.control_plane.models.parents import Parents
@@ -27,6 +26,7 @@ from swiftkv_platform.control_plane.parsing import LimitedParserPool, ParserPool
 from swiftkv_platform.control_plane.ray.jobs import Entrypoint, RayJobs
 from swiftkv_platform.control_plane.ray.placement import Node
 from swiftkv_platform.control_plane.retention import RetentionRepository
+from swiftkv_platform.control_plane.webhooks import Outbox
 from swiftkv_platform.errors import NotFoundError
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources.access import CapturedTraffic, list_file_ids, list_traffic_sources

@@ -27,8 +27,6 @@ from swiftkv_platform.control_plane.deployments.rollout_steps import RolloutReco
 from swiftkv_platform.control_plane.files.repository import FileRepository
 from swiftkv_platform.control_plane.files.service import FileSweeper
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms, ControlPlaneMetrics, Readiness
-from swiftkv_platform.control_plane.hooks.outbox import Outbox
-from swiftkv_platform.control_plane.hooks.webhooks import WebhookDeliverer, make_webhook_rules, send_webhook
 from swiftkv_platform.control_plane.http.concurrency import TenantConcurrencyLimiter
 from swiftkv_platform.control_plane.jobs.logs import EventFollowers, LogFollowers, WatchedJobs
 from swiftkv_platform.control_plane.jobs.queue import list_reported_nodes
@@ -39,6 +37,7 @@ from swiftkv_platform.control_plane.models.repository import ModelRepository
 from swiftkv_platform.control_plane.parsing import make_import_parsers, make_spec_parsers, make_upload_parsers
 from swiftkv_platform.control_plane.ray.jobs import Entrypoint, RayJobs
 from swiftkv_platform.control_plane.retention import RetentionRepository, RetentionStore, RetentionSweeper
+from swiftkv_platform.control_plane.webhooks import Outbox, WebhookDeliverer, make_webhook_rules, send_webhook
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.limits import SIGN_IN_BURST, SIGN_INS_PER_MINUTE
 from swiftkv_platform.logs import get_logger

@@ -15,13 +15,13 @@ from swiftkv_platform.control_plane.access.usage import sum_stored_bytes
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.files.repository import FileRepository
-from swiftkv_platform.control_plane.hooks.outbox import Outbox
 from swiftkv_platform.control_plane.jobs.job import make_status_event
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.models.repository import ModelRepository
 from swiftkv_platform.control_plane.retention import RetentionRepository
+from swiftkv_platform.control_plane.webhooks import Outbox
 from swiftkv_platform.errors import ConflictError, QuotaExceededError, UnauthenticatedError
 from swiftkv_platform.limits import SESSIONS, Scope, list_limits
 from swiftkv_platform.security import principals

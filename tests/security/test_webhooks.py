@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from swiftkv_platform.control_plane import webhooks
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.hooks import webhooks
-from swiftkv_platform.control_plane.hooks.outbox import Outbox
-from swiftkv_platform.control_plane.hooks.webhooks import WebhookDeliverer, WebhookRules, send_webhook
 from swiftkv_platform.control_plane.jobs.job import Job, make_status_event
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.loops import ControlLoop
+from swiftkv_platform.control_plane.webhooks import Outbox, WebhookDeliverer, WebhookRules, send_webhook
 from swiftkv_platform.specs import JobSpec
 
 PATIENCE_S = 30.0

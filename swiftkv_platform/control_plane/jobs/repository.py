@@ -45,14 +45,6 @@ from swiftkv_platform.control_plane.database.tables import (
 from swiftkv_platform.control_plane.deployments.repository import make_deployments_lock_key
 from swiftkv_platform.control_plane.deployments.rollout import add_rollout
 from swiftkv_platform.control_plane.files.repository import check_files_exist, lock_tenant_files
-from swiftkv_platform.control_plane.hooks.outbox import (
-    fail_excess_deliveries,
-    make_delivery_rows,
-    make_stripped_bytes_expression,
-    restore_points,
-    strip_points,
-)
-from swiftkv_platform.control_plane.hooks.webhooks import make_recipient_finder
 from swiftkv_platform.control_plane.jobs.job import (
     LIVE_STATUSES,
     STATUSES_ON_CLUSTER,
@@ -64,6 +56,14 @@ from swiftkv_platform.control_plane.jobs.job import (
 from swiftkv_platform.control_plane.loops import check_fence, make_lease_condition
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.references import check_publication, find_references
+from swiftkv_platform.control_plane.webhooks import (
+    fail_excess_deliveries,
+    make_delivery_rows,
+    make_recipient_finder,
+    make_stripped_bytes_expression,
+    restore_points,
+    strip_points,
+)
 from swiftkv_platform.errors import (
     IdempotencyConflictError,
     QuotaExceededError,

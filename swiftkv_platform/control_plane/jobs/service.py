@@ -15,7 +15,6 @@ from swiftkv_platform.control_plane.access.tenants import make_source_rules
 from swiftkv_platform.control_plane.base import Caller, PageQuery, new_id
 from swiftkv_platform.control_plane.cached_call import CachedCall
 from swiftkv_platform.control_plane.components import Components
-from swiftkv_platform.control_plane.hooks.webhooks import make_webhook_rules
 from swiftkv_platform.control_plane.http.concurrency import Client
 from swiftkv_platform.control_plane.jobs.estimates import (
     JobEstimate,
@@ -41,6 +40,7 @@ from swiftkv_platform.control_plane.jobs.responses import JobResponse
 from swiftkv_platform.control_plane.models.parents import FoundParent, check_parent, check_publish_target
 from swiftkv_platform.control_plane.parsing import ParserPool
 from swiftkv_platform.control_plane.ray.placement import Node
+from swiftkv_platform.control_plane.webhooks import make_webhook_rules
 from swiftkv_platform.errors import (
     ConflictError,
     InvalidInputError,

@@ -5,12 +5,12 @@ import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
 from standardwebhooks import Webhook, WebhookVerificationError
 
+from swiftkv_platform.control_plane.webhooks import Secret
 from swiftkv_platform.errors import (
     ConflictError,
     ForbiddenError,
@@ -19,7 +19,6 @@ from swiftkv_platform.errors import (
     UnauthenticatedError,
 )
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key, revoke_key, rotate_key
-from swiftkv_platform.security.webhooks import Secret, verify
 from swiftkv_platform.specs.publish import WebhookSpec
 
 READ = frozenset({Scope.JOBS_READ})
@@ -161,9 +160,6 @@ HEADERS = {
 def test_a_signature_is_the_standards() -> None:
     signature = Secret.parse(SECRET, name="s").sign(HEADERS["webhook-id"], 1614265330, BODY)
     assert signature == HEADERS["webhook-signature"]
-    verify(HEADERS, BODY, SECRET, now=1614265330 + 299)
-    several = {**HEADERS, "webhook-signature": f"v1,bm9wZQ== {signature}"}
-    verify(several, BODY, SECRET, now=1614265330)
 
 
 @pytest.mark.parametrize("secret", [SECRET, "a secret that is no base64"])
@@ -178,24 +174,6 @@ def test_the_standards_own_library_verifies_what_is_signed(secret: str) -> None:
     assert receiver.verify(BODY, headers) == {"test": 2432232314}
     with pytest.raises(WebhookVerificationError):
         receiver.verify(BODY + b" ", headers)
-
-
-def test_whatever_was_changed_is_refused() -> None:
-    changes: list[tuple[dict[str, Any], str]] = [
-        ({"body": BODY + b" "}, "webhook-signature"),
-        ({"secret": "another secret of the same kind"}, "webhook-signature"),
-        ({"now": 1614265330 + 301}, "webhook-timestamp"),
-        ({"now": 1614265330 - 301}, "webhook-timestamp"),
-        ({"headers": {**HEADERS, "webhook-id": "msg_other"}}, "webhook-signature"),
-        ({"headers": {**HEADERS, "webhook-timestamp": "1614265331"}}, "webhook-signature"),
-        ({"headers": {**HEADERS, "webhook-timestamp": "soon"}}, "webhook-timestamp"),
-        ({"headers": {"webhook-id": "x"}}, "webhook-timestamp"),
-    ]
-    for changed, field in changes:
-        given = {"headers": HEADERS, "body": BODY, "secret": SECRET, "now": 1614265330, **changed}
-        with pytest.raises(UnauthenticatedError) as caught:
-            verify(**given)
-        assert caught.value.field == field
 
 
 def test_a_secret_is_shown_nowhere_and_an_address_has_none() -> None:

@@ -1,1 +1,0 @@
-"""Webhooks: signed deliveries of a job's status changes, retried until they succeed."""

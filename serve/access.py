@@ -23,8 +23,7 @@ from swiftkv_platform.errors import ForbiddenError, RateLimitedError, SwiftKVErr
 from swiftkv_platform.security.keys import has_token
 from swiftkv_platform.security.principals import Authenticator, Principal, Scope
 from swiftkv_platform.web.limiters import Clock, Sender, TokenBucket
-from swiftkv_platform.web.middleware import Middleware
-from swiftkv_platform.web.origins import explain_foreign_host
+from swiftkv_platform.web.middleware import Middleware, explain_foreign_host
 from swiftkv_platform.web.problems import is_anthropic_path, respond_with_error
 
 REPLICA_HEADER = "x-replica"

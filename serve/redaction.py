@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftkv_platform.contract.traffic import CapturedRequest
-from swiftkv_platform.errors import find_lone_surrogate
+from swiftkv_platform.specs.base import find_lone_surrogate
 from swiftkv_platform.specs.deployment import RedactedKind
 
 Span = tuple[int, int]

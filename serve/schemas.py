@@ -20,7 +20,7 @@ from pydantic import (
 
 from swiftkv_platform.contract.traffic import MAX_USER_CHARS
 from swiftkv_platform.engine import SamplingParams, StructuredOutputs
-from swiftkv_platform.errors import InvalidInputError, find_lone_surrogate
+from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs.base import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -29,6 +29,7 @@ from swiftkv_platform.specs.base import (
     MAX_PRIORITY,
     MAX_PROMPTS,
     MAX_STREAM_INTERVAL_S,
+    find_lone_surrogate,
 )
 from swiftkv_platform.web.problems import drop_long_value
 

@@ -236,16 +236,6 @@ class QualityGateError(TrainingError):
     code = "quality_gate"
 
 
-def find_lone_surrogate(text: str) -> int | None:
-    """Return the index of the first lone surrogate in `text`, or None. JSON can contain one, UTF-8 cannot."""
-    try:
-        if not text.isascii():
-            text.encode()
-    except UnicodeEncodeError as error:
-        return error.start
-    return None
-
-
 _QUOTED_OR_WORD = re.compile(r"(?<!\w)'[^']*'|(?<![\w./-])[A-Za-z]\w*(?:\.\w+|\[\d+\])*")
 
 

@@ -49,8 +49,8 @@ from swiftkv_platform.model.weights.writing import ShardWriter
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.planning.config import MODEL_FIELD
 from swiftkv_platform.sources import UNRESTRICTED, Access, S3Source
-from swiftkv_platform.sources.access import CapturedTraffic
 from swiftkv_platform.sources.loader_rules import GENERATION
+from swiftkv_platform.sources.names import CapturedTraffic
 from swiftkv_platform.specs import JobSpec, ModelSpec, ResourcesSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.downloads import list_prefix, make_model_download, open_source_bucket

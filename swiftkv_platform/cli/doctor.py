@@ -497,7 +497,7 @@ def check_ray(context: CheckContext) -> Finding:
     if state is not None and not state.is_alive("ray"):
         message = f"Ray, started by `swiftkv up` at {state.ray_dashboard_url}, has exited."
         return fail(message, f"swiftkv up; see the log {stack.logs / 'ray.log'}")
-    from swiftkv_platform.control_plane.ray.dashboard import RayDashboard
+    from swiftkv_platform.control_plane.ray import RayDashboard
 
     url = settings.ray_dashboard_url if state is None else state.ray_dashboard_url
     token_file = None if state is None else stack.token_file

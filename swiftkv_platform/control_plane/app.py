@@ -17,8 +17,7 @@ from swiftkv_platform.control_plane.deployments import routes as deployments
 from swiftkv_platform.control_plane.deployments import traffic
 from swiftkv_platform.control_plane.files import routes as files
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms
-from swiftkv_platform.control_plane.http import error_handlers
-from swiftkv_platform.control_plane.http.guards import OriginGuard, SessionOriginGuard
+from swiftkv_platform.control_plane.http.responses import install_error_handlers
 from swiftkv_platform.control_plane.jobs import fine_tuning
 from swiftkv_platform.control_plane.jobs import routes as jobs
 from swiftkv_platform.control_plane.models import routes as models
@@ -32,10 +31,12 @@ from swiftkv_platform.web.limiters import ConcurrencyLimits
 from swiftkv_platform.web.middleware import (
     BodyLimit,
     InputGuard,
+    OriginGuard,
     PageFiles,
     RefusalBackoff,
     RequestTimer,
     SecurityHeaders,
+    SessionOriginGuard,
 )
 from swiftkv_platform.web.problems import Problem
 from swiftkv_platform.web.swagger import LICENSE, add_docs
@@ -66,7 +67,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
             status: {"model": Problem, "description": "Problem details (RFC 9457)"} for status in ("4XX", "default")
         },
     )
-    error_handlers.install_error_handlers(app)
+    install_error_handlers(app)
     at_once = max(settings.max_body_bytes_at_once, settings.max_request_bytes)
     share = ConcurrencyLimits(per_key=at_once // 8, per_tenant=at_once // 4, total=at_once)
     # Each unknown key is reported, on the event loop.

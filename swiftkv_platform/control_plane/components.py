@@ -11,8 +11,7 @@ from fastapi import Depends, Request
 from swiftkv_platform.contract.attempts import StoredFile
 from swiftkv_platform.contract.traffic import make_traffic_prefix
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
-from swiftkv_platform.control_plane.base import Clock
-from swiftkv_platform.control_plane.cached_call import CachedCall
+from swiftkv_platform.control_plane.base import CachedCall, Clock
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
@@ -23,13 +22,12 @@ from swiftkv_platform.control_plane.loops import Leases
 from swiftkv_platform.control_plane.models.parents import Parents
 from swiftkv_platform.control_plane.models.repository import ModelRepository
 from swiftkv_platform.control_plane.parsing import LimitedParserPool, ParserPool
-from swiftkv_platform.control_plane.ray.jobs import Entrypoint, RayJobs
-from swiftkv_platform.control_plane.ray.placement import Node
+from swiftkv_platform.control_plane.ray import Entrypoint, Node, RayJobs
 from swiftkv_platform.control_plane.retention import RetentionRepository
 from swiftkv_platform.control_plane.webhooks import Outbox
 from swiftkv_platform.errors import NotFoundError
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.sources.access import CapturedTraffic, list_file_ids, list_traffic_sources
+from swiftkv_platform.sources.names import CapturedTraffic, list_file_ids, list_traffic_sources
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore

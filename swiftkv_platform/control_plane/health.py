@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from swiftkv_platform.control_plane.cached_call import CachedCall
+from swiftkv_platform.control_plane.base import CachedCall
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
 from swiftkv_platform.control_plane.jobs.reconciler import OrphanCleaner, Reconciler

@@ -29,6 +29,7 @@ from swiftkv_platform.contract.attempts import MANIFEST, attempts_prefix, trials
 from swiftkv_platform.contract.traffic import TRAFFIC_PREFIX, make_traffic_prefix
 from swiftkv_platform.control_plane.base import Clock, is_due
 from swiftkv_platform.control_plane.database.paging import Repository, get_tenant_row, to_dataclass
+from swiftkv_platform.control_plane.database.session import make_deployments_lock_key
 from swiftkv_platform.control_plane.database.tables import (
     PENDING,
     AuditRow,
@@ -46,12 +47,11 @@ from swiftkv_platform.control_plane.database.tables import (
     RolloutRow,
     SessionRow,
 )
-from swiftkv_platform.control_plane.deployments.repository import make_deployments_lock_key
+from swiftkv_platform.control_plane.files.repository import find_referencing_jobs
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.models.model import IMPORTED_MODELS_PREFIX, Model
 from swiftkv_platform.control_plane.models.registry import count_superseded_promotions
 from swiftkv_platform.control_plane.models.repository import select_promotions
-from swiftkv_platform.control_plane.references import find_referencing_jobs
 from swiftkv_platform.errors import ConflictError, NotFoundError, StorageError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.settings import Settings

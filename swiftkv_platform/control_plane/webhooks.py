@@ -51,8 +51,8 @@ from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.limits import EVENT_POINTS
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.sources.access import matches_origin
-from swiftkv_platform.specs.publish import WebhookSpec
+from swiftkv_platform.sources.names import matches_origin
+from swiftkv_platform.specs.job import WebhookSpec
 
 FindRecipients = Callable[[Job], Sequence[WebhookSpec]]
 

@@ -17,7 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from swiftkv_platform.control_plane.access.audit import AuditTrail, RefusalLimiter
 from swiftkv_platform.control_plane.access.sessions import KeyUses, Sessions
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies, get_source_access
-from swiftkv_platform.control_plane.cached_call import CachedCall
+from swiftkv_platform.control_plane.base import CachedCall
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.database.session import open_database
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
@@ -35,7 +35,7 @@ from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.loops import ControlLoop, Leadership, Leases
 from swiftkv_platform.control_plane.models.repository import ModelRepository
 from swiftkv_platform.control_plane.parsing import make_import_parsers, make_spec_parsers, make_upload_parsers
-from swiftkv_platform.control_plane.ray.jobs import Entrypoint, RayJobs
+from swiftkv_platform.control_plane.ray import Entrypoint, RayJobs
 from swiftkv_platform.control_plane.retention import RetentionRepository, RetentionStore, RetentionSweeper
 from swiftkv_platform.control_plane.webhooks import Outbox, WebhookDeliverer, make_webhook_rules, send_webhook
 from swiftkv_platform.errors import DatabaseUnavailableError

@@ -43,7 +43,7 @@ from swiftkv_platform.data.formats import (
 )
 from swiftkv_platform.data.messages import RowError
 from swiftkv_platform.data.row_metrics import compile_schema
-from swiftkv_platform.errors import DataError, find_lone_surrogate
+from swiftkv_platform.errors import DataError
 from swiftkv_platform.limits import (
     CHECKED_BYTES,
     CHECKED_ENTRIES,
@@ -67,6 +67,7 @@ from swiftkv_platform.sources.layout import (
     list_source_files,
 )
 from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec, RowTaskSpec
+from swiftkv_platform.specs.base import find_lone_surrogate
 from swiftkv_platform.web.safe_json import exceeds_limits
 
 _TEXT_COLUMN = "text"

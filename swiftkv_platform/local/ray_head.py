@@ -98,7 +98,7 @@ class RayHead:
     def is_ready(self) -> bool:
         """Return whether the head accepts jobs: its dashboard responds and its node is alive."""
         # Imported here: the command line starts without the extra `serve`.
-        from swiftkv_platform.control_plane.ray.dashboard import RayDashboard
+        from swiftkv_platform.control_plane.ray import RayDashboard
 
         with closing(RayDashboard(self.dashboard_url, timeout_s=5.0, token_file=self.token_file)) as dashboard:
             try:

@@ -5,14 +5,17 @@ The rules, the control plane's checks and the workers' readers share these types
 
 from __future__ import annotations
 
-from swiftkv_platform.sources.access import NO_RULES, UNRESTRICTED, Access, SourceRules
 from swiftkv_platform.sources.names import (
+    NO_RULES,
+    UNRESTRICTED,
+    Access,
     BuiltinSource,
     FileSource,
     HubSource,
     PathSource,
     S3Source,
     Source,
+    SourceRules,
     TrafficSource,
     parse_location,
     parse_source,

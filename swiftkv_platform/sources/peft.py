@@ -17,9 +17,8 @@ from pydantic import ConfigDict, PositiveInt, ValidationError, field_validator
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.frozen import FiniteModel
-from swiftkv_platform.sources.access import Access, check_revision
 from swiftkv_platform.sources.loader_rules import ADAPTER_FILE
-from swiftkv_platform.sources.names import ModelSource, PathSource, is_relative
+from swiftkv_platform.sources.names import Access, ModelSource, PathSource, check_revision, is_relative
 from swiftkv_platform.sources.untrusted_files import UNBOUNDED, Boundary, UnusableFileError, read_object
 
 PEFT_WEIGHTS = "adapter_model.safetensors"

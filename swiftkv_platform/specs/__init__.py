@@ -27,14 +27,23 @@ from swiftkv_platform.specs.job import (
     JobSpec,
     LimitsSpec,
     ModelSpec,
+    PublishSpec,
     TrackingSpec,
     WandbSpec,
     load_spec,
 )
-from swiftkv_platform.specs.publish import PublishSpec
-from swiftkv_platform.specs.resources import ElasticSpec, FaultToleranceSpec, ResourcesSpec, ShardingSpec
-from swiftkv_platform.specs.swiftkv import SwiftKVSpec
-from swiftkv_platform.specs.training import EarlyStoppingSpec, GuardSpec, OptimizerSpec, TrainingSpec, ValidationSpec
+from swiftkv_platform.specs.training import (
+    EarlyStoppingSpec,
+    ElasticSpec,
+    FaultToleranceSpec,
+    GuardSpec,
+    OptimizerSpec,
+    ResourcesSpec,
+    ShardingSpec,
+    SwiftKVSpec,
+    TrainingSpec,
+    ValidationSpec,
+)
 
 __all__ = [
     "BUILTIN_CHATS",

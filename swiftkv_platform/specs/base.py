@@ -25,7 +25,6 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from swiftkv_platform.errors import find_lone_surrogate
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.limits import KEPT_CHECKPOINTS
 
@@ -239,3 +238,13 @@ def _check_storable(text: str) -> None:
 def is_path_like(name: str, suffixes: Collection[str] = ()) -> bool:
     """Whether a name is a path rather than a hub id: `/`, `.` or `~` first, several `/`, or a suffix of `suffixes`."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).suffix.lower() in suffixes
+
+
+def find_lone_surrogate(text: str) -> int | None:
+    """Return the index of the first lone surrogate in `text`, or None. JSON can contain one, UTF-8 cannot."""
+    try:
+        if not text.isascii():
+            text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None

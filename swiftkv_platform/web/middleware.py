@@ -1,15 +1,16 @@
 """ASGI middleware of the control plane and the replicas: security headers, request times, body limits, delays of error
-responses, and checks of paths, queries and headers. Knows no route."""
+responses, and checks of origins, paths, queries and headers. Knows no route."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import ipaddress
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from urllib.parse import parse_qsl
+from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -281,3 +282,137 @@ async def _handle_error(scope: Scope, error: Exception) -> ASGIApp:
     response = handler(Request(scope), error)
     asgi_response: ASGIApp = await response if inspect.isawaitable(response) else response
     return asgi_response
+
+
+_SAME_ORIGIN_SITES = ("same-origin", "none")
+"""Values of `Sec-Fetch-Site` for a page of this server, and for a user's own navigation."""
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_MAX_SHOWN_LENGTH = 100
+_LOCAL_SUFFIXES = (".localhost", ".local", ".internal", ".svc", ".cluster.local")
+"""Suffixes of local names; no public page has one."""
+
+
+def explain_foreign_page(headers: Headers, scheme: str) -> str | None:
+    """Return the reason why a request comes from another server's page; None if it does not. `scheme`: the request's;
+    `http` behind an untrusted proxy, even for https pages."""
+    for site in headers.getlist("sec-fetch-site"):
+        if site not in _SAME_ORIGIN_SITES:
+            return f"Sec-Fetch-Site is {_quote_value(site)}; only this server's own web pages may send requests"
+    for origin in headers.getlist("origin"):
+        page, own = _parse_origin(origin), _parse_origin(f"{scheme}://{headers.get('host', '')}")
+        if page is None or own is None or not _is_same_origin(page, own):
+            host = _quote_value(headers.get("host", ""))
+            return (
+                f"Origin is {_quote_value(origin)}, and Host {host}; only this server's own pages may send requests. "
+                "A proxy in front must forward Host"
+            )
+    return None
+
+
+def explain_foreign_host(headers: Headers, allowed: Collection[str], *, local_names: bool = False) -> str | None:
+    """Return the reason to refuse `Host`; None if it is accepted. Guards against DNS rebinding, in which a page's host
+    name resolves to this server.
+
+    Args:
+        allowed: hosts without ports, in lower case.
+        local_names: also accept addresses and local names (`name`, `name.svc`, `name.local`).
+    """
+    host = headers.get("host", "")
+    parts = _parse_origin(f"http://{host}")
+    name = "" if parts is None else (parts.hostname or "").rstrip(".")
+    if name in allowed or (local_names and is_local_name(name)):
+        return None
+    accepted = [*sorted(allowed), *(["addresses and local names"] if local_names else [])]
+    return f"Host is {_quote_value(host)}; accepted: {', '.join(accepted)}"
+
+
+def is_local_name(name: str) -> bool:
+    """Whether a host is an IP address, or a name without a dot or with a local suffix."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name != "" and ("." not in name or name.endswith(_LOCAL_SUFFIXES))
+    return True
+
+
+def _parse_origin(origin: str) -> SplitResult | None:
+    try:
+        parts = urlsplit(origin)
+        _ = parts.port  # raises if it is not a number
+    except ValueError:
+        return None
+    return parts
+
+
+def _is_same_origin(page: SplitResult, own: SplitResult) -> bool:
+    return bool(page.hostname) and _get_address(page) in (_get_address(own), _get_address(own._replace(scheme="https")))
+
+
+def _get_address(origin: SplitResult) -> tuple[str, str | None, int | None]:
+    return origin.scheme, origin.hostname, origin.port or _DEFAULT_PORTS.get(origin.scheme)
+
+
+def _quote_value(value: str) -> str:
+    return ascii(value[:_MAX_SHOWN_LENGTH])
+
+
+_JSON_TYPE = "application/json"
+_FORM_TYPE = "multipart/form-data"
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+# Guards against requests from pages of other sites.
+#
+# Without API keys, any web page that a user of this machine opens could submit a job, directly or by rebinding its own
+# host name to the loopback address. So the Host header must name this server, a browser's Origin must be this server,
+# and a body must be JSON, which a page cannot send to another origin without a preflight request. File uploads are
+# forms, which a page can send; for those, the browser must not report another site as the sender (`Sec-Fetch-Site`).
+#
+# With keys, a browser sends its session in a cookie, which a page of a sibling origin can make it send as well. So a
+# request that changes something and has no `Authorization` of its own must come from this server's pages. Programs are
+# unaffected.
+
+
+class SessionOriginGuard(Middleware):
+    """Refuses requests that a page of another site sends with the session's cookie."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        # Signing in needs no key yet; another site's page must not sign a browser in either.
+        asks = scope["method"] not in _SAFE_METHODS and "authorization" not in headers
+        detail = explain_foreign_page(headers, scope["scheme"]) if asks else None
+        await (self._app if detail is None else _respond_forbidden(scope, detail))(scope, receive, send)
+
+
+class OriginGuard(Middleware):
+    """Refuses requests to unknown host names, and requests from pages of other sites. `forms`: paths whose body is a
+    form."""
+
+    def __init__(self, app: ASGIApp, allowed_hosts: tuple[str, ...], forms: Collection[str] = ()) -> None:
+        super().__init__(app)
+        self._forms = frozenset(forms)
+        self._allowed_hosts = frozenset(host.lower() for host in allowed_hosts)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self._check_request(scope) or self._app)(scope, receive, send)
+
+    def _check_request(self, scope: Scope) -> Response | None:
+        headers, path = Headers(scope=scope), scope["path"]
+        detail = explain_foreign_host(headers, self._allowed_hosts)
+        if detail is not None:
+            return _respond_forbidden(scope, detail, "host_not_allowed")
+        asks = scope["method"] not in _SAFE_METHODS or "origin" in headers  # a link on another site may lead here
+        detail = explain_foreign_page(headers, scope["scheme"]) if asks else None
+        if detail is not None:
+            return _respond_forbidden(scope, detail)
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        wanted = _FORM_TYPE if path in self._forms else _JSON_TYPE
+        if has_body and kind != wanted:
+            detail = f"Content-Type is {kind or 'missing'!r}; only {wanted} is accepted"
+            return respond_with_problem(make_problem(path, 415, "content_type_not_allowed", detail))
+        return None
+
+
+def _respond_forbidden(scope: Scope, detail: str, code: str = "origin_not_allowed") -> Response:
+    return respond_with_problem(make_problem(scope["path"], 403, code, detail))

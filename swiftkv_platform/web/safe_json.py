@@ -12,7 +12,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from swiftkv_platform.errors import InvalidInputError, find_lone_surrogate
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.specs.base import find_lone_surrogate
 
 MAX_INTEGER = 2**63 - 1
 """Max integer of databases and other languages."""

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 from sqlalchemy import text
 
-from swiftkv_platform.control_plane.ray.placement import Node
+from swiftkv_platform.control_plane.ray import Node
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.local import formats as units
 from swiftkv_platform.security.keys import Scope, create_key

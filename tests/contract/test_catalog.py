@@ -8,8 +8,7 @@ import pytest
 from sqlalchemy import text
 
 from swiftkv_platform.contract.attempts import new_file_id
-from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import TenantPolicies
+from swiftkv_platform.control_plane.access.tenants import Demand, TenantPolicies
 from swiftkv_platform.control_plane.base import PageQuery, new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus

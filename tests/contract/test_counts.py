@@ -10,8 +10,7 @@ import pytest
 from sqlalchemy import insert, select, update
 from sqlalchemy.engine.cursor import CursorFetchStrategy
 
-from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import TenantPolicies, TenantPolicy
+from swiftkv_platform.control_plane.access.tenants import Demand, TenantPolicies, TenantPolicy
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import DeploymentRow, PromotionRow

@@ -18,7 +18,7 @@ import pytest
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
+from swiftkv_platform.control_plane.ray import SubmissionStatus
 from swiftkv_platform.errors import DatabaseUnavailableError, StorageError
 from swiftkv_platform.jobs.attempt.events import EventReporter, MetricsBuffer
 from swiftkv_platform.settings import Settings

@@ -13,17 +13,16 @@ from sqlalchemy import (
 )
 
 from swiftkv_platform.contract.attempts import new_file_id
-from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import TenantPolicies
+from swiftkv_platform.control_plane.access.tenants import Demand, TenantPolicies
 from swiftkv_platform.control_plane.base import FencingToken
 from swiftkv_platform.control_plane.database.session import (
     Database,
 )
 from swiftkv_platform.control_plane.database.tables import JobReferenceRow, JobRow
+from swiftkv_platform.control_plane.files.repository import find_referencing_jobs
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, start_attempt, transition
 from swiftkv_platform.control_plane.jobs.repository import Claim, JobRepository
 from swiftkv_platform.control_plane.loops import Leases
-from swiftkv_platform.control_plane.references import find_referencing_jobs
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, LeaseLostError
 from tests.support.records import TENANT, make_job, snapshot_of, store
 from tests.support.threads import at_once

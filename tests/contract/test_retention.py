@@ -19,7 +19,7 @@ from swiftkv_platform.control_plane.retention import JobDataKind, RetentionRepos
 from swiftkv_platform.control_plane.webhooks import Outbox
 from swiftkv_platform.errors import ConflictError, NotFoundError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
-from swiftkv_platform.specs.publish import WebhookSpec
+from swiftkv_platform.specs.job import WebhookSpec
 from tests.support.records import TENANT, make_job, make_model, message, store
 
 

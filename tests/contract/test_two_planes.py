@@ -17,7 +17,7 @@ import pytest
 from swiftkv_platform.client import Client
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
+from swiftkv_platform.control_plane.ray import SubmissionStatus
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.object_store import LocalObjectStore
 from tests.support.components import make_components

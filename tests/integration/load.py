@@ -17,7 +17,7 @@ import httpx
 
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
-from swiftkv_platform.control_plane.ray.dashboard import RayDashboard
+from swiftkv_platform.control_plane.ray import RayDashboard
 from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.storage.addresses import open_store

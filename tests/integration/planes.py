@@ -36,7 +36,7 @@ import uvicorn
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.wiring import build_components
 from swiftkv_platform.logs import configure_logging
-from swiftkv_platform.control_plane.ray.jobs import Entrypoint
+from swiftkv_platform.control_plane.ray import Entrypoint
 from swiftkv_platform.settings import Settings
 
 def serve():

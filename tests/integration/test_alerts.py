@@ -20,7 +20,7 @@ import pytest
 
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.ray.jobs import Entrypoint
+from swiftkv_platform.control_plane.ray import Entrypoint
 from swiftkv_platform.control_plane.wiring import build_components
 from swiftkv_platform.local.ray_head import make_auth_environment
 from swiftkv_platform.settings import Settings

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.control_plane.ray.jobs import RayJobs, SubmissionStatus
-from swiftkv_platform.control_plane.ray.placement import Node
+from swiftkv_platform.control_plane.ray import Node, RayJobs, SubmissionStatus
 from swiftkv_platform.errors import ClusterUnavailableError
 from tests.integration.planes import Plane, RayCluster
 from tests.support.fakes.cluster import FakeCluster

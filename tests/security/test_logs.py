@@ -18,7 +18,7 @@ import pytest
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
-from swiftkv_platform.control_plane.ray.jobs import RayJobs
+from swiftkv_platform.control_plane.ray import RayJobs
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import LocalObjectStore
 from tests.support.fakes.ray_logs import FakeRayLogs, RayLog
@@ -168,7 +168,7 @@ IN_A_PROCESS = """
 import json, resource, sys
 from pathlib import Path
 from swiftkv_platform.control_plane.app import create_app
-from swiftkv_platform.control_plane.ray.jobs import RayJobs
+from swiftkv_platform.control_plane.ray import RayJobs
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.storage.attempt_store import AttemptStore

@@ -13,7 +13,7 @@ from swiftkv_platform.contract.traffic import (
     make_traffic_prefix,
 )
 from swiftkv_platform.sources import Access
-from swiftkv_platform.sources.access import CapturedTraffic
+from swiftkv_platform.sources.names import CapturedTraffic
 from swiftkv_platform.storage.object_store import ObjectStore, join_key
 from swiftkv_platform.storage.traffic import TrafficStore, encode_row
 from tests.support.training_text import turns

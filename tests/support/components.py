@@ -14,7 +14,7 @@ from swiftkv_platform.control_plane.files.repository import FileRepository
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.loops import Leases
 from swiftkv_platform.control_plane.models.repository import ModelRepository
-from swiftkv_platform.control_plane.ray.jobs import Entrypoint
+from swiftkv_platform.control_plane.ray import Entrypoint
 from swiftkv_platform.control_plane.webhooks import Outbox
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore

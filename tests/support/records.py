@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from swiftkv_platform.control_plane.access.demand import Demand
+from swiftkv_platform.control_plane.access.tenants import Demand
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, make_status_event
 from swiftkv_platform.control_plane.jobs.repository import (

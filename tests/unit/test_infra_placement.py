@@ -16,7 +16,7 @@ from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.core.generated.autoscaler_pb2 import GangResourceRequest
 
 from swiftkv_platform.control_plane.jobs.queue import ResourceRequest
-from swiftkv_platform.control_plane.ray.placement import can_place
+from swiftkv_platform.control_plane.ray import can_place
 from swiftkv_platform.jobs.driver import build_task_options
 from swiftkv_platform.jobs.ray_train import make_scaling_config
 from swiftkv_platform.serve.app import build_app

@@ -19,8 +19,8 @@ from swiftkv_platform.control_plane.access.callers import (
     get_session,
     require_caller,
 )
-from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.sessions import Session, Sessions
+from swiftkv_platform.control_plane.access.tenants import Demand
 from swiftkv_platform.control_plane.access.usage import (
     count_objects,
     sum_deployment_demand,
@@ -31,7 +31,7 @@ from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.components import RAY_TIMEOUT_S, ComponentsDep, NodesDep
 from swiftkv_platform.control_plane.http.responses import ListResponse, NewestFirst, ResponseModel, make_list_response
 from swiftkv_platform.control_plane.jobs.job import STATUSES_ON_CLUSTER
-from swiftkv_platform.control_plane.ray.placement import Node
+from swiftkv_platform.control_plane.ray import Node
 from swiftkv_platform.errors import ForbiddenError, UnauthenticatedError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.security.principals import Principal, Scope

@@ -1,4 +1,5 @@
-"""The operator's grants to each tenant: quotas and weights, from a YAML file. Knows neither jobs nor callers.
+"""The operator's grants to each tenant: quotas and weights, from a YAML file, and the cluster resources that count
+against them. Has no SQL, since the command line plans jobs without SQLAlchemy.
 
 default: {max_queued_jobs: 100, max_running_jobs: 4}
 tenants:
@@ -7,12 +8,14 @@ tenants:
 
 from __future__ import annotations
 
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
 from pydantic import Field
 
+from swiftkv_platform.contract.autoscaling import compute_replica_resources
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.limits import (
     ALIAS_CHANGES,
@@ -28,8 +31,10 @@ from swiftkv_platform.limits import (
 from swiftkv_platform.security.operator_files import ReloadedFile
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Access, SourceRules
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.specs.documents import load_yaml
-from swiftkv_platform.specs.publish import WebhookSpec
+from swiftkv_platform.specs.job import WebhookSpec
 
 
 class TenantPolicy(FiniteModel):
@@ -143,3 +148,52 @@ def get_source_access(settings: Settings, policies: TenantPolicies, tenant: str 
     if tenant is None:
         return Access(roots=None if rules.roots is None else ())
     return rules.build_access(tenant, policies.get(tenant).hub_organizations)
+
+
+_LIMITS = {"max_running_jobs": "jobs", "max_gpus": "gpus", "max_cpus": "cpus", "max_replicas": "replicas"}
+"""The field of `Demand` that each limit of a tenant's policy bounds."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Cluster resources of jobs and deployments, at their max size."""
+
+    jobs: int = 0
+    gpus: float = 0.0
+    cpus: float = 0.0
+    replicas: int = 0
+
+    @classmethod
+    def for_job(cls, spec: JobSpec) -> Demand:
+        resources, workers = spec.resources, spec.max_total_workers
+        # A worker's thread takes a core, however small a share it reserves.
+        return cls(1, workers * resources.gpus_per_worker, workers * max(resources.cpus_per_worker, 1))
+
+    @classmethod
+    def for_deployment(cls, spec: ResolvedDeployment) -> Demand:
+        resources, replicas = compute_replica_resources(spec.engine), spec.max_replicas
+        return cls(0, replicas * resources["num_gpus"], replicas * resources["num_cpus"], replicas)
+
+    def __add__(self, other: Demand) -> Demand:
+        return Demand(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    def subtract_clamped(self, other: Demand) -> Demand:
+        """Subtract `other` per field; negative results become 0."""
+        return Demand(*(max(ours - theirs, 0) for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    def find_exceeded_limit(
+        self, policy: TenantPolicy, *, adding: Demand | None = None
+    ) -> tuple[str, float, float] | None:
+        """Return (limit's name, demand, limit) of the first exceeded limit; None without one. With `adding`, only
+        limits on resources that `adding` has count."""
+        for limit, part in _LIMITS.items():
+            requested, most = getattr(self, part), getattr(policy, limit)
+            if most is not None and requested > most and (adding is None or getattr(adding, part) > 0):
+                return limit, requested, most
+        return None
+
+    def dominant_share(self, total: Demand) -> float:
+        """Compute the dominant share (dominant resource fairness): the largest fraction of `total` among jobs, GPUs
+        and CPUs."""
+        parts = ((self.jobs, total.jobs), (self.gpus, total.gpus), (self.cpus, total.cpus))
+        return max((part / whole for part, whole in parts if whole), default=0.0)

@@ -1,8 +1,5 @@
 """What tenants hold, within their quotas: resources of the cluster, objects and their bytes. Queries read columns only;
-no spec is parsed.
-
-`demand.py` has no SQL, since the command line plans jobs without SQLAlchemy.
-"""
+no spec is parsed."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ from typing import Any
 from sqlalchemy import Select, bindparam, func, select
 from sqlalchemy.orm import Session
 
-from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import TenantPolicy
+from swiftkv_platform.control_plane.access.tenants import Demand, TenantPolicy
 from swiftkv_platform.control_plane.database.tables import (
     PENDING,
     DeletionRow,

@@ -388,3 +388,8 @@ def _begin_sqlite(connection: Connection) -> None:
     # written in between; so those that will write take the write lock at their start.
     writes = connection.get_execution_options().get(_WRITES_OPTION, False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def make_deployments_lock_key(tenant: str) -> str:
+    """Return the key of the lock that changes of a tenant's wanted deployments hold."""
+    return f"deployments of {tenant}"

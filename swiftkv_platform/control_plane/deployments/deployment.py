@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from swiftkv_platform.contract.autoscaling import compute_replica_resources
-from swiftkv_platform.control_plane.access.demand import Demand
+from swiftkv_platform.control_plane.access.tenants import Demand
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 

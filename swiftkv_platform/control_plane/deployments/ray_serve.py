@@ -15,12 +15,12 @@ import httpx
 
 from swiftkv_platform.contract.autoscaling import REVISION_HEADER, compute_replica_resources, make_autoscaling_config
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
-from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, extract_last_error
+from swiftkv_platform.control_plane.ray import RayDashboard, extract_last_error
 from swiftkv_platform.errors import InvalidInputError, UnreadableRowError
 from swiftkv_platform.limits import KEEP_ALIVE_SECONDS
 from swiftkv_platform.sources import UNRESTRICTED, Access
 from swiftkv_platform.specs.deployment import ResolvedDeployment, ServedSpec
-from swiftkv_platform.web.origins import is_local_name
+from swiftkv_platform.web.middleware import is_local_name
 
 _HEALTH_TIMEOUT = httpx.Timeout(2.0)
 """Seconds; they delay the reconciler's round."""

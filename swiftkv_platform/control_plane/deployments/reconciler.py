@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import TenantPolicies
+from swiftkv_platform.control_plane.access.tenants import Demand, TenantPolicies
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.deployments.deployment import (
     Deployment,
@@ -15,9 +14,9 @@ from swiftkv_platform.control_plane.deployments.deployment import (
     make_replica_bundle,
 )
 from swiftkv_platform.control_plane.loops import Leadership
-from swiftkv_platform.control_plane.ray.jobs import RayJobs
-from swiftkv_platform.control_plane.ray.placement import (
+from swiftkv_platform.control_plane.ray import (
     Bundle,
+    RayJobs,
     can_place,
     compute_max_deployment_resources,
     normalize_resources,

@@ -10,8 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
-from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
+from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, Demand, TenantPolicy
 from swiftkv_platform.control_plane.access.usage import check_count_quota, check_storage_quota, sum_demand
 from swiftkv_platform.control_plane.base import Page, PageQuery
 from swiftkv_platform.control_plane.database.paging import (
@@ -23,7 +22,7 @@ from swiftkv_platform.control_plane.database.paging import (
     parse_readable_rows,
     split_into_batches,
 )
-from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.database.session import Database, make_deployments_lock_key
 from swiftkv_platform.control_plane.database.tables import DeploymentRow, ModelRow, PromotionRow
 from swiftkv_platform.control_plane.deployments.deployment import (
     Admit,
@@ -187,11 +186,6 @@ class DeploymentRepository(Repository):
             row = session.get(DeploymentRow, deployment_id)
             if row is not None:
                 session.delete(row)
-
-
-def make_deployments_lock_key(tenant: str) -> str:
-    """Return the key of the lock that changes of a tenant's wanted deployments hold."""
-    return f"deployments of {tenant}"
 
 
 def _check_capture_quota(

@@ -14,7 +14,7 @@ from swiftkv_platform.control_plane.base import Page, PageQuery
 from swiftkv_platform.control_plane.database.paging import Repository, fetch_rows
 from swiftkv_platform.control_plane.database.tables import RolloutRow
 from swiftkv_platform.errors import NotFoundError, StaleVersionError
-from swiftkv_platform.specs.publish import RolloutSpec
+from swiftkv_platform.specs.job import RolloutSpec
 
 
 class RolloutStatus(StrEnum):

@@ -10,8 +10,7 @@ from pydantic import ValidationError
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
 from swiftkv_platform.contract.traffic import TrafficDeletion, make_traffic_prefix
-from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import get_source_access
+from swiftkv_platform.control_plane.access.tenants import Demand, get_source_access
 from swiftkv_platform.control_plane.base import Caller, new_id
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.deployments.deployment import (

@@ -43,7 +43,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     transition,
 )
 from swiftkv_platform.control_plane.models.model import Model, find_exceeded_document_limit
-from swiftkv_platform.control_plane.ray.jobs import Submission, SubmissionStatus
+from swiftkv_platform.control_plane.ray import Submission, SubmissionStatus
 from swiftkv_platform.errors import ArtifactCorruptError, ProtocolError, QualityGateError, StorageError
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import hash_manifest

@@ -16,8 +16,7 @@ from typing import Any
 
 from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, expand_sweep
-from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import TenantPolicy
+from swiftkv_platform.control_plane.access.tenants import Demand, TenantPolicy
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason, Speed
 from swiftkv_platform.data.checks import SourceEstimate, check_row_sources, check_sources
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError

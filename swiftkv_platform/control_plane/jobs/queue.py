@@ -16,20 +16,19 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from swiftkv_platform.contract.events import ReasonCode, parse_phase
-from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import TenantPolicies
-from swiftkv_platform.control_plane.cached_call import CachedCall
+from swiftkv_platform.control_plane.access.tenants import Demand, TenantPolicies
+from swiftkv_platform.control_plane.base import CachedCall
 from swiftkv_platform.control_plane.components import RAY_TIMEOUT_S
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus, make_replica_bundle
 from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
 from swiftkv_platform.control_plane.jobs.attempt_events import has_used_time_slice
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, set_wait_reason
 from swiftkv_platform.control_plane.jobs.repository import JobRepository, QueuedJob, QueueSnapshot
-from swiftkv_platform.control_plane.ray.jobs import RayJobs
-from swiftkv_platform.control_plane.ray.placement import (
+from swiftkv_platform.control_plane.ray import (
     Bundle,
     EmptyNodes,
     Node,
+    RayJobs,
     can_place,
     compute_max_deployment_resources,
     normalize_resource_name,

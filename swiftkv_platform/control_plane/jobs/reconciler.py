@@ -51,7 +51,7 @@ from swiftkv_platform.control_plane.jobs.queue import Admission, FairQueue, Pree
 from swiftkv_platform.control_plane.jobs.repository import ClusterJob
 from swiftkv_platform.control_plane.loops import Backoff, Leadership
 from swiftkv_platform.control_plane.models.parents import list_publish_targets
-from swiftkv_platform.control_plane.ray.jobs import ListedSubmission, Submission
+from swiftkv_platform.control_plane.ray import ListedSubmission, Submission
 from swiftkv_platform.errors import (
     ArtifactCorruptError,
     ClusterUnavailableError,

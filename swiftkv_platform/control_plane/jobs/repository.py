@@ -12,8 +12,7 @@ from sqlalchemy import bindparam, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import TenantPolicies, TenantPolicy
+from swiftkv_platform.control_plane.access.tenants import Demand, TenantPolicies, TenantPolicy
 from swiftkv_platform.control_plane.access.usage import (
     check_count_quota,
     check_storage_quota,
@@ -33,7 +32,7 @@ from swiftkv_platform.control_plane.database.paging import (
     split_into_batches,
     to_dataclass,
 )
-from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.database.session import Database, make_deployments_lock_key
 from swiftkv_platform.control_plane.database.tables import (
     EventRow,
     IdempotencyRow,
@@ -42,9 +41,13 @@ from swiftkv_platform.control_plane.database.tables import (
     MetricRow,
     ModelRow,
 )
-from swiftkv_platform.control_plane.deployments.repository import make_deployments_lock_key
 from swiftkv_platform.control_plane.deployments.rollout import add_rollout
-from swiftkv_platform.control_plane.files.repository import check_files_exist, lock_tenant_files
+from swiftkv_platform.control_plane.files.repository import (
+    check_files_exist,
+    check_publication,
+    find_references,
+    lock_tenant_files,
+)
 from swiftkv_platform.control_plane.jobs.job import (
     LIVE_STATUSES,
     STATUSES_ON_CLUSTER,
@@ -55,7 +58,6 @@ from swiftkv_platform.control_plane.jobs.job import (
 )
 from swiftkv_platform.control_plane.loops import check_fence, make_lease_condition
 from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.references import check_publication, find_references
 from swiftkv_platform.control_plane.webhooks import (
     fail_excess_deliveries,
     make_delivery_rows,
@@ -69,7 +71,7 @@ from swiftkv_platform.errors import (
     QuotaExceededError,
     StaleVersionError,
 )
-from swiftkv_platform.sources.access import list_file_ids
+from swiftkv_platform.sources.names import list_file_ids
 from swiftkv_platform.specs.base import STORED_CONTEXT
 
 

@@ -26,7 +26,7 @@ from swiftkv_platform.control_plane.access.callers import (
     accepts_event_stream,
     require_scope,
 )
-from swiftkv_platform.control_plane.access.demand import Demand
+from swiftkv_platform.control_plane.access.tenants import Demand
 from swiftkv_platform.control_plane.base import Caller, Page, PageQuery
 from swiftkv_platform.control_plane.components import (
     RAY_TIMEOUT_S,
@@ -60,7 +60,7 @@ from swiftkv_platform.control_plane.jobs.responses import (
     paginate,
 )
 from swiftkv_platform.control_plane.jobs.service import JobService
-from swiftkv_platform.control_plane.ray.placement import EmptyNodes
+from swiftkv_platform.control_plane.ray import EmptyNodes
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, NotFoundError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.principals import Scope

@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 from pydantic_core import to_json
 
 from swiftkv_platform.contract.events import ReasonCode
-from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import make_source_rules
-from swiftkv_platform.control_plane.base import Caller, PageQuery, new_id
-from swiftkv_platform.control_plane.cached_call import CachedCall
+from swiftkv_platform.control_plane.access.tenants import Demand, make_source_rules
+from swiftkv_platform.control_plane.base import CachedCall, Caller, PageQuery, new_id
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.http.concurrency import Client
 from swiftkv_platform.control_plane.jobs.estimates import (
@@ -39,7 +37,7 @@ from swiftkv_platform.control_plane.jobs.repository import IdempotencyKey, JobFi
 from swiftkv_platform.control_plane.jobs.responses import JobResponse
 from swiftkv_platform.control_plane.models.parents import FoundParent, check_parent, check_publish_target
 from swiftkv_platform.control_plane.parsing import ParserPool
-from swiftkv_platform.control_plane.ray.placement import Node
+from swiftkv_platform.control_plane.ray import Node
 from swiftkv_platform.control_plane.webhooks import make_webhook_rules
 from swiftkv_platform.errors import (
     ConflictError,

@@ -21,7 +21,7 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Boundary
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import STORED_CONTEXT
-from swiftkv_platform.specs.publish import PublicationSpec, PublishSpec
+from swiftkv_platform.specs.job import PublicationSpec, PublishSpec
 from swiftkv_platform.specs.training import ParentName, TrainingSpec
 from swiftkv_platform.storage.attempt_store import AttemptStore, StoredCheckpoint
 

@@ -18,8 +18,7 @@ from swiftkv_platform.frozen import FiniteModel, FrozenModel
 from swiftkv_platform.specs.base import Label, LabelValue
 from swiftkv_platform.specs.evaluation import EvaluationSpec
 from swiftkv_platform.specs.job import JobName
-from swiftkv_platform.specs.resources import ResourcesSpec
-from swiftkv_platform.specs.training import ParentReference
+from swiftkv_platform.specs.training import ParentReference, ResourcesSpec
 
 
 class CreateModel(FiniteModel):

@@ -39,7 +39,7 @@ from swiftkv_platform.control_plane.models.responses import (
     make_comparison,
 )
 from swiftkv_platform.control_plane.models.row_comparisons import RowComparisons
-from swiftkv_platform.specs.publish import PublicationSpec
+from swiftkv_platform.specs.job import PublicationSpec
 from swiftkv_platform.web.bodies import BodyRoute
 
 router = APIRouter(tags=["models"], route_class=BodyRoute)

@@ -16,7 +16,7 @@ import yaml
 
 import tests.integration.conftest
 from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.control_plane.ray.dashboard import RayDashboard
+from swiftkv_platform.control_plane.ray import RayDashboard
 from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore

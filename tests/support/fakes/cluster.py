@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from swiftkv_platform.control_plane.ray.jobs import ListedSubmission, Submission, SubmissionStatus
-from swiftkv_platform.control_plane.ray.placement import Node
+from swiftkv_platform.control_plane.ray import ListedSubmission, Node, Submission, SubmissionStatus
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.redaction import redact
 

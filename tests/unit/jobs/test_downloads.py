@@ -19,7 +19,7 @@ from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
 from swiftkv_platform.jobs.worker.setup import StoreFiles, get_access, resolve_teacher
 from swiftkv_platform.sources import FileSource, HubSource, parse_source
-from swiftkv_platform.sources.access import list_file_ids
+from swiftkv_platform.sources.names import list_file_ids
 from swiftkv_platform.specs import EvaluationSpec, JobSpec, ModelSpec, RowTaskSpec
 from swiftkv_platform.storage.addresses import open_store
 from tests.support.captured_traffic import DEPLOYMENT, SOURCE, Traffic

@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from swiftkv_platform.contract.attempts import PROTOCOL, AttemptId, AttemptRequest, ManifestFile
-from swiftkv_platform.control_plane.ray.jobs import Entrypoint
+from swiftkv_platform.control_plane.ray import Entrypoint
 from swiftkv_platform.errors import ConflictError, DataError, InvalidInputError, QualityGateError
 from swiftkv_platform.jobs import driver
 from swiftkv_platform.jobs.distill import main

@@ -19,7 +19,7 @@ from swiftkv_platform.errors import (
     UnauthenticatedError,
 )
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key, revoke_key, rotate_key
-from swiftkv_platform.specs.publish import WebhookSpec
+from swiftkv_platform.specs.job import WebhookSpec
 
 READ = frozenset({Scope.JOBS_READ})
 

@@ -25,7 +25,7 @@ from swiftkv_platform.specs.base import MAX_REPLICAS, STORED_CONTEXT, Range
 from swiftkv_platform.specs.deployment import DeploymentSpec, ScalingSpec
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.job import CheckpointSpec
-from swiftkv_platform.specs.resources import ResourcesSpec
+from swiftkv_platform.specs.training import ResourcesSpec
 
 _ENDS = ({"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"})
 _BOUNDS = {"integer": _ENDS, "number": _ENDS, "string": ({"maxLength", "pattern", "format"},), "array": ({"maxItems"},)}

@@ -6,7 +6,7 @@ import httpx
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from swiftkv_platform.control_plane.http import error_handlers
+from swiftkv_platform.control_plane.http import responses
 from swiftkv_platform.errors import (
     ClusterUnavailableError,
     DeadlineExceededError,
@@ -38,7 +38,7 @@ def answers(error: SwiftKVError, path: str = "/failing") -> tuple[httpx.Response
         return TestClient(app, raise_server_exceptions=False).get(path)
 
     control_plane, replica = FastAPI(), FastAPI()
-    error_handlers.install_error_handlers(control_plane)
+    responses.install_error_handlers(control_plane)
     add_problem_handlers(replica, [])
     return ask(control_plane), ask(replica)
 

@@ -22,7 +22,7 @@ from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReco
 from swiftkv_platform.control_plane.deployments.rollout_steps import RolloutReconciler
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms
 from swiftkv_platform.control_plane.jobs.reconciler import PollIntervals, PollSchedule, Reconciler
-from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
+from swiftkv_platform.control_plane.ray import SubmissionStatus
 from swiftkv_platform.control_plane.webhooks import WebhookDeliverer, make_webhook_rules, send_webhook
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.object_store import LocalObjectStore

@@ -9,8 +9,7 @@ import pytest
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.jobs.estimates import PROCESS_MEMORY
-from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
-from swiftkv_platform.control_plane.ray.placement import Node
+from swiftkv_platform.control_plane.ray import Node, SubmissionStatus
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, StillClock, refusal
 
 pytestmark = pytest.mark.slow("starts an application for each test")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from swiftkv_platform.control_plane.http import error_handlers
+from swiftkv_platform.control_plane.http import responses
 from swiftkv_platform.errors import DatabaseUnavailableError
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
 
@@ -203,10 +203,8 @@ def test_a_compressed_body_is_refused_with_a_cure(server: Server, path: str) -> 
 def test_a_body_of_errors_is_looked_through_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparing every two of them would take minutes of CPU time for one body."""
     looked: list[int] = []
-    real = error_handlers.drop_redundant_errors
-    monkeypatch.setattr(
-        error_handlers, "drop_redundant_errors", lambda found: (looked.append(len(found)), real(found))[1]
-    )
+    real = responses.drop_redundant_errors
+    monkeypatch.setattr(responses, "drop_redundant_errors", lambda found: (looked.append(len(found)), real(found))[1])
     client = start().client
     many = {f"key_{number}": number for number in range(1020)}
     document = problem(client.post("/jobs", json={"name": "x", **many, "training": many}), 422)

@@ -9,7 +9,7 @@ from openai import OpenAI
 from openai.types.fine_tuning import FineTuningJob, FineTuningJobEvent
 from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 
-from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
+from swiftkv_platform.control_plane.ray import SubmissionStatus
 from tests.unit.control_plane.routes.conftest import URL, Server
 
 pytestmark = pytest.mark.slow("starts an application for each test")

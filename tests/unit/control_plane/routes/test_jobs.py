@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
-from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
-from swiftkv_platform.control_plane.ray.placement import Node
+from swiftkv_platform.control_plane.ray import Node, SubmissionStatus
 from swiftkv_platform.security.keys import Scope, create_key
 from tests.support.fakes.attempt_store import FakeWorker
 from tests.unit.control_plane.routes.conftest import SPEC, URL, Server, Start, refusal

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
+from swiftkv_platform.control_plane.ray import SubmissionStatus
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.redaction import REDACTED, find_secrets, redact
 from swiftkv_platform.security.keys import Scope, create_key

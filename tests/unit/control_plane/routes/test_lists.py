@@ -27,7 +27,7 @@ from swiftkv_platform.control_plane.jobs.job import Event, JobStatus, MetricPoin
 from swiftkv_platform.control_plane.jobs.repository import make_job_columns
 from swiftkv_platform.control_plane.jobs.routes import load_recipes
 from swiftkv_platform.limits import EVENT_BYTES, MANIFEST_BYTES, MANIFEST_VALUES, MODEL_BYTES, PAGE_BYTES, Limit, Scope
-from swiftkv_platform.specs.publish import RolloutSpec
+from swiftkv_platform.specs.job import RolloutSpec
 from swiftkv_platform.storage.artifacts import write_manifest
 from tests.support.records import make_job, make_model, store
 from tests.unit.control_plane.routes.conftest import Server, Start

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.control_plane.base import PageQuery, new_id
-from swiftkv_platform.control_plane.cached_call import CachedCall
+from swiftkv_platform.control_plane.base import CachedCall, PageQuery, new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms
 from swiftkv_platform.control_plane.jobs.job import Event, Job, Reason, make_status_event
@@ -16,7 +15,7 @@ from swiftkv_platform.control_plane.jobs.reconciler import PollIntervals, PollSc
 from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.control_plane.loops import Leadership
 from swiftkv_platform.control_plane.parsing import make_spec_parsers
-from swiftkv_platform.control_plane.ray.jobs import Entrypoint, SubmissionStatus
+from swiftkv_platform.control_plane.ray import Entrypoint, SubmissionStatus
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.traces import NO_SPANS

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.events import Pace
-from swiftkv_platform.control_plane.cached_call import CachedCall
+from swiftkv_platform.control_plane.base import CachedCall
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus, start_attempt, transition
 from swiftkv_platform.control_plane.jobs.queue import check_fits_node_groups, list_unclaimed_bundles
 from swiftkv_platform.control_plane.jobs.reconciler import PollSchedule, Reconciler
-from swiftkv_platform.control_plane.ray.jobs import RayJobs
-from swiftkv_platform.control_plane.ray.placement import Bundle, EmptyNodes, Node, can_place
+from swiftkv_platform.control_plane.ray import Bundle, EmptyNodes, Node, RayJobs, can_place
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.settings import NodeGroup, Settings
 from tests.support.fakes.scripted_server import Script, json_answer, serve

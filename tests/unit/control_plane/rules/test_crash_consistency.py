@@ -15,7 +15,7 @@ from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.base import Caller, PageQuery
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
-from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
+from swiftkv_platform.control_plane.ray import SubmissionStatus
 from tests.support.parameters import WIDE
 from tests.unit.control_plane.rules.conftest import TENANT, Plane
 

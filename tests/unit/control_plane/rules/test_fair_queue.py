@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import TenantPolicies, TenantPolicy
+from swiftkv_platform.control_plane.access.tenants import Demand, TenantPolicies, TenantPolicy
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.jobs.job import (
     TRANSITIONS,

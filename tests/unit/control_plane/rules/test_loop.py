@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.control_plane.cached_call import CachedCall
+from swiftkv_platform.control_plane.base import CachedCall
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.reconciler import PollIntervals, PollSchedule
 from swiftkv_platform.control_plane.jobs.repository import ClusterJob
 from swiftkv_platform.control_plane.loops import LEASE_S, MAX_LEASE_S, ControlLoop, Leadership, Leases
-from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
+from swiftkv_platform.control_plane.ray import SubmissionStatus
 from swiftkv_platform.errors import DatabaseUnavailableError, LeaseLostError
 from tests.unit.control_plane.rules.conftest import Plane
 

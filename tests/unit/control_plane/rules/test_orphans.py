@@ -11,7 +11,7 @@ from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.database.tables import EventRow, JobRow
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, transition
 from swiftkv_platform.control_plane.jobs.reconciler import OrphanCleaner, Reconciler
-from swiftkv_platform.control_plane.ray.jobs import Entrypoint, RayJobs, SubmissionStatus
+from swiftkv_platform.control_plane.ray import Entrypoint, RayJobs, SubmissionStatus
 from swiftkv_platform.errors import ClusterUnavailableError
 from tests.support.fakes.attempt_store import FakeWorker
 from tests.support.fakes.scripted_server import Script, json_answer, serve

@@ -14,7 +14,7 @@ from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.base import PageQuery
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
-from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
+from swiftkv_platform.control_plane.ray import SubmissionStatus
 from swiftkv_platform.errors import StorageError, UnreadableRowError
 from tests.unit.control_plane.rules.conftest import Plane
 

@@ -9,8 +9,7 @@ from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.jobs.job import JobStatus
-from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
-from swiftkv_platform.control_plane.ray.placement import Node
+from swiftkv_platform.control_plane.ray import Node, SubmissionStatus
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.support.fakes.attempt_store import FakeWorker
 from tests.unit.control_plane.rules.conftest import Plane

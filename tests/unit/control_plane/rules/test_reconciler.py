@@ -7,7 +7,7 @@ import pytest
 from swiftkv_platform.contract.attempts import MANIFEST, PROTOCOL, AttemptId
 from swiftkv_platform.control_plane.base import PageQuery
 from swiftkv_platform.control_plane.jobs.job import JobStatus
-from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
+from swiftkv_platform.control_plane.ray import SubmissionStatus
 from tests.support.fakes.attempt_store import METRICS
 from tests.unit.control_plane.rules.conftest import TENANT, Plane
 

@@ -19,7 +19,7 @@ from swiftkv_platform.control_plane.http.merge_patch import ExpectedVersions
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.models.repository import ModelRepository
-from swiftkv_platform.control_plane.ray.placement import Node
+from swiftkv_platform.control_plane.ray import Node
 from swiftkv_platform.errors import (
     ClusterUnavailableError,
     InvalidInputError,

@@ -7,7 +7,7 @@ import pytest
 from swiftkv_platform.contract.attempts import PROTOCOL, AttemptId, AttemptRequest
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason, transition
-from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
+from swiftkv_platform.control_plane.ray import SubmissionStatus
 from swiftkv_platform.errors import IllegalTransitionError
 from tests.support.old_home import old_attempts
 from tests.unit.control_plane.rules.conftest import TENANT, Plane

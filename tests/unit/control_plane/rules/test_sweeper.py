@@ -14,7 +14,7 @@ from swiftkv_platform.control_plane.deployments.deployment import Deployment
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, start_attempt, transition
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.ray.jobs import SubmissionStatus
+from swiftkv_platform.control_plane.ray import SubmissionStatus
 from swiftkv_platform.control_plane.retention import (
     DAY_S,
     JobDataKind,

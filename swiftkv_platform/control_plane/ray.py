@@ -1,28 +1,277 @@
-"""Client of Ray Jobs, over the REST API of Ray's dashboard."""
+"""Client of Ray's dashboard, jobs and nodes, and placement of bundles of resources on nodes.
+
+It uses the documented REST interface, not Ray's SDK: the SDK has no time limits, and distinguishes an unknown
+submission from other failures only by the text of a `RuntimeError`.
+"""
 
 from __future__ import annotations
 
 import codecs
 import io
+import math
+import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import groupby
+from pathlib import Path
 from time import monotonic
 from typing import Any
 from urllib.parse import quote
 
+import aiohttp
 import httpx
 
 from swiftkv_platform.contract.attempts import PROTOCOL, PROTOCOL_OPTION, AttemptId
 from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED_GPUS
-from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, extract_last_error
-from swiftkv_platform.control_plane.ray.placement import Node
+from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.redaction import StreamRedactor
 from swiftkv_platform.settings import NodeGroup
+
+_ERROR_LINE = re.compile(r"^(?:\w+\.)*\w+(?:Error|Exception): ", re.MULTILINE)
+"""Start of a traceback's line with the error."""
+_MAX_REASON_CHARS = 2000
+_WEB_SOCKET_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=3.0)
+_HEARTBEAT_S = 30.0
+"""Seconds between pings: if the dashboard's machine is gone, no connection is closed."""
+_MAX_MESSAGE_BYTES = 64 << 20
+_LIVE_NODES_PATH = "/api/v0/nodes?limit=1&timeout=5&filter_keys=state&filter_predicates=%3D&filter_values=ALIVE"
+
+
+class RayDashboard:
+    """Client of the dashboard at `url`, which connects with the first request. `timeout_s`: max seconds to wait for
+    data. `token_file`: file of Ray's token; by default the environment's."""
+
+    def __init__(self, url: str, *, timeout_s: float, token_file: Path | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._token_file = token_file
+        # A proxy from the environment cannot reach a cluster's own addresses.
+        self._http = httpx.Client(base_url=self.url, timeout=_make_timeout(timeout_s), trust_env=False)
+
+    def request(self, method: str, path: str, *, json: Any = None, timeout_s: float | None = None) -> httpx.Response:
+        """Return Ray's response with any status. `timeout_s`: instead of the client's. Raises `ClusterUnavailableError`
+        without a response."""
+        timeout = self._http.timeout if timeout_s is None else _make_timeout(timeout_s)
+        try:
+            return self._http.request(
+                method, path, json=json, headers=_make_auth_headers(self._token_file), timeout=timeout
+            )
+        except httpx.TransportError as error:
+            raise self.make_no_response_error(error) from error
+
+    @contextmanager
+    def stream(self, path: str, params: Mapping[str, str | int]) -> Iterator[httpx.Response]:
+        """Stream Ray's response to a GET. An unsuccessful response is read at once.
+
+        Raises `ClusterUnavailableError` without a response, and `httpx.RemoteProtocolError` if it is interrupted.
+        """
+        try:
+            with self._http.stream(
+                "GET", path, params=dict(params), headers=_make_auth_headers(self._token_file)
+            ) as response:
+                if not response.is_success:
+                    response.read()
+                yield response
+        except httpx.RemoteProtocolError:
+            raise
+        except httpx.TransportError as error:
+            raise self.make_no_response_error(error) from error
+
+    async def stream_messages(self, path: str) -> AsyncGenerator[str, None]:
+        """Yield the messages of a WebSocket until Ray closes it; none if Ray returns 404.
+
+        Raises `ClusterUnavailableError`.
+        """
+        try:
+            async with (
+                aiohttp.ClientSession(
+                    timeout=_WEB_SOCKET_TIMEOUT, headers=_make_auth_headers(self._token_file)
+                ) as session,
+                session.ws_connect(
+                    f"{self.url}{path}", heartbeat=_HEARTBEAT_S, max_msg_size=_MAX_MESSAGE_BYTES
+                ) as socket,
+            ):
+                async for message in socket:
+                    if message.type is aiohttp.WSMsgType.ERROR:
+                        raise self.make_no_response_error(socket.exception() or ConnectionError())
+                    yield str(message.data)
+        except aiohttp.WSServerHandshakeError as error:
+            if error.status != httpx.codes.NOT_FOUND:
+                raise self.make_no_response_error(error) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise self.make_no_response_error(error) from error
+
+    def parse_object(self, response: httpx.Response, action: str) -> dict[str, Any]:
+        """Return the JSON object of a response. Raises `ClusterUnavailableError` ("could not `action`") for an
+        unsuccessful one."""
+        self.check_success(response, action)
+        try:
+            document: dict[str, Any] = response.json()
+        except ValueError as error:
+            raise self.make_failure_error(response, action) from error
+        return document
+
+    def check_success(self, response: httpx.Response, action: str) -> None:
+        """Raise `ClusterUnavailableError` unless the response is successful."""
+        if not response.is_success:
+            raise self.make_failure_error(response, action)
+
+    def check_alive(self) -> None:
+        """Raise `ClusterUnavailableError` unless Ray responds and has a live node (the head counts): without one it
+        accepts no jobs."""
+        document = self.parse_object(self.request("GET", _LIVE_NODES_PATH), "list its nodes")
+        if not document["data"]["result"]["result"]:
+            raise self._make_unavailable_error("has no live node")
+
+    def make_failure_error(self, response: httpx.Response, action: str) -> ClusterUnavailableError:
+        """Return the error for an unsuccessful response: Ray could not `action`."""
+        hint = ""
+        if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            hint = "; its token is read from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
+        why = extract_last_error(response.text) or response.reason_phrase
+        return self._make_unavailable_error(f"could not {action}: {response.status_code} {why}{hint}")
+
+    def make_no_response_error(self, error: BaseException) -> ClusterUnavailableError:
+        """Return the error for a request without a response."""
+        return self._make_unavailable_error(
+            f"does not answer: {error or type(error).__name__}; is it running, and is SWIFTKV_RAY_DASHBOARD_URL "
+            "its dashboard's address?"
+        )
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _make_unavailable_error(self, problem: str) -> ClusterUnavailableError:
+        return ClusterUnavailableError(f"Ray at {self.url} {problem}", field="ray_dashboard_url", value=self.url)
+
+
+def _make_timeout(timeout_s: float) -> httpx.Timeout:
+    return httpx.Timeout(timeout_s, connect=3.0)
+
+
+def extract_last_error(text: str) -> str:
+    """Return the error at the end of a traceback, or the text itself without a traceback; at most 2000 characters."""
+    starts = [match.start() for match in _ERROR_LINE.finditer(text)]
+    return text[starts[-1] if starts else 0 :].strip()[:_MAX_REASON_CHARS]
+
+
+def _make_auth_headers(token_file: Path | None) -> dict[str, str]:
+    """Return the header with Ray's bearer token, if there is one. Read for each request, since a restarted Ray may
+    have another token."""
+    token = "" if token_file else os.environ.get("RAY_AUTH_TOKEN", "").strip()
+    if not token:
+        named = token_file or os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token"
+        path = Path(named).expanduser()
+        token = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+Bundle = Mapping[str, float]
+"""Resources that must be on one node, by Ray's names."""
+_RESOURCE_PRECISION = 1e-4
+"""Ray counts resources in ten-thousandths."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node's resources by Ray's names: `CPU`, `GPU`, `memory` (bytes), `accelerator_type:H100`."""
+
+    total: Bundle
+    free: Bundle
+    """Resources not held by tasks, actors and placement groups."""
+
+
+def normalize_resource_name(name: str) -> str:
+    """Normalize the name of a resource: Ray's dashboard changes capitals and underscores."""
+    return name if name in ("CPU", "GPU", "memory") else name.lower().replace("_", "")
+
+
+def can_place(nodes: Iterable[Bundle], bundles: Sequence[Bundle]) -> bool:
+    """Whether all bundles fit on the nodes at the same time."""
+    return reserve([normalize_resources(node) for node in nodes], bundles)
+
+
+class EmptyNodes:
+    """Empty nodes, optimized for many queries: of nodes with equal resources, only as many are tried as there are
+    bundles."""
+
+    def __init__(self, totals: Iterable[Bundle]) -> None:
+        self._nodes = [normalize_resources(total) for total in totals]
+        self._groups: dict[tuple[str, ...], dict[tuple[float, ...], list[int]]] = {}
+        """Indices of nodes by amounts, by the names of the resources."""
+
+    def can_place(self, bundles: Sequence[Bundle]) -> bool:
+        """Whether all bundles fit on the nodes at the same time, as `can_place` above decides."""
+        names = tuple(sorted({"GPU", "CPU"}.union(*({n for n, amount in each.items() if amount} for each in bundles))))
+        if names not in self._groups:
+            alike = self._groups[names] = {}
+            for index, node in enumerate(self._nodes):
+                alike.setdefault(tuple([node.get(name, 0.0) for name in names]), []).append(index)
+        chosen = sorted(index for indices in self._groups[names].values() for index in indices[: len(bundles)])
+        return reserve([dict(self._nodes[index]) for index in chosen], bundles)
+
+
+def compute_max_deployment_resources(total: float, share: float) -> float:
+    """Return the max amount of a cluster's resource for replicas: a share rounded up, so that one replica fits."""
+    return min(math.ceil(total * share), total)
+
+
+def normalize_resources(resources: Bundle) -> dict[str, float]:
+    """Return a copy of a node's resources by normalized names, which `reserve` may change."""
+    return {normalize_resource_name(name): amount for name, amount in resources.items()}
+
+
+def reserve(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
+    """Reserve resources for all bundles. The first bundle may differ from the others, which are equal. Returns
+    False, and reserves nothing, if they do not fit at the same time."""
+    if _reserve_in_order(nodes, bundles):
+        return True
+    first, others = bundles[:1], bundles[1:]
+    if not others or first[0] == others[0] or not _reserve_in_order([dict(node) for node in nodes], others):
+        return False
+    for node in nodes:  # the others may fit if the first one takes another node
+        if _reserve_in_order([node], first):
+            if _reserve_in_order(nodes, others):
+                return True
+            _add_resources(node, first[0])
+    return False
+
+
+def _reserve_in_order(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
+    """Reserve each bundle on the fitting node with the fewest GPUs, then CPUs. Returns False, and reserves nothing,
+    if one does not fit."""
+    # per run of equal bundles: fitting nodes, fewest GPUs first; on failure, release what was reserved
+    taken: list[tuple[dict[str, float], Bundle]] = []
+    for _, alike in groupby(bundles, key=id):
+        first, *others = alike
+        requested = {name: amount for name, amount in first.items() if amount}
+        holding = [node for node in nodes if _has_capacity(node, requested)]
+        # A node that was taken from still has fewer than those behind it.
+        fewest_first = iter(sorted(holding, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0))))
+        node = next(fewest_first, None)
+        for _ in (first, *others):
+            while node is not None and not _has_capacity(node, requested):
+                node = next(fewest_first, None)
+            if node is None:
+                for where, what in taken:
+                    _add_resources(where, what)
+                return False
+            _add_resources(node, requested, sign=-1)
+            taken.append((node, requested))
+    return True
+
+
+def _add_resources(node: dict[str, float], bundle: Bundle, sign: int = 1) -> None:
+    for name, amount in bundle.items():
+        node[name] = node.get(name, 0.0) + sign * amount
+
+
+def _has_capacity(node: Bundle, requested: Bundle) -> bool:
+    return all(node.get(name, 0.0) + _RESOURCE_PRECISION >= amount for name, amount in requested.items())
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""Ray's dashboard over HTTP, and placement on Ray's nodes, for jobs and deployments."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
@@ -13,8 +14,83 @@ import typer.main
 from typer.core import TyperCommand, TyperGroup
 
 from swiftkv_platform import __version__
-from swiftkv_platform.cli.examples import EXAMPLES
 from swiftkv_platform.cli.output import ErrorReportingGroup
+
+EXAMPLES: Mapping[str, str] = {
+    "distill": "swiftkv distill --model meta-llama/Llama-3.2-1B --data chats.jsonl --output student",
+    "evaluate": "swiftkv evaluate student --tasks builtin:ifeval --html report.html",
+    "serve": "swiftkv serve student --port 8080",
+    "convert": "swiftkv convert meta-llama/Llama-3.2-1B start --calibration chats.jsonl",
+    "export": "swiftkv export student exported --quantize int8",
+    "analyze": "swiftkv analyze meta-llama/Llama-3.2-1B --text chats.jsonl --measure",
+    "plan": "swiftkv plan meta-llama/Llama-3.2-1B -l 8 -g 2 --sequence-length 32768",
+    "recipes list": "swiftkv recipes list",
+    "recipes copy": "swiftkv recipes copy builtin-python-5m my-job.yaml",
+    "up": "swiftkv up --port 8000",
+    "down": "swiftkv down",
+    "status": "swiftkv status --json",
+    "demo": "swiftkv demo --output report.json",
+    "doctor": "swiftkv doctor",
+    "jobs submit": "swiftkv jobs submit --recipe builtin-python-5m --set training.max_steps=100 --follow",
+    "jobs clone": "swiftkv jobs clone my-job --set training.max_steps=200",
+    "jobs validate": "swiftkv jobs validate --file my-job.yaml",
+    "jobs list": "swiftkv jobs list --status running",
+    "jobs recipes": "swiftkv jobs recipes",
+    "jobs get": "swiftkv jobs get my-job",
+    "jobs watch": "swiftkv jobs watch my-job",
+    "jobs logs": "swiftkv jobs logs my-job --tail 100",
+    "jobs cancel": "swiftkv jobs cancel my-job",
+    "jobs pause": "swiftkv jobs pause my-job",
+    "jobs resume": "swiftkv jobs resume my-job --cost-cap 50",
+    "jobs delete": "swiftkv jobs delete my-job",
+    "jobs schema": "swiftkv jobs schema > job.schema.json",
+    "jobs events": "swiftkv jobs events my-job",
+    "jobs metrics": "swiftkv jobs metrics my-job --json",
+    "jobs checkpoints": "swiftkv jobs checkpoints my-job",
+    "jobs artifacts": "swiftkv jobs artifacts my-job",
+    "jobs download": "swiftkv jobs download my-job student",
+    "jobs wandb-sync": "swiftkv jobs wandb-sync my-job --dry-run",
+    "files upload": "swiftkv files upload chats.jsonl --expires-in 30",
+    "files list": "swiftkv files list",
+    "files show": "swiftkv files show chats.jsonl",
+    "files download": "swiftkv files download chats.jsonl copy.jsonl",
+    "files delete": "swiftkv files delete chats.jsonl",
+    "models list": "swiftkv models list --limit 50",
+    "models get": "swiftkv models get my-model",
+    "models import": "swiftkv models import ./student --name my-model",
+    "models create": "swiftkv models create --from-checkpoint my-job:400 --wait",
+    "models publish": "swiftkv models publish my-model --to hf://my-organization/my-model",
+    "models lineage": "swiftkv models lineage my-model",
+    "models promote": "swiftkv models promote my-model --reason 'KL below 0.05'",
+    "models rollback": "swiftkv models rollback --reason 'wrong answers'",
+    "models delete": "swiftkv models delete my-model",
+    "models aliases": "swiftkv models aliases --alias production",
+    "compare": "swiftkv compare my-model production --rows 20",
+    "deployments list": "swiftkv deployments list",
+    "deployments get": "swiftkv deployments get my-model",
+    "deployments update": "swiftkv deployments update my-model --set capture.share=0.1 --set max_replicas=4",
+    "deployments metrics": "swiftkv deployments metrics my-model",
+    "deployments rollouts": "swiftkv deployments rollouts my-model",
+    "deployments rollback": "swiftkv deployments rollback my-model my-job --reason 'wrong answers'",
+    "deployments delete": "swiftkv deployments delete my-model",
+    "deployments schema": "swiftkv deployments schema > deployment.schema.json",
+    "traffic show": "swiftkv traffic show my-model",
+    "traffic rows": "swiftkv traffic rows my-model --within 1d",
+    "traffic delete": "swiftkv traffic delete my-model --user user-17",
+    "deploy": "swiftkv deploy my-model --max-replicas 2",
+    "generate": "swiftkv generate 'Write a haiku.' --max-tokens 64",
+    "keys create": "swiftkv keys create alice --scope generate --expires-in 90d",
+    "keys rotate": "swiftkv keys rotate alice --overlap 7d",
+    "keys list": "swiftkv keys list",
+    "keys revoke": "swiftkv keys revoke alice",
+    "quota": "swiftkv quota",
+    "audit": "swiftkv audit --within 7d --status 403",
+    "prune": "swiftkv prune --dry-run",
+    "backup": "swiftkv backup ./backup",
+    "restore": "swiftkv restore ./backup",
+    "sweep": "swiftkv prune",
+}
+"""Examples by command. Names such as `my-job` stand for the caller's own."""
 
 
 class _Command(NamedTuple):
@@ -45,7 +121,7 @@ _COMMANDS: dict[str, dict[str, _Command]] = {
         "plan": _Command(
             "plan:plan", "Estimate prefill FLOPs (paper, table 1) and KV cache bytes of students and their teacher."
         ),
-        "recipes": _Command("recipes:recipes_app", "List and copy the packaged example job specs."),
+        "recipes": _Command("jobs:recipes_app", "List and copy the packaged example job specs."),
     },
     _LOCAL_PLATFORM: {
         "up": _Command(
@@ -71,12 +147,12 @@ _COMMANDS: dict[str, dict[str, _Command]] = {
         "files": _Command("files:files_app", "Manage uploaded training data (`file-...`)."),
         "models": _Command("models:models_app", "Manage distilled models and their aliases."),
         "compare": _Command(
-            "compare:compare",
+            "models:compare",
             "Compare two models: quality, prefill compute, KV cache, job specs, and evaluation tasks row by row.",
         ),
         "deployments": _Command("deployments:deployments_app", "Manage deployments. Create one with `swiftkv deploy`."),
-        "traffic": _Command("traffic:traffic_app", "Show and delete captured requests of deployments."),
-        "deploy": _Command("deploy:deploy", "Deploy a distilled model."),
+        "traffic": _Command("deployments:traffic_app", "Show and delete captured requests of deployments."),
+        "deploy": _Command("serve:deploy", "Deploy a distilled model."),
         "generate": _Command("generate:generate", "Generate a completion with a deployed model, streamed to stdout."),
     },
     _OPERATOR: {
@@ -113,7 +189,7 @@ class LazyCommand(TyperCommand):
 
     @cached_property
     def imported_command(self) -> Any:
-        """The command or group, with the examples of `swiftkv_platform.cli.examples` below its help."""
+        """The command or group, with the examples of `swiftkv_platform.cli.app` below its help."""
         module, _, attribute = self._entry.target.partition(":")
         target = getattr(import_module(f"swiftkv_platform.cli.{module}"), attribute)
         if not isinstance(target, typer.Typer):

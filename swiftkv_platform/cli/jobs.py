@@ -1,4 +1,5 @@
-"""`swiftkv jobs`: submit, inspect, follow and control distillation jobs, and download their outputs."""
+"""`swiftkv jobs`: submit, inspect, follow and control distillation jobs, and download their outputs;
+`swiftkv recipes`: the job specs that ship with the package."""
 
 from __future__ import annotations
 
@@ -35,6 +36,7 @@ from swiftkv_platform.cli.output import (
     get_console,
     get_error_console,
     print_deleted,
+    print_items,
     print_json,
     print_line,
     print_result,
@@ -42,8 +44,7 @@ from swiftkv_platform.cli.output import (
     print_table,
     print_table_result,
 )
-from swiftkv_platform.cli.recipes import describe_recipe, print_recipes
-from swiftkv_platform.errors import InvalidInputError, NotFoundError, SwiftKVError
+from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, SwiftKVError
 from swiftkv_platform.local.formats import format_count, format_duration, format_size
 
 if TYPE_CHECKING:
@@ -582,3 +583,75 @@ def describe_queue(job: Job) -> str | None:
 def describe_queue_position(job: Job) -> str | None:
     """Return a queued job's position in its tenant's queue; None if unknown."""
     return f"queue position {job.queue_place}" if job.queue_place else None
+
+
+if TYPE_CHECKING:
+    from swiftkv_platform.specs import JobSpec
+
+recipes_app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+_SCHEMA_COMMENT = "# yaml-language-server: $schema="
+
+
+def describe_recipe(name: str, description: str, spec: Mapping[str, Any] | JobSpec) -> dict[str, str]:
+    """Return name, teacher, GPUs, expected time and purpose of a recipe."""
+    from swiftkv_platform.sources.recipes import split_description
+    from swiftkv_platform.specs import JobSpec
+
+    job = JobSpec.model_validate(spec)
+    resources = job.resources
+    gpus = resources.max_workers * resources.gpus_per_worker
+    kind = resources.accelerator_type or "any"
+    purpose, time = split_description(description)
+    return {
+        "recipe": name,
+        "teacher": job.model.name_or_path,
+        "GPUs": f"{gpus:g} ({kind})" if gpus else "none",
+        "time": time,
+        "purpose": purpose,
+    }
+
+
+def print_recipes(recipes: list[dict[str, str]]) -> None:
+    columns: Columns = {name: name for name in ("recipe", "teacher", "GPUs", "time", "purpose")}
+    print_items(recipes, columns, empty="No recipes.")
+
+
+@recipes_app.command("list")
+def list_recipes(json: Json = False) -> None:
+    """List the recipes with teacher, GPUs, expected time and purpose; docs/training.md has their known results."""
+    import yaml
+
+    from swiftkv_platform.sources.recipes import find_recipes, read_description
+
+    texts = {name: path.read_text(encoding="utf-8") for name, path in find_recipes().items()}
+    found = [describe_recipe(name, read_description(text), yaml.safe_load(text)) for name, text in texts.items()]
+    if json:
+        print_json({"recipes": found})
+    else:
+        print_recipes(found)
+
+
+@recipes_app.command("copy")
+def copy_recipe(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Recipe, as `swiftkv recipes list` shows it.")],
+    to: Annotated[
+        Path | None, typer.Argument(metavar="FILE", dir_okay=False, help="New file. Default: NAME.yaml.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Copy a recipe, including its comments, to a new file. Editors find the spec's schema by its first line."""
+    from swiftkv_platform.sources.recipes import JOB_SCHEMA, find_recipe, remove_editor_comment
+
+    target = to or Path(f"{name}.yaml")
+    text = remove_editor_comment(find_recipe(name).read_text(encoding="utf-8"))
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(f"{_SCHEMA_COMMENT}{JOB_SCHEMA.as_uri()}\n{text}")
+    except FileExistsError as error:
+        raise ConflictError(f"{target} already exists; use another FILE", field="file", value=str(target)) from error
+    print_result(
+        {"recipe": name, "file": str(target)},
+        f"Copied {name} to {target}. Edit it, then run `swiftkv jobs submit -f {target}` or `swiftkv distill`.",
+        json=json,
+    )

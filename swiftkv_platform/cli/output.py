@@ -35,6 +35,8 @@ GATE_EXIT_CODE = 2
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Visible forms of control characters, with which texts of other people could change the terminal."""
+_MAX_CELL_CHARS = 60
+"""Max characters of a shortened text."""
 _COLUMN_GAP = 2
 """Spaces between the columns of a table."""
 
@@ -298,3 +300,9 @@ def _print_error(error: SwiftKVError, *, as_json: bool) -> None:
         document["status"] = error.status
         document["errors"] = [item.model_dump(mode="json") for item in error.errors]
     typer.echo(json.dumps({"error": document}, default=str, ensure_ascii=False), err=True)
+
+
+def shorten(text: str | None) -> str:
+    """Return the beginning of a text on one line."""
+    line = " ".join((text or "").split())
+    return line if len(line) <= _MAX_CELL_CHARS else f"{line[: _MAX_CELL_CHARS - 1]}…"

@@ -13,8 +13,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from swiftkv_platform.cli.app import app, load_commands
-from swiftkv_platform.cli.examples import EXAMPLES
+from swiftkv_platform.cli.app import EXAMPLES, app, load_commands
 
 SLOW_MODULES = {"httpx", "obstore", "ray", "sqlalchemy", "structlog", "torch", "transformers", "yaml"}
 """Modules whose import takes most of a second together."""

@@ -42,7 +42,7 @@ from swiftkv_platform.jobs.worker.measure import StudentEvaluator
 from swiftkv_platform.jobs.worker.setup import get_compute_dtype
 from swiftkv_platform.model import packed_attention
 from swiftkv_platform.model.calibration import calibrate_layerwise, heads
-from swiftkv_platform.model.families import get_student_classes, make_student_config
+from swiftkv_platform.model.causal_lm import get_student_classes, make_student_config
 from swiftkv_platform.model.packed_attention import (
     AttentionImplementation,
     VarlenOperator,

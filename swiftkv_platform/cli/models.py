@@ -1,4 +1,4 @@
-"""`swiftkv models`: distilled models, their aliases and their promotions; `swiftkv compare`: two models side by side."""
+"""`swiftkv models`: distilled models, their aliases and promotions; `swiftkv compare`: two models side by side."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`swiftkv serve`: serve a model with an OpenAI-compatible API on this machine, without a control plane; `swiftkv deploy`:
-deploy a model on the platform."""
+"""`swiftkv serve`: serve a model with an OpenAI-compatible API on this machine, without a control plane;
+`swiftkv deploy`: deploy a model on the platform."""
 
 from __future__ import annotations
 

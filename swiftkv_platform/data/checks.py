@@ -18,7 +18,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
-from swiftkv_platform.data.evaluation_rows import get_row_formats
+from swiftkv_platform.data.evaluation_rows import compile_schema, get_row_formats
 from swiftkv_platform.data.files import (
     Row,
     can_read_zstandard,
@@ -42,7 +42,6 @@ from swiftkv_platform.data.formats import (
     match_format,
 )
 from swiftkv_platform.data.messages import RowError
-from swiftkv_platform.data.row_metrics import compile_schema
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.limits import (
     CHECKED_BYTES,

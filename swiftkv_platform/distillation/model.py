@@ -44,7 +44,7 @@ from swiftkv_platform.model.packed_attention import (
     make_packed_context,
     run_lower_layers_by_span,
 )
-from swiftkv_platform.planning.parameters import split_by_size
+from swiftkv_platform.planning.architecture import split_by_size
 from swiftkv_platform.planning.training import LOGITS_PER_CHUNK, LOGITS_PER_PASS, MIN_CHUNK_ROWS
 from swiftkv_platform.private_directories import ensure_private_directory
 from swiftkv_platform.specs import DistillationSpec, JobSpec

@@ -14,8 +14,7 @@ from swiftkv_platform.specs.sampling import EarlyExit, SamplingParams
 from swiftkv_platform.specs.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
-    from swiftkv_platform.engine.async_engine import AsyncLLMEngine
-    from swiftkv_platform.engine.llm_engine import LLMEngine
+    from swiftkv_platform.engine.llm_engine import AsyncLLMEngine, LLMEngine
     from swiftkv_platform.engine.outputs import RequestMetrics, RequestOutput, RequestStream
     from swiftkv_platform.engine.requests import Prompt
 
@@ -33,7 +32,7 @@ __all__ = [
 ]
 
 _LAZY_MODULES = {
-    "AsyncLLMEngine": "async_engine",
+    "AsyncLLMEngine": "llm_engine",
     "LLMEngine": "llm_engine",
     "Prompt": "requests",
     "RequestMetrics": "outputs",

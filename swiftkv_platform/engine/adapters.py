@@ -30,7 +30,7 @@ from swiftkv_platform.configs.adapter import (
 from swiftkv_platform.engine.kernels.packing import PackedWeight
 from swiftkv_platform.engine.weights import FusedLinearPart, drop_teacher_projections
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.families import get_student_classes
+from swiftkv_platform.model.causal_lm import get_student_classes
 from swiftkv_platform.model.weights.adapters import FindBase, open_merged_model
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.model.weights.loading import StoredWeights, build_on_meta, make_name_converter

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from swiftkv_platform.engine.block_manager import BlockTable
-from swiftkv_platform.engine.kv_cache import KVCache, SlotRun, StepCache
+from swiftkv_platform.engine.kv_cache import BlockTable, KVCache, SlotRun, StepCache
 from swiftkv_platform.engine.scheduler import ScheduledSequence
 from swiftkv_platform.engine.varlen import VarlenArguments, VarlenSettings, split_consecutive_runs
 from swiftkv_platform.model.attention import KeyValue

@@ -23,10 +23,10 @@ from swiftkv_platform.engine.sharding import check_divisible, load_shard
 from swiftkv_platform.engine.weights import align_weights, fuse_weights, use_kernels
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.model.causal_lm import get_student_classes  # registers the SwiftKV classes with the Auto classes
 from swiftkv_platform.model.configuration import read_config, read_generation_config
 from swiftkv_platform.model.conversion import resolve_dense_model
 from swiftkv_platform.model.decoder import LENGTH_DEPENDENT_ROPE, read_rope_parameters
-from swiftkv_platform.model.families import get_student_classes  # registers the SwiftKV classes with the Auto classes
 from swiftkv_platform.model.tokenizers import find_highest_token_id, get_end_ids, has_tokenizer, load_tokenizer
 from swiftkv_platform.model.weights.adapters import FindBase
 from swiftkv_platform.model.weights.checkpoint import Checkpoint

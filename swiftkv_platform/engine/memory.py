@@ -12,8 +12,14 @@ import psutil
 import torch
 
 from swiftkv_platform.engine import kernels
-from swiftkv_platform.engine.block_manager import BlockManager
-from swiftkv_platform.engine.kv_cache import KVCache, LayerShape, StorageFormat, TensorShape, get_bytes_per_block
+from swiftkv_platform.engine.kv_cache import (
+    BlockManager,
+    KVCache,
+    LayerShape,
+    StorageFormat,
+    TensorShape,
+    get_bytes_per_block,
+)
 from swiftkv_platform.engine.loading import LoadedModel
 from swiftkv_platform.engine.scheduler import ScheduledSequence
 from swiftkv_platform.engine.sequence import Sequence

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swiftkv_platform.engine.block_manager import BlockManager
 from swiftkv_platform.engine.drafting import NO_DRAFT, Draft
 from swiftkv_platform.engine.fairness import FairOrder
 from swiftkv_platform.engine.grammars import GrammarCpuTime
+from swiftkv_platform.engine.kv_cache import BlockManager
 from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
 from swiftkv_platform.web.limiters import Sender
 

@@ -6,10 +6,10 @@ import enum
 import time
 from functools import cached_property
 
-from swiftkv_platform.engine.block_manager import BlockTable
 from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer
 from swiftkv_platform.engine.drafting import AcceptanceHistory
 from swiftkv_platform.engine.grammars import Constraint
+from swiftkv_platform.engine.kv_cache import BlockTable
 from swiftkv_platform.engine.outputs import FinishReason, RequestMetrics, RequestOutput, StepResult, TokenLogprobs
 from swiftkv_platform.specs.sampling import SamplingParams
 from swiftkv_platform.student_shape import find_deep_start

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.calibration import TokenBatch, calibrate, calibrate_layerwise
+from swiftkv_platform.model.causal_lm import get_student_classes, make_student_config
 from swiftkv_platform.model.configuration import read_config
-from swiftkv_platform.model.families import get_student_classes, make_student_config
 from swiftkv_platform.model.tokenizers import has_tokenizer, load_tokenizer
 from swiftkv_platform.model.weights.checkpoint import Checkpoint, read_rows
 from swiftkv_platform.model.weights.lazy_student import LazyStudent, plan_copied_start

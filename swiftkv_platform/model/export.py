@@ -19,8 +19,8 @@ from swiftkv_platform.configs.adapter import ADAPTER_FILE, AdapterConfig
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.calibration import TokenBatch
 from swiftkv_platform.model.calibration.rounding import round_layerwise
+from swiftkv_platform.model.causal_lm import get_student_classes
 from swiftkv_platform.model.configuration import read_config, refuse_prefill_only
-from swiftkv_platform.model.families import get_student_classes
 from swiftkv_platform.model.weights.adapters import open_merged_model, write_adapter
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.model.weights.lazy_student import LazyStudent

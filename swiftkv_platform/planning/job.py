@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.planning.architecture import Architecture, read_architecture
+from swiftkv_platform.planning.architecture import Architecture, count_student_parameters, read_architecture
 from swiftkv_platform.planning.config import ConfigSource
 from swiftkv_platform.planning.machines import DEVICE_MEMORY
-from swiftkv_platform.planning.parameters import count_student_parameters
 from swiftkv_platform.planning.serving import ServingSetup, compute_weight_bytes, plan_serving
 from swiftkv_platform.planning.steering import has_rate_search
 from swiftkv_platform.planning.training import FLOAT32_BYTES, TrainingSetup, compute_worker_memory

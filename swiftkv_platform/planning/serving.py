@@ -8,9 +8,14 @@ from dataclasses import dataclass
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.planning.architecture import Architecture, AttentionShape, read_architecture
+from swiftkv_platform.planning.architecture import (
+    Architecture,
+    AttentionShape,
+    count_served_parameters,
+    count_student_parameters,
+    read_architecture,
+)
 from swiftkv_platform.planning.config import ConfigSource
-from swiftkv_platform.planning.parameters import count_served_parameters, count_student_parameters
 from swiftkv_platform.planning.prefill import (
     DTYPE_BYTES,
     QUANTIZED_CACHE_DTYPES,

@@ -14,9 +14,15 @@ from typing import Literal
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.planning.architecture import Architecture, Layer, Linear, read_architecture
+from swiftkv_platform.planning.architecture import (
+    Architecture,
+    Layer,
+    Linear,
+    Parameters,
+    count_student_parameters,
+    read_architecture,
+)
 from swiftkv_platform.planning.config import ConfigSource
-from swiftkv_platform.planning.parameters import Parameters, count_student_parameters
 from swiftkv_platform.planning.prefill import count_attention_pairs, resolve_layer_map, sum_linear_flops
 from swiftkv_platform.specs.job import TRAINABLE_LAYERS, Trainable
 from swiftkv_platform.student_shape import LayerMap, StudentShape

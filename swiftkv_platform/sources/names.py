@@ -1,5 +1,5 @@
 """Parse the name of a model or data set as a built-in source, uploaded file, captured traffic, S3 address, path or hub
-id; make relative paths and times of a spec absolute, or refuse them; and decide which sources a tenant's specs may read.
+id; make relative paths and times of a spec absolute, or refuse them; decide which sources a tenant's specs may read.
 
 A relative path is valid only in the caller's working directory. In a worker's, the same name may be missing, or a hub
 id.

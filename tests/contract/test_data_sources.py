@@ -83,7 +83,7 @@ def test_a_key_is_taken_character_by_character(prefix: str, tmp_path: Path) -> N
 def test_an_adapter_and_its_base_come_from_a_store(
     prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftkv_platform.model.weights.peft.PEFT_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("swiftkv_platform.model.weights.bases.PEFT_CACHE", tmp_path / "cache")
     store, place = open_store(f"s3://{S3Source(prefix).bucket}"), S3Source(prefix)
     base = save_teacher(tmp_path / "base")
     for name, local in (("remote", f"{prefix}/base"), ("local", str(base))):

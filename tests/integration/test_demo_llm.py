@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.local.state import find_marked_processes
+from swiftkv_platform.local.stack import find_marked_processes
 from tests.support.requirements import missing
 
 pytestmark = [

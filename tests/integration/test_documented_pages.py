@@ -20,7 +20,7 @@ import yaml
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from swiftkv_platform.client import Client
-from swiftkv_platform.local.state import RunDirectory, StackState, find_marked_processes
+from swiftkv_platform.local.stack import RunDirectory, StackState, find_marked_processes
 from tests.contract.serving.replicas import save_chat_model
 from tests.support.documented import Block, blocks
 from tests.support.waiting import eventually

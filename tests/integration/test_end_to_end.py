@@ -13,8 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from swiftkv_platform.client import Client, Job
-from swiftkv_platform.local.stack import Stack, StackOptions
-from swiftkv_platform.local.state import find_marked_processes
+from swiftkv_platform.local.stack import Stack, StackOptions, find_marked_processes
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import read_manifest

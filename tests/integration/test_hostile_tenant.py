@@ -12,8 +12,7 @@ import httpx
 import pytest
 
 from swiftkv_platform.client import Client
-from swiftkv_platform.local.stack import Stack, StackOptions
-from swiftkv_platform.local.state import find_marked_processes
+from swiftkv_platform.local.stack import Stack, StackOptions, find_marked_processes
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.integration.test_end_to_end import SPEC

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from swiftkv_platform.local.state import RunDirectory, StackState, find_marked_processes
+from swiftkv_platform.local.stack import RunDirectory, StackState, find_marked_processes
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak("starts and stops a platform several times")]

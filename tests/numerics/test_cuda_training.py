@@ -11,7 +11,7 @@ from swiftkv_platform.distillation.model import DistillationModel
 from swiftkv_platform.distillation.strategy import build_optimizers
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.evaluation.quality import evaluate
-from swiftkv_platform.model.families import get_student_classes
+from swiftkv_platform.model.causal_lm import get_student_classes
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec
 from swiftkv_platform.specs.training import OptimizerSpec

@@ -34,7 +34,7 @@ TOKEN_IDS = random_tokens(1, 40)
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftkv_platform.model.weights.peft.PEFT_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("swiftkv_platform.model.weights.bases.PEFT_CACHE", tmp_path / "cache")
 
 
 def base_of(family: str, tmp_path: Path, **changes: Any) -> tuple[PreTrainedModel, Path]:

@@ -14,7 +14,7 @@ from swiftkv_platform.families import FAMILIES
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.cache import count_cache_bytes, make_cache
 from swiftkv_platform.planning import plan, read_architecture
-from swiftkv_platform.planning.parameters import count_dense_parameters, count_student_parameters
+from swiftkv_platform.planning.architecture import count_dense_parameters, count_student_parameters
 from swiftkv_platform.planning.prefill import Components, Flops, count_forward_flops
 from swiftkv_platform.specs import DistillationSpec
 from swiftkv_platform.student_shape import LayerMap

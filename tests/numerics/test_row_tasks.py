@@ -9,8 +9,14 @@ import pytest
 
 from swiftkv_platform.contract.row_results import RowResult, load_rows
 from swiftkv_platform.data.chat import ChatRenderer
+from swiftkv_platform.data.evaluation_rows import (
+    compile_schema,
+    contains_answer,
+    is_close,
+    is_valid_json,
+    matches_exactly,
+)
 from swiftkv_platform.data.formats import Conversation
-from swiftkv_platform.data.row_metrics import compile_schema, contains_answer, is_close, is_valid_json, matches_exactly
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.evaluation.harness.rows import build_row_tasks, check_row_tasks
 from swiftkv_platform.evaluation.harness.run import TaskScore, run_tasks

@@ -16,7 +16,7 @@ from swiftkv_platform.engine.kv_cache import get_bytes_per_block
 from swiftkv_platform.engine.memory import get_layer_shapes, get_storage_format
 from swiftkv_platform.model import convert
 from swiftkv_platform.planning import TrainingSetup, plan_training, read_architecture, training
-from swiftkv_platform.planning.parameters import count_served_parameters
+from swiftkv_platform.planning.architecture import count_served_parameters
 from swiftkv_platform.planning.serving import ServingSetup, plan_serving
 from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
 from tests.numerics.test_planning import countable, make_teacher

@@ -16,8 +16,7 @@ from swiftkv_platform.cli.app import app as cli
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.demo import make_demo_settings
-from swiftkv_platform.local.stack import Stack, StackOptions, StartError
-from swiftkv_platform.local.state import ProcessRef, RunDirectory
+from swiftkv_platform.local.stack import ProcessRef, RunDirectory, Stack, StackOptions, StartError
 from swiftkv_platform.security.keys import Scope, create_key, revoke_key
 from swiftkv_platform.serve.args import ReplicaArgs, ServedConfig
 from swiftkv_platform.settings import Settings

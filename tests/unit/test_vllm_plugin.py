@@ -11,8 +11,8 @@ import pytest
 from swiftkv_platform.configs import get_layer_windows
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import FAMILIES
+from swiftkv_platform.model.causal_lm import STUDENT_CLASSES
 from swiftkv_platform.model.context import FULL, get_layer_types
-from swiftkv_platform.model.families import STUDENT_CLASSES
 from swiftkv_platform.vllm import register
 from swiftkv_platform.vllm.versions import is_tested
 from tests.support.tiny_models import FAMILY_CONFIGS

@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 
 from swiftkv_platform.contract.row_results import Interval, compute_share_interval, dump_rows
 from swiftkv_platform.evaluation.harness.builtin import set_environment
-from swiftkv_platform.evaluation.harness.row_results import collect_rows, iter_subtasks
+from swiftkv_platform.evaluation.harness.rows import collect_rows, iter_subtasks
 from swiftkv_platform.evaluation.harness.tasks import (
     Fetch,
     Task,

@@ -9,7 +9,7 @@ It takes one forward pass of the teacher, layer by layer (`stream`), and all sum
 add up over rows and workers. `rounding` runs a student in the same way to round its weights to integers.
 """
 
-from swiftkv_platform.model.calibration.layerwise import LayerSource, TokenBatch
+from swiftkv_platform.model.calibration.regression import LayerSource, TokenBatch
 from swiftkv_platform.model.calibration.stream import calibrate, calibrate_layerwise
 
 __all__ = ["LayerSource", "TokenBatch", "calibrate", "calibrate_layerwise"]

@@ -18,7 +18,7 @@ from torch import nn
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.attention import KeyValue, Rotation
-from swiftkv_platform.model.calibration.layerwise import (
+from swiftkv_platform.model.calibration.regression import (
     MAX_ACTIVATION_BYTES,
     ActivationStore,
     LayerSource,

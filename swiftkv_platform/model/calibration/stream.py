@@ -18,18 +18,20 @@ from torch import nn
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.attention import LatentAttentionMixin
-from swiftkv_platform.model.calibration.heads import HEAD_CALIBRATION
-from swiftkv_platform.model.calibration.latent import LATENT_CALIBRATION
-from swiftkv_platform.model.calibration.layerwise import (
+from swiftkv_platform.model.calibration.heads import HEAD_CALIBRATION, LATENT_CALIBRATION
+from swiftkv_platform.model.calibration.regression import (
     MAX_ACTIVATION_BYTES,
     ActivationStore,
+    CalibrationMethod,
+    GroupSums,
     LayerSource,
+    Regression,
     StoredActivation,
     TokenBatch,
+    factor_with_ridge,
     load_module,
     make_decoder_inputs,
 )
-from swiftkv_platform.model.calibration.regression import CalibrationMethod, GroupSums, Regression, factor_with_ridge
 from swiftkv_platform.model.workers import Workers
 
 K = TypeVar("K")

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers.core_model_loading import revert_weight_conversion
 
+from swiftkv_platform.model.causal_lm import get_student_classes, make_student_config
 from swiftkv_platform.model.configuration import read_config
-from swiftkv_platform.model.families import get_student_classes, make_student_config
 from swiftkv_platform.model.weights.checkpoint import Checkpoint, read_rows
 from swiftkv_platform.model.weights.loading import StoredWeights, build_on_meta, check_checkpoint_fits, get_first_dtype
 from swiftkv_platform.model.weights.writing import write_model_shards

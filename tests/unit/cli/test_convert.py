@@ -41,7 +41,7 @@ def test_convert_then_export(tiny_teacher: Path, tmp_path: Path) -> None:
 def test_a_peft_adapter_is_planned_and_converted(
     tiny_teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftkv_platform.model.weights.peft.PEFT_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("swiftkv_platform.model.weights.bases.PEFT_CACHE", tmp_path / "cache")
     teacher = AutoModelForCausalLM.from_pretrained(tiny_teacher)
     tensors = save_adapter(teacher, tmp_path / "lora", tiny_teacher)
     planned = [run("plan", model, "-l", "3", "--json") for model in (tmp_path / "lora", tiny_teacher)]

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.data.messages import RowError
-from swiftkv_platform.data.row_metrics import (
+from swiftkv_platform.data.evaluation_rows import (
     compile_schema,
     contains_answer,
     is_close,
@@ -14,6 +13,7 @@ from swiftkv_platform.data.row_metrics import (
     matches_exactly,
     parse_last_number,
 )
+from swiftkv_platform.data.messages import RowError
 
 
 @pytest.mark.parametrize(

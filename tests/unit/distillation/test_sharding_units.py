@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from swiftkv_platform.distillation.model import iter_sharding_units
-from swiftkv_platform.model.families import get_student_classes, make_student_config
+from swiftkv_platform.model.causal_lm import get_student_classes, make_student_config
 from swiftkv_platform.planning import read_architecture
-from swiftkv_platform.planning.parameters import count_student_parameters
+from swiftkv_platform.planning.architecture import count_student_parameters
 from swiftkv_platform.student_shape import ShapeRequest, Sharing
 from tests.support.parameters import few
 from tests.support.tiny_models import FAMILY_CONFIGS

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from swiftkv_platform.engine.block_manager import BlockManager, BlockTable
+from swiftkv_platform.engine.kv_cache import BlockManager, BlockTable
 
 BLOCK = 4
 

@@ -16,7 +16,7 @@ from swiftkv_platform.engine.loading import LoadedModel, prepare_model
 from swiftkv_platform.engine.memory import DeviceMemory, make_cache
 from swiftkv_platform.engine.sharding import shard_model
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.model.families import get_student_classes
+from swiftkv_platform.model.causal_lm import get_student_classes
 from swiftkv_platform.student_shape import StudentShape
 from tests.support.engine_schedules import make_drafts_free
 from tests.support.fakes.cuda import (

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftkv_platform.engine import SamplingParams
-from swiftkv_platform.engine.block_manager import BlockManager
 from swiftkv_platform.engine.drafting import Draft
 from swiftkv_platform.engine.grammars import CALLER_BURST_S, SLOW_CALLER_S, GrammarBudget, GrammarCpuTime
+from swiftkv_platform.engine.kv_cache import BlockManager
 from swiftkv_platform.engine.scheduler import (
     MAX_SLOW_GRAMMAR_SHARE,
     MAX_SLOW_GRAMMAR_STEP_S,

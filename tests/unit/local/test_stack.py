@@ -19,12 +19,14 @@ from ray._private import services
 from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED_GPUS
 from swiftkv_platform.local import stack
 from swiftkv_platform.local.ray_head import RayHead, create_token, find_free_ports, make_temp_dir
-from swiftkv_platform.local.stack import Stack, StackOptions, StartError
-from swiftkv_platform.local.state import (
+from swiftkv_platform.local.stack import (
     MARK_VARIABLE,
     ProcessRef,
     RunDirectory,
+    Stack,
+    StackOptions,
     StackState,
+    StartError,
     find_marked_processes,
     start_process,
     stop_marked_processes,

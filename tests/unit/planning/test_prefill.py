@@ -10,7 +10,7 @@ import pytest
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.planning import plan
-from swiftkv_platform.planning.parameters import split_by_size
+from swiftkv_platform.planning.architecture import split_by_size
 from swiftkv_platform.planning.prefill import count_attention_pairs
 from swiftkv_platform.student_shape import LayerMap, ShapeRequest, StudentShape, format_layers, parse_layers
 from tests.support.model_configs import llama_config

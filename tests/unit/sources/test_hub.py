@@ -77,7 +77,7 @@ def test_an_adapter_comes_without_pickles(hub: Hub, tiny_teacher: Path, tmp_path
 def test_a_peft_adapter_and_its_base_come_from_the_hub(
     access: Access, hub: Hub, tiny_teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftkv_platform.model.weights.peft.PEFT_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("swiftkv_platform.model.weights.bases.PEFT_CACHE", tmp_path / "cache")
     upload(hub, tiny_teacher)
     save_adapter(AutoModelForCausalLM.from_pretrained(tiny_teacher), tmp_path / "adapter", MODEL, revision="main")
     hub.repositories["acme/lora"] = {

@@ -13,8 +13,8 @@ import pytest
 
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest
 from swiftkv_platform.errors import ArtifactCorruptError, StorageError
-from swiftkv_platform.storage.artifact_cache import ArtifactCache
 from swiftkv_platform.storage.artifacts import hash_manifest, publish_directory
+from swiftkv_platform.storage.downloads import ArtifactCache
 from swiftkv_platform.storage.object_store import LocalObjectStore
 
 
@@ -121,7 +121,7 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from swiftkv_platform.storage import artifacts
-from swiftkv_platform.storage.artifact_cache import ArtifactCache
+from swiftkv_platform.storage.downloads import ArtifactCache
 from swiftkv_platform.storage.object_store import LocalObjectStore
 
 class Dying(LocalObjectStore):

@@ -9,7 +9,7 @@ import pytest
 from swiftkv_platform.contract import row_results
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.contract.row_results import ModeResult, RowResult, dump_rows
-from swiftkv_platform.control_plane.models.row_comparisons import RowComparisons
+from swiftkv_platform.control_plane.models.routes import RowComparisons
 from tests.support.records import make_job, make_model, store
 from tests.unit.control_plane.routes.conftest import Server, refusal
 
@@ -129,7 +129,7 @@ def test_a_comparison_reads_a_bounded_number_of_bytes(server: Server, monkeypatc
     tasks = {f"t{i}": {f"{j}": float(j % 2) for j in range(10)} for i in range(4)}
     a, b = (evaluate(server, name, **tasks) for name in ("a", "b"))
     size = len(dump_rows(make_rows(tasks["t0"]))[0])
-    module = "swiftkv_platform.control_plane.models.row_comparisons"
+    module = "swiftkv_platform.control_plane.models.routes"
     monkeypatch.setattr(f"{module}.MAX_COMPARED_BYTES", 2 * size)
     assert [task["task"] for task in server.get(f"/models/{a}/compare/{b}")["tasks"]] == ["t0", "t1"]
     assert list_rows(server, a, b, "t3") == [], "a task alone is read"

@@ -1,5 +1,5 @@
-"""Own rows of an evaluation (`evaluation.rows`): a prompt and, if the metric needs one, the expected answer; and scores of
-single answers: exact match, containment, JSON schema and numbers.
+"""Own rows of an evaluation (`evaluation.rows`): a prompt and, if the metric needs one, the expected answer; and scores
+of single answers: exact match, containment, JSON schema and numbers.
 
 White space and Unicode composition never matter. A JSON answer may stand in a code fence, since chat models write one,
 but other text around it counts as invalid.

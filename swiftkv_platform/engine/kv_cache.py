@@ -1,6 +1,7 @@
 """The paged KV cache: its blocks, with reference counts and prefix caching, and its tensors. Knows no sequences.
 
-There are two tensors in each of `num_kv_cache_layers` layers. They hold K and V or, for multi-head latent attention (MLA), the latent and the RoPE key.
+There are two tensors in each of `num_kv_cache_layers` layers. They hold K and V or, for multi-head latent attention
+(MLA), the latent and the RoPE key.
 
 A block is cached once it is full and the KV of all its tokens is committed. Its hash is the SHA-256 of the preceding
 block's hash and its own tokens. The first block's parent hash covers model, adapter, KV dtype, block size and tenant.

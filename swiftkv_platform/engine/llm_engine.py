@@ -1,5 +1,5 @@
-"""The engine: requests in, tokens out, one step at a time (not thread-safe); and the engine for many callers on one event
-loop, whose thread steps the model, so that the loop stays free."""
+"""The engine: requests in, tokens out, one step at a time (not thread-safe); and the engine for many callers on one
+event loop, whose thread steps the model, so that the loop stays free."""
 
 from __future__ import annotations
 

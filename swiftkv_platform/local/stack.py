@@ -2,8 +2,8 @@
 
 The first deployment starts Ray Serve inside Ray, at the address that `up` chose.
 
-The state of a stack is in `{home}/run`. Every process of a stack has the stack's mark in its environment, and its children inherit it. `swiftkv down` finds all
-of them by the mark, whatever their session, group or parent.
+The state of a stack is in `{home}/run`. Every process of a stack has the stack's mark in its environment, and its
+children inherit it. `swiftkv down` finds all of them by the mark, whatever their session, group or parent.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch import nn
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.attention import LatentAttentionMixin
-from swiftkv_platform.model.calibration.heads import HEAD_CALIBRATION, LATENT_CALIBRATION
+from swiftkv_platform.model.calibration.attention import HEAD_CALIBRATION, LATENT_CALIBRATION
 from swiftkv_platform.model.calibration.regression import (
     MAX_ACTIVATION_BYTES,
     ActivationStore,

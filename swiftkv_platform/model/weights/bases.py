@@ -3,8 +3,8 @@ caller passes the function that downloads from an object store.
 
 GGUF files (llama.cpp's format, which needs the package `gguf`) become model directories, cached on each machine, with
 their quantized weights in bfloat16. PEFT LoRA adapters are merged into their base models: a new directory, which
-everything else reads like any model. The base is streamed tensor by tensor. Merged directories are cached on each machine, by the adapter's content and by
-path and change times of the base's files.
+everything else reads like any model. The base is streamed tensor by tensor. Merged directories are cached on each
+machine, by the adapter's content and by path and change times of the base's files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Calibration methods by kind of attention: by head, and latent (MLA).
 
-By head, each upper layer's K and V (before RoPE) are regressed on h, and the layers of a group
-are merged into one K and one V.
+By head, each upper layer's K and V (before RoPE) are regressed on h, and the layers of a group are merged into one K
+and one V.
 
 - Keys. RoPE rotates each frequency (the pair of dimensions j, j + d/2, one complex number) separately, so a group may
   mix its layers' keys with one complex factor per frequency without affecting positions. Per head and frequency the
@@ -18,8 +18,9 @@ are merged into one K and one V.
   head_dim dimensions is lost: v and O'_i are the best approximation of that rank to all O_i v_i. A layer's heads may
   also join the group in another order, which its q_proj and o_proj absorb: the order that loses least of the keys.
 
-With latent attention, latent and rotary key are regressed on h, and a group's layers are merged. A group of one layer copies the other projections. In a longer group a mean of latents would be noise, since each layer
-has its own latent basis, so the layers are merged by the keys and values that they expand their latents to:
+With latent attention, latent and rotary key are regressed on h, and a group's layers are merged. A group of one layer
+copies the other projections. In a longer group a mean of latents would be noise, since each layer has its own latent
+basis, so the layers are merged by the keys and values that they expand their latents to:
 
 - Keys without RoPE. Scores q_i . k_i do not change under a linear map of a head's keys that its queries absorb. Per
   head the shared key is the leading qk_nope_head_dim components of the layers' predicted keys, each weighted by the

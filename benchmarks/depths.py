@@ -75,7 +75,7 @@ from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.sources import UNRESTRICTED
 from swiftkv_platform.specs import JobSpec, load_spec
 from swiftkv_platform.specs.evaluation import TaskSpec
-from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import open_store
 from swiftkv_platform.student_shape import parse_layers
 
 SPEC_FILE = Path(__file__).parent / "configs" / "smollm2-depths.yaml"

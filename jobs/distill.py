@@ -40,9 +40,8 @@ from swiftkv_platform.jobs.failures import Failure, explain_failure
 from swiftkv_platform.jobs.sweep import run_sweep
 from swiftkv_platform.jobs.values import StoppedError
 from swiftkv_platform.logs import configure_logging, get_logger
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.storage.object_store import ObjectStore, open_store
 from swiftkv_platform.traces import get_job_spans
 
 _RAY_TRAIN_ENVIRONMENT = {

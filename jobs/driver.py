@@ -39,9 +39,8 @@ from swiftkv_platform.jobs.failures import explain_failure, find_root_cause
 from swiftkv_platform.jobs.values import STOP_REASONS, GroupMember, RunPlan, StoppedError, WorkerConfig
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory
-from swiftkv_platform.storage.object_store import LocalObjectStore, ObjectStore
+from swiftkv_platform.storage.object_store import LocalObjectStore, ObjectStore, open_store
 from swiftkv_platform.traces import get_job_spans
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.jobs.worker.measure import StudentEvaluator
 from swiftkv_platform.jobs.worker.setup import get_compute_dtype
 from swiftkv_platform.model import packed_attention
-from swiftkv_platform.model.calibration import calibrate_layerwise, heads
+from swiftkv_platform.model.calibration import attention, calibrate_layerwise
 from swiftkv_platform.model.causal_lm import get_student_classes, make_student_config
 from swiftkv_platform.model.packed_attention import (
     AttentionImplementation,
@@ -202,7 +202,7 @@ def fake_cluster(spec: JobSpec) -> Iterator[FakeInputs]:
                 patched.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend))
                 patched.enter_context(patch.object(packed_attention, "choose_operator", _choose_operator))
             patched.enter_context(patch.object(kernels, "find_packed_operator", return_value=None))
-            patched.enter_context(patch.object(heads, "assign_heads", _assign_heads))
+            patched.enter_context(patch.object(attention, "assign_heads", _assign_heads))
             patched.enter_context(
                 patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _propagate_untracked)
             )

@@ -14,7 +14,7 @@ from ray.train.v2._internal.callbacks import DatasetsCallback
 from swiftkv_platform.jobs.attempt.events import checkpoint_on_sigterm, record_sigterm
 from swiftkv_platform.jobs.values import StoppedError, TrainingResult, WorkerConfig
 from swiftkv_platform.specs import ResourcesSpec
-from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import open_store
 
 _MAX_WORKER_FAILURES = 3
 """Restarts of the workers from the newest checkpoint before the attempt fails."""

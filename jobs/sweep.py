@@ -44,9 +44,8 @@ from swiftkv_platform.jobs.failures import explain_failure, find_root_cause
 from swiftkv_platform.jobs.values import STOP_REASONS, StoppedError
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.reports.pages import render_sweep_page
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.object_store import ObjectStore, join_key
+from swiftkv_platform.storage.object_store import ObjectStore, join_key, open_store
 
 
 @dataclass(frozen=True)

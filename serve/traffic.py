@@ -24,8 +24,7 @@ from swiftkv_platform.contract.traffic import (
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.serve.redaction import Redactor
-from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.storage.object_store import ObjectStore, open_store
 from swiftkv_platform.storage.traffic import MAX_ROW_BYTES, TrafficStore, encode_row
 
 if TYPE_CHECKING:

@@ -33,9 +33,9 @@ from swiftkv_platform.sources import Access
 from swiftkv_platform.sources.model_directories import fetch_model_directory
 from swiftkv_platform.specs.deployment import ResolvedAdapter
 from swiftkv_platform.specs.engine import Backend, EngineConfig
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import hash_manifest
 from swiftkv_platform.storage.downloads import ArtifactCache, make_model_download
+from swiftkv_platform.storage.object_store import open_store
 from swiftkv_platform.student_shape import StudentShape
 from swiftkv_platform.web.server import tune_interpreter
 

@@ -18,7 +18,6 @@ from swiftkv_platform.distillation.steering import Progress, choose_model_step
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError, StorageError
 from swiftkv_platform.jobs.attempt.events import EventReporter, PhaseProgressReporter
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import (
     StoredDirectory,
     delete_directory,
@@ -30,7 +29,7 @@ from swiftkv_platform.storage.artifacts import (
     write_manifest,
 )
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.object_store import ObjectStore, join_key
+from swiftkv_platform.storage.object_store import ObjectStore, join_key, open_store
 
 if TYPE_CHECKING:
     from torch import Tensor

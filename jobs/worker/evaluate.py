@@ -56,9 +56,8 @@ from swiftkv_platform.reports.pages import render_evaluation_page
 from swiftkv_platform.sources import Access
 from swiftkv_platform.sources.cards import read_license
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import StoredDirectory, publish_directory
-from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.storage.object_store import ObjectStore, open_store
 from swiftkv_platform.storage.publishing import MODEL_CARD_FILE
 from swiftkv_platform.traces import get_job_spans
 

@@ -66,8 +66,7 @@ from swiftkv_platform.sources import UNRESTRICTED, Access
 from swiftkv_platform.sources.model_directories import fetch_model_directory
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.job import resolve_batch_size, resolve_model_defaults
-from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.storage.object_store import ObjectStore, open_store
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import LLMEngine, RequestOutput

@@ -52,9 +52,8 @@ from swiftkv_platform.sources import UNRESTRICTED, Access, S3Source
 from swiftkv_platform.sources.loader_rules import GENERATION
 from swiftkv_platform.sources.names import CapturedTraffic
 from swiftkv_platform.specs import JobSpec, ModelSpec, ResourcesSpec
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.downloads import list_prefix, make_model_download, open_source_bucket
-from swiftkv_platform.storage.object_store import open_temporary
+from swiftkv_platform.storage.object_store import open_store, open_temporary
 from swiftkv_platform.storage.traffic import TrafficReader, encode_row
 
 _M_MMAP_THRESHOLD = -3  # from glibc's malloc.h

@@ -60,9 +60,8 @@ from swiftkv_platform.jobs.worker.setup import (
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.planning.machines import PEAK_FLOPS
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import StoredDirectory
-from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.storage.object_store import ObjectStore, open_store
 from swiftkv_platform.traces import NO_SPANS, get_job_spans
 
 

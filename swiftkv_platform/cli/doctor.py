@@ -424,7 +424,7 @@ def _report_invalid_url(message: str) -> Finding:
 
 def check_object_store(context: CheckContext) -> Finding:
     """Write, read, list and delete a small object under a unique name."""
-    from swiftkv_platform.storage.addresses import open_store
+    from swiftkv_platform.storage.object_store import open_store
 
     uri = context.settings.resolved_storage_uri
     directory = None if "://" in uri else Path(uri).expanduser()

@@ -146,7 +146,7 @@ def prune(
         RetentionStore,
         RetentionSweeper,
     )
-    from swiftkv_platform.storage.addresses import open_store
+    from swiftkv_platform.storage.object_store import open_store
 
     chosen = load_settings()
     removed: dict[str, RemovedAmount] = {}
@@ -182,7 +182,7 @@ def backup(
 ) -> None:
     """Back up the database and object store to a new directory. The platform can keep running."""
     from swiftkv_platform.local.backup import back_up
-    from swiftkv_platform.storage.addresses import open_store
+    from swiftkv_platform.storage.object_store import open_store
 
     chosen = load_settings()
     with _open_database(chosen) as database, get_error_console().status("Copying"):
@@ -204,7 +204,7 @@ def restore(
 ) -> None:
     """Restore a backup into an empty database and the object store. Stop all control planes first."""
     from swiftkv_platform.local.backup import restore as restore_backup
-    from swiftkv_platform.storage.addresses import open_store
+    from swiftkv_platform.storage.object_store import open_store
 
     chosen = load_settings()
     with _open_database(chosen, new=True) as database, get_error_console().status("Restoring"):

@@ -22,9 +22,9 @@ from swiftkv_platform.sources.peft import LoraConfig, explain_base_errors, parse
 from swiftkv_platform.sources.teacher_config import TEACHER_FIELD, find_adapter, read_teacher_config
 from swiftkv_platform.sources.untrusted_files import UnusableFileError, read_object, read_small_file
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import parse_manifest
 from swiftkv_platform.storage.downloads import make_model_download
+from swiftkv_platform.storage.object_store import open_store
 
 
 def read_model_config(name: str) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from swiftkv_platform.control_plane.access.audit import AuditMiddleware
 from swiftkv_platform.control_plane.access.callers import SIGN_IN_PATH, admit_request
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.deployments import routes as deployments
-from swiftkv_platform.control_plane.deployments import traffic
 from swiftkv_platform.control_plane.files import routes as files
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms
 from swiftkv_platform.control_plane.http.responses import install_error_handlers
@@ -84,7 +83,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     app.add_middleware(RequestTimer, on_response=histograms.observe_request)
     app.add_middleware(RefusalBackoff, statuses=(413, 429))
     app.add_middleware(SecurityHeaders)
-    modules = (jobs, models, deployments, traffic, files, fine_tuning, access)
+    modules = (jobs, models, deployments, files, fine_tuning, access)
     for module in (*modules, health):
         app.include_router(module.router)
     app.mount("/dashboard", PageFiles(directory=access.DASHBOARD_DIRECTORY))

@@ -17,7 +17,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from swiftkv_platform.control_plane.base import Clock, FencingToken, is_due
-from swiftkv_platform.control_plane.database.paging import Repository
+from swiftkv_platform.control_plane.database.session import Repository
 from swiftkv_platform.control_plane.database.tables import LeaseRow
 from swiftkv_platform.errors import DatabaseUnavailableError, LeaseLostError, SwiftKVError
 from swiftkv_platform.logs import get_logger

@@ -24,7 +24,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from swiftkv_platform.control_plane.http.concurrency import Client
 from swiftkv_platform.errors import InvalidInputError, OverloadedError, SwiftKVError
 from swiftkv_platform.limits import (
     CHECK_CPU_SECONDS,
@@ -41,7 +40,7 @@ from swiftkv_platform.limits import (
     UPLOADS_OF_KEY,
     UPLOADS_OF_TENANT,
 )
-from swiftkv_platform.web.limiters import ConcurrencyLimiter, ConcurrencyLimits
+from swiftkv_platform.web.limiters import Client, ConcurrencyLimiter, ConcurrencyLimits
 
 _PARSER_NICENESS = 10
 """CPU priority of a parser process, below that of the control plane."""

@@ -29,7 +29,7 @@ import httpx
 from swiftkv_platform.contract.attempts import PROTOCOL, PROTOCOL_OPTION, AttemptId
 from swiftkv_platform.contract.autoscaling import HIDE_UNRESERVED_GPUS
 from swiftkv_platform.errors import ClusterUnavailableError
-from swiftkv_platform.redaction import StreamRedactor
+from swiftkv_platform.logs import StreamRedactor
 from swiftkv_platform.settings import NodeGroup
 
 _ERROR_LINE = re.compile(r"^(?:\w+\.)*\w+(?:Error|Exception): ", re.MULTILINE)

@@ -28,8 +28,12 @@ from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 from swiftkv_platform.contract.attempts import MANIFEST, attempts_prefix, trials_prefix
 from swiftkv_platform.contract.traffic import TRAFFIC_PREFIX, make_traffic_prefix
 from swiftkv_platform.control_plane.base import Clock, is_due
-from swiftkv_platform.control_plane.database.paging import Repository, get_tenant_row, to_dataclass
-from swiftkv_platform.control_plane.database.session import make_deployments_lock_key
+from swiftkv_platform.control_plane.database.session import (
+    Repository,
+    get_tenant_row,
+    make_deployments_lock_key,
+    to_dataclass,
+)
 from swiftkv_platform.control_plane.database.tables import (
     PENDING,
     AuditRow,
@@ -49,9 +53,8 @@ from swiftkv_platform.control_plane.database.tables import (
 )
 from swiftkv_platform.control_plane.files.repository import find_referencing_jobs
 from swiftkv_platform.control_plane.jobs.job import JobStatus
-from swiftkv_platform.control_plane.models.model import IMPORTED_MODELS_PREFIX, Model
 from swiftkv_platform.control_plane.models.registry import count_superseded_promotions
-from swiftkv_platform.control_plane.models.repository import select_promotions
+from swiftkv_platform.control_plane.models.repository import IMPORTED_MODELS_PREFIX, Model, select_promotions
 from swiftkv_platform.errors import ConflictError, NotFoundError, StorageError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.settings import Settings

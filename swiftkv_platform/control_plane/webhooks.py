@@ -36,7 +36,7 @@ from sqlalchemy.orm import Session, aliased
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.access.usage import count_objects
 from swiftkv_platform.control_plane.base import Clock
-from swiftkv_platform.control_plane.database.paging import Repository, make_row_bytes_expression, to_dataclass
+from swiftkv_platform.control_plane.database.session import Repository, make_row_bytes_expression, to_dataclass
 from swiftkv_platform.control_plane.database.tables import (
     DELIVERED,
     FAILED,

@@ -27,7 +27,6 @@ from swiftkv_platform.control_plane.deployments.rollout_steps import RolloutReco
 from swiftkv_platform.control_plane.files.repository import FileRepository
 from swiftkv_platform.control_plane.files.service import FileSweeper
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms, ControlPlaneMetrics, Readiness
-from swiftkv_platform.control_plane.http.concurrency import TenantConcurrencyLimiter
 from swiftkv_platform.control_plane.jobs.logs import EventFollowers, LogFollowers, WatchedJobs
 from swiftkv_platform.control_plane.jobs.queue import list_reported_nodes
 from swiftkv_platform.control_plane.jobs.reconciler import OrphanCleaner, PollSchedule, Reconciler
@@ -44,10 +43,10 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.private_directories import remove_abandoned_workspaces
 from swiftkv_platform.security.keys import Credentials
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
+from swiftkv_platform.storage.object_store import open_store
 from swiftkv_platform.traces import Spans, open_provider
-from swiftkv_platform.web.limiters import ConcurrencyLimiter, ConcurrencyLimits, RateLimiter
+from swiftkv_platform.web.limiters import ConcurrencyLimiter, ConcurrencyLimits, RateLimiter, TenantConcurrencyLimiter
 
 _STOP_TIMEOUT_S = 20.0
 _JOBS_AT_ONCE = 16

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from swiftkv_platform.contract.events import SteeringData, SteeringReason, TriedRate
-from swiftkv_platform.planning.steering import MAX_TRIALS
+from swiftkv_platform.planning.training import MAX_TRIALS
 from swiftkv_platform.specs import OptimizerSpec, TrainingSpec
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from swiftkv_platform.distillation.steering import (
 from swiftkv_platform.distillation.strategy import DDPStrategy, FSDP2Strategy, Strategy, WeightSource
 from swiftkv_platform.errors import LossNotFiniteError
 from swiftkv_platform.model.packed_attention import TOKENS_MULTIPLE, to_tensors
-from swiftkv_platform.planning.steering import RunSchedule, compute_trial_steps, count_measured_rows
+from swiftkv_platform.planning.training import RunSchedule, compute_trial_steps, count_measured_rows
 from swiftkv_platform.specs import JobSpec, TrainingSpec, ValidationSpec
 
 

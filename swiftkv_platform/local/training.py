@@ -44,10 +44,9 @@ from swiftkv_platform.jobs.values import StoppedError
 from swiftkv_platform.local.ray_head import make_temp_dir
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import is_complete, read_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.object_store import ObjectStore, join_key
+from swiftkv_platform.storage.object_store import ObjectStore, join_key, open_store
 
 LOCAL_STORE, LOCAL_MODEL, LOCAL_FAILURE = "job", "model", "failure.json"
 """Names in the output directory of a run that is unfinished; see `run_job_locally`."""

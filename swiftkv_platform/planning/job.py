@@ -9,8 +9,7 @@ from swiftkv_platform.planning.architecture import Architecture, count_student_p
 from swiftkv_platform.planning.config import ConfigSource
 from swiftkv_platform.planning.machines import DEVICE_MEMORY
 from swiftkv_platform.planning.serving import ServingSetup, compute_weight_bytes, plan_serving
-from swiftkv_platform.planning.steering import has_rate_search
-from swiftkv_platform.planning.training import FLOAT32_BYTES, TrainingSetup, compute_worker_memory
+from swiftkv_platform.planning.training import FLOAT32_BYTES, TrainingSetup, compute_worker_memory, has_rate_search
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.job import BATCH_SIZE
 from swiftkv_platform.student_shape import LayerMap

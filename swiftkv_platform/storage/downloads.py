@@ -32,9 +32,8 @@ from swiftkv_platform.private_directories import ensure_private_directory
 from swiftkv_platform.sources import Access, Boundary, S3Source
 from swiftkv_platform.sources.model_directories import check_model_files
 from swiftkv_platform.sources.names import find_key_fault
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, hash_manifest, read_manifest
-from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectInfo, ObjectStore
+from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectInfo, ObjectStore, open_store
 
 
 def download_model(uri: str, target: Path, *, access: Access, field: str) -> Path:

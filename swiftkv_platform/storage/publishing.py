@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, Self
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest
 from swiftkv_platform.errors import ConflictError, InvalidInputError, ObjectNotFoundError, StorageError
 from swiftkv_platform.limits import MANIFEST_BYTES
-from swiftkv_platform.redaction import redact
+from swiftkv_platform.logs import redact
 from swiftkv_platform.sources import UNBOUNDED, Boundary
 from swiftkv_platform.specs.job import get_repository_name, parse_target_kind
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_file, parse_manifest, read_manifest, to_canonical_json
-from swiftkv_platform.storage.object_store import ObjectStore, read_small_file
+from swiftkv_platform.storage.object_store import ObjectStore, open_store, read_small_file
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

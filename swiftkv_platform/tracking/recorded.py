@@ -19,7 +19,7 @@ import httpx
 
 from swiftkv_platform.client.errors import UnreachableError
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
-from swiftkv_platform.tracking.api_key import find_api_key, get_wandb_server
+from swiftkv_platform.tracking.tracker import find_api_key, get_wandb_server
 
 _FILE_HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
 _BLOCK_BYTES = 32768

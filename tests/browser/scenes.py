@@ -13,7 +13,7 @@ import httpx
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
 from swiftkv_platform.contract.traffic import CapturedRequest, make_day, make_part_name, make_traffic_prefix
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
+from swiftkv_platform.control_plane.deployments.repository import DeploymentStatus
 from swiftkv_platform.control_plane.ray import SubmissionStatus
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import write_manifest

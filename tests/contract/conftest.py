@@ -12,10 +12,8 @@ from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
-from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.models.repository import ModelRepository
-from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.control_plane.models.repository import Model, ModelRepository
+from swiftkv_platform.storage.object_store import ObjectStore, open_store
 from tests.support.fakes.object_store import InMemoryObjectStore
 from tests.support.records import make_job, make_model
 from tests.support.records import store as store_job

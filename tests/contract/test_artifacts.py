@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.errors import ArtifactCorruptError, StorageError
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import (
     StoredDirectory,
     fetch_directory,
     publish_directory,
 )
-from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.storage.object_store import ObjectStore, open_store
 from tests.support.s3_servers import run_rclone, use
 
 

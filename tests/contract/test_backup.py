@@ -11,7 +11,7 @@ from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import PageQuery
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import SessionRow
-from swiftkv_platform.control_plane.deployments.deployment import Deployment
+from swiftkv_platform.control_plane.deployments.repository import Deployment
 from swiftkv_platform.control_plane.jobs.job import JobStatus, MetricPoint
 from swiftkv_platform.control_plane.jobs.repository import IdempotencyKey, JobRepository
 from swiftkv_platform.control_plane.models.registry import RegistryService

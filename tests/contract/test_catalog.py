@@ -11,14 +11,17 @@ from swiftkv_platform.contract.attempts import new_file_id
 from swiftkv_platform.control_plane.access.tenants import Demand, TenantPolicies
 from swiftkv_platform.control_plane.base import PageQuery, new_id
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
-from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
+from swiftkv_platform.control_plane.deployments.repository import (
+    Deployment,
+    DeploymentRepository,
+    DeploymentState,
+    DeploymentStatus,
+)
 from swiftkv_platform.control_plane.files.repository import File, FileRepository
 from swiftkv_platform.control_plane.jobs.job import JobStatus, make_status_event, start_attempt
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
-from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.models.repository import ModelRepository
+from swiftkv_platform.control_plane.models.repository import Model, ModelRepository
 from swiftkv_platform.control_plane.webhooks import Outbox
 from swiftkv_platform.errors import (
     ConflictError,

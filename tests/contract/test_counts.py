@@ -15,11 +15,10 @@ from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import DeploymentRow, PromotionRow
 from swiftkv_platform.control_plane.deployments import repository
-from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
+from swiftkv_platform.control_plane.deployments.repository import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
-from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.models.repository import ModelRepository
+from swiftkv_platform.control_plane.models.repository import Model, ModelRepository
 from swiftkv_platform.control_plane.retention import RetentionRepository
 from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.specs.deployment import ResolvedDeployment

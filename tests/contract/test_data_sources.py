@@ -16,8 +16,8 @@ from swiftkv_platform.jobs.worker.setup import StoreFiles, resolve_teacher
 from swiftkv_platform.sources import Access, S3Source
 from swiftkv_platform.sources.teacher_config import read_config_file, read_teacher_config
 from swiftkv_platform.specs import DataSourceSpec, DataSpec, ModelSpec
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.downloads import download_prefix
+from swiftkv_platform.storage.object_store import open_store
 from tests.support.captured_traffic import NOON, SOURCE, Traffic
 from tests.support.fakes.peft import save_adapter
 from tests.support.fakes.tokenizers import byte_tokenizer

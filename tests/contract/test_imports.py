@@ -9,7 +9,6 @@ import pytest
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.http.concurrency import Client
 from swiftkv_platform.control_plane.models.imports import ModelImporter
 from swiftkv_platform.control_plane.parsing import make_import_parsers
 from swiftkv_platform.errors import ModelError, QuotaExceededError
@@ -18,6 +17,7 @@ from swiftkv_platform.sources import S3Source
 from swiftkv_platform.storage.artifacts import fetch_directory, publish_directory
 from swiftkv_platform.storage.downloads import list_bucket
 from swiftkv_platform.storage.object_store import LocalObjectStore, ObjectStore
+from swiftkv_platform.web.limiters import Client
 from tests.support.components import make_components
 
 CALLER = Caller("acme", "ann")

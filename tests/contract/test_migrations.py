@@ -31,7 +31,7 @@ from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import PageQuery
 from swiftkv_platform.control_plane.database.session import Database, get_newest_revision, make_alembic_config
 from swiftkv_platform.control_plane.database.tables import Base, DeploymentRow, JobReferenceRow, JobRow
-from swiftkv_platform.control_plane.deployments.deployment import Deployment, ResolvedDeployment
+from swiftkv_platform.control_plane.deployments.repository import Deployment, ResolvedDeployment
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.models.registry import RegistryService

@@ -16,8 +16,7 @@ from swiftkv_platform.errors import (
     ObjectNotFoundError,
     StorageError,
 )
-from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore
+from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, open_store
 from tests.support.rays import free_port
 from tests.support.s3_servers import OTHERS, S3, RcloneServer, S3Server, client_environment, use
 

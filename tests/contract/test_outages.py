@@ -22,8 +22,7 @@ from swiftkv_platform.control_plane.ray import SubmissionStatus
 from swiftkv_platform.errors import DatabaseUnavailableError, StorageError
 from swiftkv_platform.jobs.attempt.events import EventReporter, MetricsBuffer
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.object_store import LocalObjectStore
+from swiftkv_platform.storage.object_store import LocalObjectStore, open_store
 from tests.support.components import make_components
 from tests.support.requirements import missing, required_module
 from tests.support.s3_servers import Front, client_environment, run_moto

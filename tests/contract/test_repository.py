@@ -9,7 +9,6 @@ from sqlalchemy import select
 
 from swiftkv_platform.contract.events import Pace
 from swiftkv_platform.control_plane.base import PageQuery, new_id
-from swiftkv_platform.control_plane.database import paging
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import EventRow
 from swiftkv_platform.control_plane.jobs.job import (
@@ -143,7 +142,7 @@ def test_a_repeated_step_replaces_the_earlier_one(jobs: JobRepository) -> None:
 def test_a_page_of_events_counts_the_points_that_are_stored_apart(
     jobs: JobRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paging, "PAGE_BYTES", 20_000)
+    monkeypatch.setattr("swiftkv_platform.control_plane.database.session.PAGE_BYTES", 20_000)
     job = store(jobs, make_job())
     events = [told(job, *range(number * 10, number * 10 + 10)) for number in range(1, 9)]
     odd = [replace(told(job), data={"points": [], "steps": ["a", "b"]}), message(job, "steps")]

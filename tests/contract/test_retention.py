@@ -9,12 +9,11 @@ from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import PageQuery
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import SessionRow
-from swiftkv_platform.control_plane.deployments.deployment import Deployment
+from swiftkv_platform.control_plane.deployments.repository import Deployment
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, MetricPoint, transition
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
-from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.models.repository import ModelRepository
+from swiftkv_platform.control_plane.models.repository import Model, ModelRepository
 from swiftkv_platform.control_plane.retention import JobDataKind, RetentionRepository
 from swiftkv_platform.control_plane.webhooks import Outbox
 from swiftkv_platform.errors import ConflictError, NotFoundError

@@ -17,9 +17,8 @@ from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.files.repository import FileRepository
 from swiftkv_platform.control_plane.jobs.job import make_status_event
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
-from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.models.repository import ModelRepository
+from swiftkv_platform.control_plane.models.repository import Model, ModelRepository
 from swiftkv_platform.control_plane.retention import RetentionRepository
 from swiftkv_platform.control_plane.webhooks import Outbox
 from swiftkv_platform.errors import ConflictError, QuotaExceededError, UnauthenticatedError

@@ -15,13 +15,13 @@ from typing import Any
 
 import httpx
 
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
+from swiftkv_platform.control_plane.deployments.repository import DeploymentStatus
 from swiftkv_platform.control_plane.ray import RayDashboard
 from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.specs.deployment import ResolvedDeployment
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import publish_directory
+from swiftkv_platform.storage.object_store import open_store
 from tests.integration.conftest import wait_for
 
 PROMPTS = [[1, number, 2 * number, 7] for number in range(1, 33)]

@@ -66,7 +66,7 @@ from pathlib import Path
 sys.path.insert(0, {root!r})
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import open_store
 arguments = argparse.ArgumentParser()
 for name, kind in (("--job-id", str), ("--attempt", int), ("--store", str), ("--protocol", int)):
     arguments.add_argument(name, type=kind)

@@ -11,7 +11,7 @@ import pytest
 
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.row_results import load_rows
-from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import open_store
 from tests.support.distill_jobs import JOB, ONE_WORKER, events, job_spec
 from tests.support.otlp_receiver import otlp_receiver
 

@@ -8,8 +8,8 @@ import pytest
 import ray
 
 from swiftkv_platform.local.ray_head import RayHead, make_auth_environment
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
+from swiftkv_platform.storage.object_store import open_store
 from tests.integration.conftest import environment, wait_for
 from tests.integration.planes import ROOT
 from tests.support.distill_jobs import JOB, job_spec, start, starts, wait_for_starts, wait_for_step

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from swiftkv_platform.local.ray_head import RayHead
-from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import open_store
 from tests.integration.conftest import environment, wait_for
 from tests.support.distill_jobs import events, job_spec, start
 from tests.support.ledger import Ledger

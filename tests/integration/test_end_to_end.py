@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.local.stack import Stack, StackOptions, find_marked_processes
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import read_manifest
+from swiftkv_platform.storage.object_store import open_store
 from tests.outside.judges.fine_tuning import tune_and_chat
 from tests.support import browsers
 from tests.support.waiting import eventually

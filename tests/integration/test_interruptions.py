@@ -20,10 +20,9 @@ from swiftkv_platform.contract.attempts import AttemptId, AttemptRequest
 from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.local.ray_head import RayHead
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, hash_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.storage.object_store import ObjectStore, open_store
 from tests.integration.conftest import wait_for
 from tests.integration.planes import Plane, RayCluster
 from tests.support.distill_jobs import (

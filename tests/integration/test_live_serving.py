@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
+from swiftkv_platform.control_plane.deployments.repository import DeploymentState, DeploymentStatus
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.integration.conftest import wait_for

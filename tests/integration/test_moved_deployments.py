@@ -9,12 +9,10 @@ import httpx
 import pytest
 
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
-from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
-from swiftkv_platform.control_plane.models.model import Model, get_import_prefix
-from swiftkv_platform.control_plane.models.repository import ModelRepository
+from swiftkv_platform.control_plane.deployments.repository import Deployment, DeploymentRepository, DeploymentStatus
+from swiftkv_platform.control_plane.models.repository import Model, ModelRepository, get_import_prefix
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.integration.conftest import wait_for

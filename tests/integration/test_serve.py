@@ -9,15 +9,15 @@ import httpx
 import pytest
 import torch
 
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
+from swiftkv_platform.control_plane.deployments.repository import DeploymentState, DeploymentStatus
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.model import convert, export_adapter
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.sources import Access
 from swiftkv_platform.specs.deployment import ResolvedDeployment
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import hash_manifest, read_manifest
+from swiftkv_platform.storage.object_store import open_store
 from swiftkv_platform.storage.traffic import TrafficReader
 from tests.integration.conftest import wait_for
 from tests.integration.load import GREEDY, publish

@@ -9,9 +9,9 @@ import pytest
 from swiftkv_platform.contract.attempts import AttemptId, AttemptRequest
 from swiftkv_platform.contract.row_results import load_rows
 from swiftkv_platform.specs import JobSpec, SweepSpec
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore
+from swiftkv_platform.storage.object_store import open_store
 from tests.integration.conftest import wait_for
 
 pytestmark = [pytest.mark.integration("a sweep of two trials"), pytest.mark.timeout(600)]

@@ -15,7 +15,7 @@ import pytest
 from swiftkv_platform.client import Resource
 from swiftkv_platform.contract.traffic import make_traffic_prefix
 from swiftkv_platform.serve.traffic import WRITE_INTERVAL_S
-from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import open_store
 from swiftkv_platform.storage.traffic import TrafficReader
 from tests.integration.planes import Plane, RayCluster
 from tests.support.waiting import eventually

@@ -25,7 +25,7 @@ from swiftkv_platform.model import convert
 from swiftkv_platform.model.weights import checkpoint
 from swiftkv_platform.model.weights.lazy_student import LazyStudent
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import open_store
 from swiftkv_platform.student_shape import ShapeRequest
 from tests.numerics.spawning import run_in_group
 from tests.support.tiny_models import family_teacher, random_teacher

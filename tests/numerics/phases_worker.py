@@ -44,7 +44,7 @@ from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.model.weights.writing import MAX_SHARD_BYTES, write_model_shards
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import open_store
 from tests.numerics.distillation_worker import Recorder, tiny_rows
 from tests.numerics.spawning import run_in_group
 

@@ -23,9 +23,9 @@ from swiftkv_platform.contract.row_results import load_rows
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.model.weights.writing import write_model_shards
 from swiftkv_platform.planning.machines import has_fast_bfloat16
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore
+from swiftkv_platform.storage.object_store import open_store
 from tests.numerics.distillation_worker import group_of_one
 from tests.numerics.phases_worker import (
     Case,

@@ -24,8 +24,7 @@ from swiftkv_platform.distillation.trainer import parallelize
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, open_parent, open_trained_tensors
 from swiftkv_platform.model import convert
-from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore
+from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore, open_store
 from tests.numerics.distillation_worker import job_spec
 from tests.numerics.spawning import run_in_group
 from tests.support.s3_servers import run_moto

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from swiftkv_platform.control_plane.base import new_id
-from swiftkv_platform.control_plane.deployments.deployment import Deployment
+from swiftkv_platform.control_plane.deployments.repository import Deployment
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.security.conftest import DeploymentPlane
 from tests.support.threads import at_once

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
+from swiftkv_platform.control_plane.deployments.repository import DeploymentState, DeploymentStatus
 from tests.security.conftest import DeploymentPlane, deployment_plane
 from tests.support.fakes.scripted_server import Answer, Script, json_answer, serve
 from tests.support.threads import at_once

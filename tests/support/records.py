@@ -14,7 +14,7 @@ from swiftkv_platform.control_plane.jobs.repository import (
     QueuedJob,
     QueueSnapshot,
 )
-from swiftkv_platform.control_plane.models.model import Model
+from swiftkv_platform.control_plane.models.repository import Model
 from swiftkv_platform.specs import JobSpec
 
 TENANT = "acme"

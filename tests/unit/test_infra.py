@@ -11,7 +11,7 @@ from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.deployments.ray_serve import parse_http_address
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import open_store
 from tests.support.infra_files import (
     BASE_IMAGE,
     DOCKERFILES,

@@ -14,7 +14,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.limits import KEEP_ALIVE_SECONDS
 from swiftkv_platform.serve.app import DRAIN_TIMEOUT_S
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import open_store
 from tests.support.infra_files import (
     INFRA,
     KUBERNETES,

@@ -22,8 +22,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ulid import ULID
 
 from swiftkv_platform.control_plane.base import Clock, Page, PageQuery
-from swiftkv_platform.control_plane.database.paging import Repository, fetch_rows, make_cursor_error, to_dataclass
-from swiftkv_platform.control_plane.database.session import TRANSACTION_HOOK
+from swiftkv_platform.control_plane.database.session import (
+    TRANSACTION_HOOK,
+    Repository,
+    fetch_rows,
+    make_cursor_error,
+    to_dataclass,
+)
 from swiftkv_platform.control_plane.database.tables import AuditRow, DeploymentRow, FileRow, JobRow
 from swiftkv_platform.errors import DatabaseUnavailableError, RateLimitedError
 from swiftkv_platform.logs import get_logger

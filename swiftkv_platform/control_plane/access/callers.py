@@ -14,10 +14,9 @@ from starlette.requests import ClientDisconnect
 from swiftkv_platform.control_plane.access.audit import get_request_audit
 from swiftkv_platform.control_plane.access.sessions import Session, Sessions
 from swiftkv_platform.control_plane.base import Caller
-from swiftkv_platform.control_plane.http.concurrency import RequestKind, TenantConcurrencyLimiter
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.principals import Authenticator, Principal, Scope
-from swiftkv_platform.web.limiters import ConcurrencyLimiter, Sender
+from swiftkv_platform.web.limiters import ConcurrencyLimiter, RequestKind, Sender, TenantConcurrencyLimiter
 
 SESSION_COOKIE = "swiftkv_session"
 """Cookie with the id of the dashboard's session. Browsers do not send it with requests of other sites

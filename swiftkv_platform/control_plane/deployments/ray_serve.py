@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from swiftkv_platform.contract.autoscaling import REVISION_HEADER, compute_replica_resources, make_autoscaling_config
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
+from swiftkv_platform.control_plane.deployments.repository import DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.ray import RayDashboard, extract_last_error
 from swiftkv_platform.errors import InvalidInputError, UnreadableRowError
 from swiftkv_platform.limits import KEEP_ALIVE_SECONDS

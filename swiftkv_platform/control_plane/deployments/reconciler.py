@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from swiftkv_platform.control_plane.access.tenants import Demand, TenantPolicies
 from swiftkv_platform.control_plane.components import Components
-from swiftkv_platform.control_plane.deployments.deployment import (
+from swiftkv_platform.control_plane.deployments.repository import (
     Deployment,
     DeploymentState,
     DeploymentStatus,

@@ -11,7 +11,7 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from swiftkv_platform.control_plane.base import Page, PageQuery
-from swiftkv_platform.control_plane.database.paging import Repository, fetch_rows
+from swiftkv_platform.control_plane.database.session import Repository, fetch_rows
 from swiftkv_platform.control_plane.database.tables import RolloutRow
 from swiftkv_platform.errors import NotFoundError, StaleVersionError
 from swiftkv_platform.specs.job import RolloutSpec

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from swiftkv_platform.contract.verdicts import describe_undecided_gates
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.components import Components
-from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
+from swiftkv_platform.control_plane.deployments.repository import Deployment, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.rollout import Rollout, RolloutStatus
 from swiftkv_platform.control_plane.deployments.service import DeploymentService
 from swiftkv_platform.control_plane.loops import Leadership

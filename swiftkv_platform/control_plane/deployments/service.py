@@ -13,7 +13,7 @@ from swiftkv_platform.contract.traffic import TrafficDeletion, make_traffic_pref
 from swiftkv_platform.control_plane.access.tenants import Demand, get_source_access
 from swiftkv_platform.control_plane.base import Caller, new_id
 from swiftkv_platform.control_plane.components import Components
-from swiftkv_platform.control_plane.deployments.deployment import (
+from swiftkv_platform.control_plane.deployments.repository import (
     Deployment,
     DeploymentState,
     DeploymentStatus,

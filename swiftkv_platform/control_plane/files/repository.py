@@ -16,8 +16,13 @@ from swiftkv_platform.contract.attempts import file_key, is_file_id
 from swiftkv_platform.control_plane.access.tenants import DEFAULT_POLICY, TenantPolicy
 from swiftkv_platform.control_plane.access.usage import check_count_quota, check_storage_quota
 from swiftkv_platform.control_plane.base import Page, PageQuery
-from swiftkv_platform.control_plane.database.paging import Repository, fetch_page, get_tenant_row, to_dataclass
-from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.database.session import (
+    Database,
+    Repository,
+    fetch_page,
+    get_tenant_row,
+    to_dataclass,
+)
 from swiftkv_platform.control_plane.database.tables import FileRow, JobReferenceRow, JobRow
 from swiftkv_platform.control_plane.jobs.job import LIVE_STATUSES, JobStatus
 from swiftkv_platform.data.checks import UploadedRows

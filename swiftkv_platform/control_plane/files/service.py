@@ -15,7 +15,6 @@ from swiftkv_platform.contract.attempts import FILE_SUFFIX, FILES_PREFIX, is_fil
 from swiftkv_platform.control_plane.base import Caller, Clock
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.files.repository import File, FileRepository, Purpose
-from swiftkv_platform.control_plane.http.concurrency import Client
 from swiftkv_platform.control_plane.parsing import ParserPool
 from swiftkv_platform.data.checks import check_upload
 from swiftkv_platform.errors import ConflictError, DatabaseUnavailableError, InvalidInputError, NotFoundError
@@ -23,6 +22,7 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.private_directories import open_workspace
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.web.limiters import Client
 
 _SWEEP_INTERVAL_S = 600.0
 _MAX_FILES_PER_QUERY = 500

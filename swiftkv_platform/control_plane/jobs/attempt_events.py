@@ -42,7 +42,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     requeue,
     transition,
 )
-from swiftkv_platform.control_plane.models.model import Model, find_exceeded_document_limit
+from swiftkv_platform.control_plane.models.repository import Model, find_exceeded_document_limit
 from swiftkv_platform.control_plane.ray import Submission, SubmissionStatus
 from swiftkv_platform.errors import ArtifactCorruptError, ProtocolError, QualityGateError, StorageError
 from swiftkv_platform.settings import Settings

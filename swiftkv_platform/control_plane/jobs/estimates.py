@@ -50,7 +50,7 @@ from swiftkv_platform.specs.evaluation import (
     is_task_file_name,
 )
 from swiftkv_platform.specs.job import REFERENCE_HIDDEN_SIZE, resolve_batch_size, resolve_model_defaults
-from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import open_store
 
 PROCESS_MEMORY = 710 << 20
 """Assumed bytes of a worker's process in addition to the model, if none was measured: Linux, torch 2.13 for CPUs."""

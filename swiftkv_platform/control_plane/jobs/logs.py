@@ -16,13 +16,12 @@ from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.base import Clock, Page, PageQuery, is_due
 from swiftkv_platform.control_plane.components import Components, make_state_dependency
-from swiftkv_platform.control_plane.http.concurrency import TenantConcurrencyLimiter
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.errors import ClusterUnavailableError, DatabaseUnavailableError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.storage.logs import SavedLog
-from swiftkv_platform.web.limiters import ConcurrencyLimiter, ConcurrencyLimits
+from swiftkv_platform.storage.attempt_store import SavedLog
+from swiftkv_platform.web.limiters import ConcurrencyLimiter, ConcurrencyLimits, TenantConcurrencyLimiter
 
 ReadEvents = Callable[[str, PageQuery], Page[Event]]
 """Function: (job id, page) -> events of the job."""

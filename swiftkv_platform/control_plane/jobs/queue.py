@@ -19,8 +19,11 @@ from swiftkv_platform.contract.events import ReasonCode, parse_phase
 from swiftkv_platform.control_plane.access.tenants import Demand, TenantPolicies
 from swiftkv_platform.control_plane.base import CachedCall
 from swiftkv_platform.control_plane.components import RAY_TIMEOUT_S
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus, make_replica_bundle
-from swiftkv_platform.control_plane.deployments.repository import DeploymentRepository
+from swiftkv_platform.control_plane.deployments.repository import (
+    DeploymentRepository,
+    DeploymentStatus,
+    make_replica_bundle,
+)
 from swiftkv_platform.control_plane.jobs.attempt_events import has_used_time_slice
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, set_wait_reason
 from swiftkv_platform.control_plane.jobs.repository import JobRepository, QueuedJob, QueueSnapshot

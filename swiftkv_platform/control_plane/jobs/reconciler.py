@@ -61,8 +61,7 @@ from swiftkv_platform.errors import (
     StaleVersionError,
     StorageError,
 )
-from swiftkv_platform.logs import get_logger
-from swiftkv_platform.redaction import redact
+from swiftkv_platform.logs import get_logger, redact
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.attempt_store import StoredEvent
 from swiftkv_platform.traces import Spans

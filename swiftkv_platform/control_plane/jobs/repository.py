@@ -21,18 +21,19 @@ from swiftkv_platform.control_plane.access.usage import (
     sum_job_demand,
 )
 from swiftkv_platform.control_plane.base import FencingToken, Page, PageQuery
-from swiftkv_platform.control_plane.database.paging import (
+from swiftkv_platform.control_plane.database.session import (
+    Database,
     Repository,
     fetch_page,
     fetch_rows,
     get_tenant_row,
     make_cursor_error,
+    make_deployments_lock_key,
     make_unreadable_row_error,
     parse_readable_rows,
     split_into_batches,
     to_dataclass,
 )
-from swiftkv_platform.control_plane.database.session import Database, make_deployments_lock_key
 from swiftkv_platform.control_plane.database.tables import (
     EventRow,
     IdempotencyRow,
@@ -57,7 +58,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     MetricPoint,
 )
 from swiftkv_platform.control_plane.loops import check_fence, make_lease_condition
-from swiftkv_platform.control_plane.models.model import Model
+from swiftkv_platform.control_plane.models.repository import Model
 from swiftkv_platform.control_plane.webhooks import (
     fail_excess_deliveries,
     make_delivery_rows,

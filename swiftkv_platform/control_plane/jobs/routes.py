@@ -39,7 +39,6 @@ from swiftkv_platform.control_plane.components import (
     SpansDep,
     SpecParsersDep,
 )
-from swiftkv_platform.control_plane.http.concurrency import ConnectedClient
 from swiftkv_platform.control_plane.http.responses import ListResponse, NewestFirst, OldestFirst, make_list_response
 from swiftkv_platform.control_plane.jobs.estimates import get_prices
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
@@ -73,6 +72,7 @@ from swiftkv_platform.storage.attempt_store import AttemptStore, StoredCheckpoin
 from swiftkv_platform.storage.object_store import ObjectInfo
 from swiftkv_platform.traces import parse_traceparent
 from swiftkv_platform.web.bodies import BodyRoute
+from swiftkv_platform.web.limiters import ConnectedClient
 
 router = APIRouter(tags=["jobs"], route_class=BodyRoute)
 _METADATA_PREFIX = "metadata."

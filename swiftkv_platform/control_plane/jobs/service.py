@@ -13,7 +13,6 @@ from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.control_plane.access.tenants import Demand, make_source_rules
 from swiftkv_platform.control_plane.base import CachedCall, Caller, PageQuery, new_id
 from swiftkv_platform.control_plane.components import Components
-from swiftkv_platform.control_plane.http.concurrency import Client
 from swiftkv_platform.control_plane.jobs.estimates import (
     JobEstimate,
     add_time_and_cost,
@@ -51,6 +50,7 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources.names import make_windows_absolute
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import MAX_SPEC_BYTES
+from swiftkv_platform.web.limiters import Client
 
 _MAX_UPDATE_ATTEMPTS = 5
 """Max tries to store a change: the reconciler may change the job between reading and writing."""

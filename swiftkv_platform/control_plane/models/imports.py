@@ -24,8 +24,7 @@ from swiftkv_platform.contract.verdicts import describe_undecided_gates, summari
 from swiftkv_platform.control_plane.access.tenants import get_source_access
 from swiftkv_platform.control_plane.base import Caller, new_id
 from swiftkv_platform.control_plane.components import Components
-from swiftkv_platform.control_plane.http.concurrency import Client
-from swiftkv_platform.control_plane.models.model import Model, find_exceeded_document_limit, get_import_prefix
+from swiftkv_platform.control_plane.models.repository import Model, find_exceeded_document_limit, get_import_prefix
 from swiftkv_platform.control_plane.models.responses import LineageResponse, make_comparison
 from swiftkv_platform.control_plane.parsing import ParserPool
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, StorageError
@@ -43,6 +42,7 @@ from swiftkv_platform.specs.job import JobName
 from swiftkv_platform.storage.artifacts import delete_directory, hash_manifest, parse_manifest, write_manifest
 from swiftkv_platform.storage.downloads import IncomingFile, check_sizes, list_bucket, list_directory
 from swiftkv_platform.storage.object_store import join_key
+from swiftkv_platform.web.limiters import Client
 
 _FIELD = "source"
 _NAME_ADAPTER: TypeAdapter[str] = TypeAdapter(JobName)

@@ -14,8 +14,7 @@ from swiftkv_platform.contract.attempts import Parent
 from swiftkv_platform.control_plane.jobs.job import Job
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.control_plane.jobs.responses import AncestorResponse
-from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.models.repository import ModelRepository
+from swiftkv_platform.control_plane.models.repository import Model, ModelRepository
 from swiftkv_platform.errors import InvalidInputError, NotFoundError
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Boundary

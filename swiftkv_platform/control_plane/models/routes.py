@@ -26,7 +26,6 @@ from swiftkv_platform.contract.row_results import (
 from swiftkv_platform.control_plane.access.callers import Deployer, Fetcher, Reader, Submitter, Uploader
 from swiftkv_platform.control_plane.base import Page, PageQuery
 from swiftkv_platform.control_plane.components import ComponentsDep, DeletionsDep, ImportParsersDep, SettingsDep
-from swiftkv_platform.control_plane.http.concurrency import ConnectedClient
 from swiftkv_platform.control_plane.http.merge_patch import IfMatch, set_etag
 from swiftkv_platform.control_plane.http.responses import (
     ListResponse,
@@ -38,9 +37,9 @@ from swiftkv_platform.control_plane.http.responses import (
 from swiftkv_platform.control_plane.jobs.responses import JobResponse
 from swiftkv_platform.control_plane.jobs.routes import Presenter, Submission, set_location_header
 from swiftkv_platform.control_plane.models.imports import ModelImporter
-from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.parents import make_copy_spec, make_publishing_spec
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, RegistryService
+from swiftkv_platform.control_plane.models.repository import Model
 from swiftkv_platform.control_plane.models.responses import (
     AliasResponse,
     ChangedRowResponse,
@@ -60,6 +59,7 @@ from swiftkv_platform.sources.untrusted_files import UnusableFileError
 from swiftkv_platform.specs.job import PublicationSpec
 from swiftkv_platform.storage.object_store import ObjectStore, read_small_file
 from swiftkv_platform.web.bodies import BodyRoute
+from swiftkv_platform.web.limiters import ConnectedClient
 
 Score = Mapping[str, Any]
 """Entry of `tasks` of a report."""

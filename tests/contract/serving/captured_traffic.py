@@ -14,7 +14,7 @@ from swiftkv_platform.engine.frontend import EngineFrontend
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.replica_state import ModelVersion, ReplicaState
 from swiftkv_platform.specs.deployment import ResolvedCapture
-from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import open_store
 from swiftkv_platform.storage.traffic import TrafficReader
 from tests.contract.serving import openai_tools
 from tests.contract.serving.openai_tools import CONTEXT, TOOLS, asked

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from swiftkv_platform.engine.frontend import EngineFrontend
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.replica_state import ModelCard, ModelVersion, ReplicaState
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import hash_manifest, publish_directory, read_manifest
+from swiftkv_platform.storage.object_store import open_store
 from tests.unit.engine.tiny_models import CONTEXT, save_swiftkv
 
 

@@ -38,7 +38,7 @@ from swiftkv_platform.jobs.worker.setup import (
 )
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import open_store
 from tests.outside.gpu.device import ON_GPU, needs_gpu
 from tests.support.tiny_models import disturb, family_teacher
 

@@ -19,13 +19,13 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import tests.integration.conftest
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
+from swiftkv_platform.control_plane.deployments.repository import DeploymentStatus
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.replica_state import ReplicaState
 from swiftkv_platform.specs.deployment import ResolvedDeployment
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import publish_directory
+from swiftkv_platform.storage.object_store import open_store
 from tests.contract.serving.replicas import save_chat_model
 from tests.integration.conftest import wait_for
 from tests.support.rays import become_a_driver, free_port, ray_head

@@ -18,8 +18,8 @@ import tests.integration.conftest
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.control_plane.ray import RayDashboard
 from swiftkv_platform.engine import LLMEngine, SamplingParams
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
+from swiftkv_platform.storage.object_store import open_store
 from tests.integration.conftest import dashboard_url, head, serve_port, wait_for
 from tests.integration.load import GREEDY, PROMPTS
 from tests.support.distill_jobs import JOB, ONE_WORKER, job_spec

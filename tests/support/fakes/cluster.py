@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from swiftkv_platform.control_plane.ray import ListedSubmission, Node, Submission, SubmissionStatus
 from swiftkv_platform.errors import ClusterUnavailableError
-from swiftkv_platform.redaction import redact
+from swiftkv_platform.logs import redact
 
 _POLL_S = 0.05
 

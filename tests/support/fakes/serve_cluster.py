@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
+from swiftkv_platform.control_plane.deployments.repository import DeploymentState, DeploymentStatus
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 

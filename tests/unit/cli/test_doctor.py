@@ -29,7 +29,7 @@ from swiftkv_platform.cli.doctor import (
 )
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import open_store
 from tests.support.fakes.scripted_server import Script, json_answer, serve
 from tests.support.postgres import emptied, password_role
 from tests.support.rays import free_port

@@ -16,7 +16,7 @@ from swiftkv_platform.client import Client
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.components import Components
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
+from swiftkv_platform.control_plane.deployments.repository import DeploymentStatus
 from tests.support.fakes.scripted_server import Answer, Script, event_stream, serve
 from tests.support.servers import serving
 from tests.unit.control_plane.routes.conftest import SPEC, Start

@@ -14,7 +14,7 @@ from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.jobs.worker.setup import StoreFiles
 from swiftkv_platform.sources import Access
 from swiftkv_platform.specs import EvaluationSpec, JobSpec, RowTaskSpec
-from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import open_store
 from tests.support.captured_traffic import SOURCE, Traffic
 
 ASK = {"role": "user", "content": "2 + 2?"}

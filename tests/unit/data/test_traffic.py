@@ -29,7 +29,7 @@ from swiftkv_platform.jobs.worker.prepare import write_source_answers
 from swiftkv_platform.jobs.worker.setup import StoreFiles
 from swiftkv_platform.sources import UNRESTRICTED, Access, TrafficSource, parse_source
 from swiftkv_platform.specs import BUILTIN_TEACHER, DataSourceSpec, DataSpec
-from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import open_store
 from tests.support.captured_traffic import DEPLOYMENT, NOON, SOURCE, Traffic
 from tests.support.training_text import CHAT, prepare, samples_of, targets, texts, turns
 

@@ -22,7 +22,7 @@ from swiftkv_platform.distillation.steering import (
     search_learning_rate,
 )
 from swiftkv_platform.distillation.trainer import select_validation_rows
-from swiftkv_platform.planning.steering import MAX_TRIALS, compute_trial_steps
+from swiftkv_platform.planning.training import MAX_TRIALS, compute_trial_steps
 from swiftkv_platform.specs import TrainingSpec, ValidationSpec
 
 

@@ -13,7 +13,7 @@ from swiftkv_platform.distillation.checkpoint import RetryPolicy, Uploader
 from swiftkv_platform.distillation.steering import Progress
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.errors import LossNotFiniteError, StorageError
-from swiftkv_platform.planning.steering import RunSchedule
+from swiftkv_platform.planning.training import RunSchedule
 from swiftkv_platform.specs import JobSpec
 from tests.numerics.distillation_worker import group_of_one
 

@@ -11,9 +11,8 @@ from swiftkv_platform.contract.attempts import AttemptId, AttemptRequest
 from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore
+from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, open_store
 from tests.support.fakes.object_store import InMemoryObjectStore
 
 AWAY = StorageError("the store is away")

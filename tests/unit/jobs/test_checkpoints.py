@@ -10,10 +10,9 @@ from swiftkv_platform.contract.attempts import AttemptId, Manifest
 from swiftkv_platform.distillation.steering import Progress, SteeringState
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, find_finished_checkpoint
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import hash_manifest, read_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.storage.object_store import ObjectStore, open_store
 from tests.unit.jobs.attempts import request
 
 

@@ -21,7 +21,7 @@ from swiftkv_platform.jobs.worker.setup import StoreFiles, get_access, resolve_t
 from swiftkv_platform.sources import FileSource, HubSource, parse_source
 from swiftkv_platform.sources.names import list_file_ids
 from swiftkv_platform.specs import EvaluationSpec, JobSpec, ModelSpec, RowTaskSpec
-from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import open_store
 from tests.support.captured_traffic import DEPLOYMENT, SOURCE, Traffic
 from tests.support.fakes.tokenizers import byte_tokenizer
 from tests.unit.jobs.attempts import request

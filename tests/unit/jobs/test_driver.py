@@ -25,9 +25,8 @@ from swiftkv_platform.jobs.driver import check_store_is_shared
 from swiftkv_platform.jobs.ray_train import _Trainer
 from swiftkv_platform.local import training
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import write_manifest
-from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.storage.object_store import ObjectStore, open_store
 from tests.support.requirements import required_module
 from tests.unit.jobs.attempts import request, said
 
@@ -207,7 +206,7 @@ import sys
 from swiftkv_platform.jobs.attempt.tracking import TrackedRun
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import open_store
 
 spec = JobSpec.model_validate({"name": "n", "tracking": {"wandb": {"mode": "offline"}}})
 run = TrackedRun(open_store(sys.argv[1]), AttemptRequest(job_id="job", attempt=3, spec=spec, run_id="run-1"))

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from swiftkv_platform.planning.steering import (
+from swiftkv_platform.planning.training import (
     RunSchedule,
     compute_measurement_interval,
     count_measured_rows,

@@ -14,8 +14,8 @@ from ray.serve.schema import ServeDeploySchema
 
 from swiftkv_platform.contract.autoscaling import POLICY, REVISION_HEADER
 from swiftkv_platform.control_plane.deployments import ray_serve
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe, _make_application, parse_http_address
+from swiftkv_platform.control_plane.deployments.repository import DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.service import check_engine_options
 from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.errors import (

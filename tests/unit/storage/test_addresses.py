@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.errors import InvalidInputError, StorageError
-from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import open_store
 from tests.support.rays import free_port
 from tests.support.s3_servers import client_environment
 

@@ -13,10 +13,9 @@ from swiftkv_platform.contract.attempts import AttemptId, AttemptRequest, trials
 from swiftkv_platform.contract.events import AttemptEvent, MessageEvent
 from swiftkv_platform.errors import ConflictError, ObjectNotFoundError, StorageError
 from swiftkv_platform.specs import JobSpec, load_spec
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, hash_manifest, read_manifest, write_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore, EventWriter
-from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore
+from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, open_store
 from tests.support.fakes.object_store import InMemoryObjectStore
 from tests.support.recipes import RECIPES
 

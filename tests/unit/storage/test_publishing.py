@@ -9,9 +9,8 @@ import pytest
 from swiftkv_platform.contract.attempts import Manifest
 from swiftkv_platform.control_plane.retention import JobDataKind, RetentionStore, classify_object
 from swiftkv_platform.errors import ConflictError, InvalidInputError, StorageError
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import is_complete, publish_directory, read_manifest
-from swiftkv_platform.storage.object_store import LocalObjectStore, ObjectStore
+from swiftkv_platform.storage.object_store import LocalObjectStore, ObjectStore, open_store
 from swiftkv_platform.storage.publishing import publish
 from tests.support.fakes.hub_server import TOKEN, Hub, run_hub
 from tests.support.fakes.object_store import InMemoryObjectStore

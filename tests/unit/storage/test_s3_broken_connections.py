@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from swiftkv_platform.errors import ConflictError, StorageError
-from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import open_store
 from tests.support.requirements import required_module
 from tests.support.s3_servers import Front, client_environment, run_moto
 

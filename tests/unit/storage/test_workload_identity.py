@@ -8,7 +8,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import open_store
 from tests.support.fakes.scripted_server import Answer, Script, json_answer, problem_answer, serve
 
 TOKEN = {"access_token": "of-this-pod", "expires_in": 3600, "token_type": "Bearer"}

@@ -14,9 +14,8 @@ from PIL import Image
 
 from swiftkv_platform.specs import WandbSpec
 from swiftkv_platform.specs.job import WandbMode, restrict_wandb_mode
-from swiftkv_platform.tracking.api_key import find_api_key
 from swiftkv_platform.tracking.recorded import _read_records
-from swiftkv_platform.tracking.tracker import TrackingInfo, WandbTracker
+from swiftkv_platform.tracking.tracker import TrackingInfo, WandbTracker, find_api_key
 from tests.support.rays import free_port
 from tests.support.requirements import required_module
 

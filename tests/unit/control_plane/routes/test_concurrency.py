@@ -18,10 +18,10 @@ from pydantic import BaseModel, field_validator
 from swiftkv_platform.control_plane.access import callers
 from swiftkv_platform.control_plane.access.callers import Reader, Submitter
 from swiftkv_platform.control_plane.app import create_app
-from swiftkv_platform.control_plane.http import concurrency
-from swiftkv_platform.control_plane.http.concurrency import TenantConcurrencyLimiter
 from swiftkv_platform.errors import OverloadedError
 from swiftkv_platform.settings import Settings
+from swiftkv_platform.web import limiters
+from swiftkv_platform.web.limiters import TenantConcurrencyLimiter
 
 BOUNDED_OTHERWISE = {
     "POST /deployments/{deployment_id}/chat/completions": "streams",
@@ -52,7 +52,7 @@ async def test_a_tenants_requests_of_a_kind_take_turns_and_keep_no_others_waitin
         return SimpleNamespace(tenant=request.headers["tenant"])
 
     monkeypatch.setattr(callers, "get_caller", called)
-    monkeypatch.setattr(concurrency, "PAUSE_RATIO", 0.0)
+    monkeypatch.setattr(limiters, "PAUSE_RATIO", 0.0)
     app, running, most = FastAPI(), Counter[str](), Counter[str]()
     app.state.concurrency_limiter = taken = TenantConcurrencyLimiter()
 
@@ -122,13 +122,13 @@ async def test_between_two_turns_of_a_tenant_others_have_twice_the_time() -> Non
         took = loop.time() - began
     ended = loop.time()
     async with taken.acquire("a", "reading"):
-        assert loop.time() - ended >= (min(took, 0.03) - concurrency.MIN_SECONDS_BEFORE_PAUSE) * 2 * 0.9
+        assert loop.time() - ended >= (min(took, 0.03) - limiters.MIN_SECONDS_BEFORE_PAUSE) * 2 * 0.9
 
 
 async def test_one_that_would_wait_behind_too_many_is_refused_and_others_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(concurrency, "MAX_QUEUED", 2)
+    monkeypatch.setattr(limiters, "MAX_QUEUED", 2)
     taken, done = TenantConcurrencyLimiter(), asyncio.Event()
 
     async def ask(tenant: str) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
+from swiftkv_platform.control_plane.deployments.repository import DeploymentStatus
 from tests.support.fakes.scripted_server import Script, json_answer, serve
 from tests.unit.control_plane.routes.conftest import Server, Start, refusal
 

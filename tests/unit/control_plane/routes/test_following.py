@@ -16,13 +16,13 @@ import pytest
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import Page, PageQuery, new_id
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.http.concurrency import TenantConcurrencyLimiter
 from swiftkv_platform.control_plane.jobs import logs
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus, start_attempt, transition
 from swiftkv_platform.control_plane.jobs.logs import EventFollowers, WatchedJobs
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.settings import Settings
+from swiftkv_platform.web.limiters import TenantConcurrencyLimiter
 from tests.support.records import make_job, store
 from tests.unit.control_plane.routes.conftest import SPEC, StillClock, make_parts, served_control_plane
 

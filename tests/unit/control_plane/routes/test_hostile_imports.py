@@ -23,7 +23,6 @@ from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.database.tables import ModelRow
-from swiftkv_platform.control_plane.http.concurrency import Client
 from swiftkv_platform.control_plane.models.imports import ModelImporter
 from swiftkv_platform.control_plane.parsing import make_import_parsers
 from swiftkv_platform.errors import ModelError
@@ -33,6 +32,7 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Boundary
 from swiftkv_platform.storage.downloads import list_directory
 from swiftkv_platform.storage.object_store import LocalObjectStore
+from swiftkv_platform.web.limiters import Client
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal, served_control_plane
 from tests.unit.control_plane.routes.test_imports import student
 

@@ -10,15 +10,14 @@ import pytest
 
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.base import Caller
-from swiftkv_platform.control_plane.http.concurrency import Client
 from swiftkv_platform.control_plane.models.imports import ModelImporter
-from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.models.repository import ModelRepository
+from swiftkv_platform.control_plane.models.repository import Model, ModelRepository
 from swiftkv_platform.control_plane.parsing import make_import_parsers
 from swiftkv_platform.control_plane.retention import DAY_S
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.storage.artifacts import hash_manifest, publish_directory, read_manifest
 from swiftkv_platform.storage.object_store import LocalObjectStore
+from swiftkv_platform.web.limiters import Client
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
 from tests.unit.control_plane.routes.test_registry import post, promote, sweep
 

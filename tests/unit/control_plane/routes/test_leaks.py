@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.control_plane.ray import SubmissionStatus
-from swiftkv_platform.logs import configure_logging, get_logger
-from swiftkv_platform.redaction import REDACTED, find_secrets, redact
+from swiftkv_platform.logs import REDACTED, configure_logging, find_secrets, get_logger, redact
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.unit.control_plane.routes.conftest import SPEC, Server, control_plane, make_parts

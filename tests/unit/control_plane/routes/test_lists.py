@@ -11,8 +11,7 @@ from sqlalchemy import event, inspect
 
 from swiftkv_platform.contract.attempts import AttemptId, ManifestFile, new_file_id
 from swiftkv_platform.control_plane.access.audit import AuditEntry, AuditTrail
-from swiftkv_platform.control_plane.base import new_id
-from swiftkv_platform.control_plane.database import paging
+from swiftkv_platform.control_plane.base import PageQuery, new_id
 from swiftkv_platform.control_plane.database.tables import (
     Base,
     DeploymentRow,
@@ -65,7 +64,7 @@ def add_events(server: Server) -> tuple[str, list[str]]:
     """Messages, and metric events, whose points are stored apart from them."""
     jobs = server.parts.jobs
     job = jobs.get(add_job(server), tenant=TENANT)
-    [first] = jobs.list_events(job.id, paging.PageQuery(order="asc")).items
+    [first] = jobs.list_events(job.id, PageQuery(order="asc")).items
     messages = [Event(new_id("evt"), job.id, 100, "message", "said", data={"text": LARGE}) for _ in range(NUMBER)]
     measured, points = [], []
     for number in range(NUMBER):
@@ -257,7 +256,7 @@ def loaded_bytes() -> Iterator[list[int]]:
 def test_pages_are_short_and_together_whole(
     start: Start, monkeypatch: pytest.MonkeyPatch, route: str, order: str
 ) -> None:
-    monkeypatch.setattr(paging, "PAGE_BYTES", SMALL_PAGE)
+    monkeypatch.setattr("swiftkv_platform.control_plane.database.session.PAGE_BYTES", SMALL_PAGE)
     monkeypatch.setattr(responses, "PAGE_BYTES", Limit(Scope.REQUEST, "bytes of a page", SMALL_PAGE))
     server = start()
     made = SEEDS[route](server)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.attempts import AttemptId
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
-from swiftkv_platform.control_plane.models.model import Model
+from swiftkv_platform.control_plane.deployments.repository import DeploymentStatus
+from swiftkv_platform.control_plane.models.repository import Model
 from swiftkv_platform.control_plane.models.responses import make_comparison
 from swiftkv_platform.control_plane.retention import RetentionRepository, RetentionStore, RetentionSweeper
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal

@@ -7,7 +7,7 @@ import pytest
 
 from swiftkv_platform.contract.attempts import AttemptId
 from swiftkv_platform.control_plane.base import Page
-from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
+from swiftkv_platform.control_plane.deployments.repository import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.ray import Node, SubmissionStatus
 from swiftkv_platform.specs.deployment import ResolvedDeployment

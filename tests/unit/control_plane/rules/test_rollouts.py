@@ -8,12 +8,12 @@ import pytest
 
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import Caller, PageQuery, new_id
-from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
+from swiftkv_platform.control_plane.deployments.repository import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.rollout import Rollout, RolloutStatus
 from swiftkv_platform.control_plane.deployments.rollout_steps import RolloutReconciler, RolloutService
 from swiftkv_platform.control_plane.deployments.service import DeploymentService
-from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
+from swiftkv_platform.control_plane.models.repository import Model
 from swiftkv_platform.errors import (
     ConflictError,
     InvalidInputError,

@@ -12,13 +12,12 @@ from structlog.testing import capture_logs
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies, TenantPolicy
 from swiftkv_platform.control_plane.base import Caller, new_id
-from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
+from swiftkv_platform.control_plane.deployments.repository import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.service import DeploymentService
 from swiftkv_platform.control_plane.http.merge_patch import ExpectedVersions
-from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.models.repository import ModelRepository
+from swiftkv_platform.control_plane.models.repository import Model, ModelRepository
 from swiftkv_platform.control_plane.ray import Node
 from swiftkv_platform.errors import (
     ClusterUnavailableError,

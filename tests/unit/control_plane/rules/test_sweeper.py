@@ -10,7 +10,7 @@ import pytest
 
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import PageQuery, new_id
-from swiftkv_platform.control_plane.deployments.deployment import Deployment
+from swiftkv_platform.control_plane.deployments.repository import Deployment
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, start_attempt, transition
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.models.registry import RegistryService

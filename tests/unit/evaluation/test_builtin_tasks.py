@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from swiftkv_platform import sources
 from swiftkv_platform.errors import DataError
-from swiftkv_platform.evaluation.harness import builtin, humaneval
+from swiftkv_platform.evaluation.harness import builtin
 from swiftkv_platform.evaluation.harness.builtin import choose_needle_lengths, make_needle_prompt, score_needle
 from swiftkv_platform.evaluation.harness.tasks import is_instruction_tuned, resolve_tasks
 from swiftkv_platform.specs import EvaluationSpec, TaskSpec
@@ -122,7 +122,7 @@ PROBLEM = {
     ],
 )
 def test_a_completed_function_passes_if_its_tests_run_to_their_end(body: str, passed: bool) -> None:
-    assert humaneval.score_code(PROBLEM, [body]) == {"pass@1": float(passed)}
+    assert builtin.score_code(PROBLEM, [body]) == {"pass@1": float(passed)}
 
 
 def test_a_program_ends_with_what_it_has_started(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_program_ends_with_what_it_has_started(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     program = f"import subprocess\nsubprocess.Popen(['sleep', '1000'], stdout=open({str(pipe)!r}, 'w'))"
-    assert humaneval.runs_to_completion(program)
+    assert builtin.runs_to_completion(program)
     os.set_blocking(reader, True)
     assert os.read(reader, 1) == b"", "the pipe has no writer"
     os.close(reader)

@@ -589,9 +589,9 @@ class RetentionSweeper:
                 yield from self._sweep_ended_jobs(kind, before, dry_run=dry_run)
         yield from self._sweep_old_rows(now, dry_run=dry_run)
         if (before := self._get_cutoff("models", now)) is not None:
-            count_superseded_promotions = _iterate_ids(partial(rows.list_superseded_models, before=before))
+            superseded = _iterate_ids(partial(rows.list_superseded_models, before=before))
             yield from self._sweep_unused(
-                "model", count_superseded_promotions, rows.preview_model_deletion, rows.delete_model, dry_run=dry_run
+                "model", superseded, rows.preview_model_deletion, rows.delete_model, dry_run=dry_run
             )
         if (before := self._get_cutoff("jobs", now)) is not None:
             expired = _iterate_ids(partial(rows.list_expired_jobs, before=before))

@@ -72,10 +72,6 @@ class ThresholdExits:
         self.num_exited_tokens += self._exited.to(done.device) & self._running
         self._running &= ~done
 
-    def wrap_stopping_criteria(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
-        """Wrap stopping criteria so that they report finished rows to this object."""
-        return _WatchedCriteria(self, criteria)
-
 
 class _WatchedCriteria(StoppingCriteriaList):
     def __init__(self, exits: ThresholdExits, criteria: StoppingCriteriaList) -> None:
@@ -261,7 +257,7 @@ class SwiftKVGenerationMixin(nn.Module):
         output = family._sample(
             input_ids,
             logits_processor,
-            exits.wrap_stopping_criteria(stopping_criteria),
+            _WatchedCriteria(exits, stopping_criteria),
             generation_config,
             exits=exits,
             **model_kwargs,

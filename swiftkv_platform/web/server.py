@@ -56,10 +56,6 @@ class ConnectionLimits:
     unread_s: float = STALLED_CLIENT_SECONDS.default
     """Max seconds without a client reading its response."""
 
-    @property
-    def max_per_address(self) -> int:
-        return max(self.max_connections // 2, 1)
-
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
         return cls(settings.max_connections, settings.request_head_timeout_s)
@@ -266,7 +262,7 @@ class Connection(HttpToolsProtocol):
     def _close_excess_connection(self) -> None:
         """If there are too many connections, of this address or of all, close the one that is idle for longest, or this
         one if none is idle."""
-        if self.num_open[self.address] > self.limits.max_per_address:
+        if self.num_open[self.address] > max(self.limits.max_connections // 2, 1):
             self._close_longest_idle(self.address)
         elif len(self.connections) > self.limits.max_connections:
             self._close_longest_idle(None)

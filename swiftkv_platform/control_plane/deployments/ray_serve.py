@@ -39,11 +39,6 @@ class Progress:
     load_seconds: dict[str, Mapping[str, float]] = field(default_factory=dict)
     """Seconds by phase of loading, by replica that serves the revision."""
 
-    @property
-    def finished_replicas(self) -> set[str]:
-        """Replicas that serve or have refused the revision."""
-        return {*self.refusals, *self.load_seconds}
-
 
 class RevisionPoller:
     """Polls the replicas of each deployment until all have settled, and again when another revision is wanted.
@@ -69,7 +64,7 @@ class RevisionPoller:
         if progress is None:
             return None
         for _ in range(min(4 * len(replicas), _MAX_HEALTH_REQUESTS)):
-            if progress.finished_replicas >= set(replicas):
+            if ({*progress.refusals, *progress.load_seconds}) >= set(replicas):
                 break
             said = self._fetch_health(route_prefix, progress.revision)
             if said is None:

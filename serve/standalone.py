@@ -17,12 +17,11 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.security.keys import open_credentials
 from swiftkv_platform.serve.args import ReplicaArgs, ServedConfig
 from swiftkv_platform.serve.http import create_http_app
-from swiftkv_platform.serve.proxy import is_probe
 from swiftkv_platform.serve.replica_state import ReplicaState
 from swiftkv_platform.serve.tracing import make_request_observers
 from swiftkv_platform.serve.versions import load_version
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.web.middleware import Middleware
+from swiftkv_platform.web.middleware import Middleware, is_probe
 from swiftkv_platform.web.server import ConnectionLimits, make_server_options, tune_interpreter
 
 _DRAIN_TIMEOUT_S = 5

@@ -193,9 +193,9 @@ class PhaseProgressReporter:
         self._started: dict[str, tuple[float, int]] = {}
         self._last_report = 0.0
 
-    def start_part(self, part: str, done: int = 0) -> None:
-        """Start the clock of a part, of which `done` units are complete already."""
-        self._started[part] = time.monotonic(), done
+    def start_part(self, part: str) -> None:
+        """Start the clock of a part."""
+        self._started[part] = time.monotonic(), 0
 
     def report_progress(self, part: str, done: int, total: int) -> None:
         """Write an event if the part is complete or the last event is not recent. Ignores storage errors."""

@@ -27,7 +27,7 @@ from swiftkv_platform.errors import InvalidInputError, QueueFullError, RateLimit
 from swiftkv_platform.limits import GRAMMAR_SECONDS_PER_MINUTE
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.structured_outputs import WHITESPACE, StructuredOutputs
-from swiftkv_platform.web.limiters import Clock, TokenBucket
+from swiftkv_platform.web.limiters import TokenBucket
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine.loading import ModelDescription
@@ -53,8 +53,8 @@ GRACE_S_PER_REQUEST = 0.05
 class GrammarBudget:
     """CPU time of all grammars of a caller, so that many small requests get no more than a large one."""
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
-        self._bucket = TokenBucket(CALLER_S_PER_MINUTE, clock, capacity=CALLER_BURST_S)
+    def __init__(self) -> None:
+        self._bucket = TokenBucket(CALLER_S_PER_MINUTE, time.monotonic, capacity=CALLER_BURST_S)
         self._lock = threading.Lock()  # the engine's thread spends, the event loop reads
 
     @property

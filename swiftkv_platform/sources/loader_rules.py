@@ -50,17 +50,17 @@ class FileRules:
     keep_numbers: bool = True
     """Whether unknown keys keep numbers, booleans and lists of these."""
 
-    def clean_values(self, file: str, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    def clean_values(self, file: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return a cleaned copy. Raises `ModelError` for refused keys, and for known keys with an invalid value."""
         cleaned: dict[str, Any] = {}
         for key, value in values.items():
             if key in self.refused and value not in (None, [], {}, ""):
-                raise _make_error(file, f"{prefix}{key}", value, self.refused[key])
+                raise _make_error(file, key, value, self.refused[key])
             is_valid = self.known.get(key)
             if is_valid is not None:
                 # `planning.config_values` refuses wrong numbers.
                 if not (is_valid(value) or (self.keep_numbers and is_number(value))):
-                    raise _make_error(file, f"{prefix}{key}", value, "use a value without paths, URLs or hub ids")
+                    raise _make_error(file, key, value, "use a value without paths, URLs or hub ids")
                 cleaned[key] = value
             elif self.keep_numbers and key not in self.refused and is_number(value):
                 cleaned[key] = value

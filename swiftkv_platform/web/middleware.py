@@ -184,6 +184,11 @@ def _has_large_body(scope: Scope) -> bool:
     return "transfer-encoding" in headers or get_content_length(headers) > LARGE_BODY_BYTES
 
 
+def is_probe(scope: Scope) -> bool:
+    """Whether a request is a probe of `/health`."""
+    return scope["method"] in ("GET", "HEAD") and scope["path"].rstrip("/").endswith("/health")
+
+
 class BodyLimit(Middleware):
     """Refuses bodies that are larger than `max_bytes(path)`: with 413 by `Content-Length`, or by an `HTTPException`
     while the body is read."""

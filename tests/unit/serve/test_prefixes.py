@@ -14,7 +14,7 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from swiftkv_platform.serve import prefixes, proxy
+from swiftkv_platform.serve import prefixes
 from swiftkv_platform.serve.prefixes import (
     BLOCK_BYTES,
     MAX_BLOCKS,
@@ -22,11 +22,11 @@ from swiftkv_platform.serve.prefixes import (
     SESSION_HEADER,
     PrefixHeaderMiddleware,
     PrefixRouter,
+    ProbeMiddleware,
     hash_prefixes,
     parse_session_header,
     proxy_middlewares,
 )
-from swiftkv_platform.serve.proxy import ProbeMiddleware
 
 LONG = "a system prompt " * 64
 
@@ -134,7 +134,7 @@ async def test_a_probe_is_answered_while_no_replica_is_ready(
     def client(app: Any) -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.ASGITransport(ProbeMiddleware(app)), base_url="http://serve")
 
-    monkeypatch.setattr(proxy, "PROBE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(prefixes, "PROBE_TIMEOUT_S", 0.01)
     loading = await client(held).request(method, path)
     await asyncio.sleep(0)  # lets the cancelled request end
     assert (loading.status_code, loading.headers["retry-after"]) == (503, "5")

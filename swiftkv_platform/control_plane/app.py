@@ -16,10 +16,10 @@ from swiftkv_platform.control_plane.components import Components
 from swiftkv_platform.control_plane.deployments import routes as deployments
 from swiftkv_platform.control_plane.files import routes as files
 from swiftkv_platform.control_plane.health import ControlPlaneHistograms
-from swiftkv_platform.control_plane.http.responses import install_error_handlers
 from swiftkv_platform.control_plane.jobs import fine_tuning
 from swiftkv_platform.control_plane.jobs import routes as jobs
 from swiftkv_platform.control_plane.models import routes as models
+from swiftkv_platform.control_plane.responses import install_error_handlers
 from swiftkv_platform.control_plane.wiring import run_control_plane
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.limits import BODY_KEYS

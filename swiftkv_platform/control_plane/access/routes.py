@@ -29,9 +29,9 @@ from swiftkv_platform.control_plane.access.usage import (
 )
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.components import RAY_TIMEOUT_S, ComponentsDep, NodesDep
-from swiftkv_platform.control_plane.http.responses import ListResponse, NewestFirst, ResponseModel, make_list_response
 from swiftkv_platform.control_plane.jobs.job import STATUSES_ON_CLUSTER
 from swiftkv_platform.control_plane.ray import Node
+from swiftkv_platform.control_plane.responses import ListResponse, NewestFirst, ResponseModel, make_list_response
 from swiftkv_platform.errors import ForbiddenError, UnauthenticatedError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.security.principals import Principal, Scope

@@ -35,9 +35,9 @@ from swiftkv_platform.control_plane.deployments.repository import Deployment, De
 from swiftkv_platform.control_plane.deployments.rollout import Rollout, RolloutStatus
 from swiftkv_platform.control_plane.deployments.rollout_steps import RolloutService
 from swiftkv_platform.control_plane.deployments.service import DeploymentService
-from swiftkv_platform.control_plane.http.merge_patch import IfMatch, MergePatch, derive_merge_patch, set_etag
-from swiftkv_platform.control_plane.http.responses import ListResponse, NewestFirst, ResponseModel, make_list_response
+from swiftkv_platform.control_plane.merge_patch import IfMatch, MergePatch, derive_merge_patch, set_etag
 from swiftkv_platform.control_plane.models.responses import RollbackRequest
+from swiftkv_platform.control_plane.responses import ListResponse, NewestFirst, ResponseModel, make_list_response
 from swiftkv_platform.errors import ClusterUnavailableError, InvalidInputError
 from swiftkv_platform.limits import PAGE_BYTES
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedCapture, ResolvedDeployment

@@ -19,7 +19,7 @@ from swiftkv_platform.control_plane.deployments.repository import (
     DeploymentStatus,
     apply_change,
 )
-from swiftkv_platform.control_plane.http.merge_patch import ExpectedVersions, apply_merge_patch, find_conflict
+from swiftkv_platform.control_plane.merge_patch import ExpectedVersions, apply_merge_patch, find_conflict
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.errors import (
     ForbiddenError,

@@ -17,13 +17,13 @@ from swiftkv_platform.control_plane.base import Caller, Page, PageQuery
 from swiftkv_platform.control_plane.components import ComponentsDep, SettingsDep, UploadParsersDep
 from swiftkv_platform.control_plane.files.repository import File, Purpose
 from swiftkv_platform.control_plane.files.service import FileService
-from swiftkv_platform.control_plane.http.responses import (
+from swiftkv_platform.control_plane.parsing import ParserPool
+from swiftkv_platform.control_plane.responses import (
     ListResponse,
     ResponseModel,
     make_list_response,
     make_page_query,
 )
-from swiftkv_platform.control_plane.parsing import ParserPool
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.limits import UPLOAD_SECONDS
 from swiftkv_platform.web.limiters import Client, watch_client

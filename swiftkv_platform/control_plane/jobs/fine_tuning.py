@@ -19,13 +19,6 @@ from swiftkv_platform.contract.events import Level
 from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Writer
 from swiftkv_platform.control_plane.base import PageQuery
 from swiftkv_platform.control_plane.components import Components, ComponentsDep
-from swiftkv_platform.control_plane.http.responses import (
-    ListResponse,
-    NewestFirst,
-    ResponseModel,
-    make_list_response,
-    make_page_query,
-)
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus
 from swiftkv_platform.control_plane.jobs.repository import JobFilter
 from swiftkv_platform.control_plane.jobs.responses import JobError, JobResponse, make_checkpoint_id
@@ -35,6 +28,13 @@ from swiftkv_platform.control_plane.jobs.routes import (
     Submission,
     list_checkpoint_page,
     parse_metadata_filter,
+)
+from swiftkv_platform.control_plane.responses import (
+    ListResponse,
+    NewestFirst,
+    ResponseModel,
+    make_list_response,
+    make_page_query,
 )
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError, rename_fields_in_text
 from swiftkv_platform.frozen import FiniteModel

@@ -11,7 +11,6 @@ from swiftkv_platform.contract.cures import advise_on_failure
 from swiftkv_platform.contract.events import Level
 from swiftkv_platform.contract.verdicts import summarize_quality
 from swiftkv_platform.control_plane.base import Page, PageQuery
-from swiftkv_platform.control_plane.http.responses import ResponseModel, T
 from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, Prices
 from swiftkv_platform.control_plane.jobs.job import (
     EventType,
@@ -22,6 +21,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     Progress,
     Reason,
 )
+from swiftkv_platform.control_plane.responses import ResponseModel, T
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import Positive

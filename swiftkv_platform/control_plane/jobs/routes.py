@@ -39,7 +39,6 @@ from swiftkv_platform.control_plane.components import (
     SpansDep,
     SpecParsersDep,
 )
-from swiftkv_platform.control_plane.http.responses import ListResponse, NewestFirst, OldestFirst, make_list_response
 from swiftkv_platform.control_plane.jobs.estimates import get_prices
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
 from swiftkv_platform.control_plane.jobs.logs import EventFollowers, LogFollowers, WatchedJobsDep, read_logs, read_tail
@@ -60,6 +59,7 @@ from swiftkv_platform.control_plane.jobs.responses import (
 )
 from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.control_plane.ray import EmptyNodes
+from swiftkv_platform.control_plane.responses import ListResponse, NewestFirst, OldestFirst, make_list_response
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, NotFoundError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.principals import Scope

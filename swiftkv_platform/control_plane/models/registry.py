@@ -14,7 +14,7 @@ from typing import Literal
 from swiftkv_platform.contract.verdicts import describe_undecided_gates
 from swiftkv_platform.control_plane.access.tenants import TenantPolicies
 from swiftkv_platform.control_plane.base import Clock, new_id
-from swiftkv_platform.control_plane.http.merge_patch import ExpectedVersions
+from swiftkv_platform.control_plane.merge_patch import ExpectedVersions
 from swiftkv_platform.control_plane.models.repository import MAX_CANDIDATES, Model, ModelRepository, Promotion
 from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, StaleVersionError
 

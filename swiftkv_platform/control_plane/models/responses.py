@@ -10,10 +10,10 @@ from pydantic import Field
 from swiftkv_platform.contract.row_results import ChangedRow, RowComparison
 from swiftkv_platform.contract.verdicts import summarize_quality
 from swiftkv_platform.control_plane.deployments.repository import Deployment, DeploymentStatus
-from swiftkv_platform.control_plane.http.responses import ResponseModel, limit_page_bytes
 from swiftkv_platform.control_plane.jobs.responses import AncestorResponse
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN
 from swiftkv_platform.control_plane.models.repository import Model, Promotion
+from swiftkv_platform.control_plane.responses import ResponseModel, limit_page_bytes
 from swiftkv_platform.frozen import FiniteModel, FrozenModel
 from swiftkv_platform.specs.base import Label, LabelValue
 from swiftkv_platform.specs.evaluation import EvaluationSpec

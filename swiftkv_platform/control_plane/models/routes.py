@@ -26,16 +26,9 @@ from swiftkv_platform.contract.row_results import (
 from swiftkv_platform.control_plane.access.callers import Deployer, Fetcher, Reader, Submitter, Uploader
 from swiftkv_platform.control_plane.base import Page, PageQuery
 from swiftkv_platform.control_plane.components import ComponentsDep, DeletionsDep, ImportParsersDep, SettingsDep
-from swiftkv_platform.control_plane.http.merge_patch import IfMatch, set_etag
-from swiftkv_platform.control_plane.http.responses import (
-    ListResponse,
-    NewestFirst,
-    OldestFirst,
-    make_list_response,
-    make_page_query,
-)
 from swiftkv_platform.control_plane.jobs.responses import JobResponse
 from swiftkv_platform.control_plane.jobs.routes import Presenter, Submission, set_location_header
+from swiftkv_platform.control_plane.merge_patch import IfMatch, set_etag
 from swiftkv_platform.control_plane.models.imports import ModelImporter
 from swiftkv_platform.control_plane.models.parents import make_copy_spec, make_publishing_spec
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, RegistryService
@@ -53,6 +46,13 @@ from swiftkv_platform.control_plane.models.responses import (
     PromotionResponse,
     RollbackRequest,
     make_comparison,
+)
+from swiftkv_platform.control_plane.responses import (
+    ListResponse,
+    NewestFirst,
+    OldestFirst,
+    make_list_response,
+    make_page_query,
 )
 from swiftkv_platform.errors import InvalidInputError, NotFoundError, ObjectNotFoundError
 from swiftkv_platform.sources.untrusted_files import UnusableFileError

@@ -6,7 +6,7 @@ import httpx
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from swiftkv_platform.control_plane.http import responses
+from swiftkv_platform.control_plane import responses
 from swiftkv_platform.errors import (
     ClusterUnavailableError,
     DeadlineExceededError,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from swiftkv_platform.control_plane.http import responses
+from swiftkv_platform.control_plane import responses
 from swiftkv_platform.errors import DatabaseUnavailableError
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
 

@@ -10,6 +10,7 @@ import pytest
 from sqlalchemy import event, inspect
 
 from swiftkv_platform.contract.attempts import AttemptId, ManifestFile, new_file_id
+from swiftkv_platform.control_plane import responses
 from swiftkv_platform.control_plane.access.audit import AuditEntry, AuditTrail
 from swiftkv_platform.control_plane.base import PageQuery, new_id
 from swiftkv_platform.control_plane.database.tables import (
@@ -21,7 +22,6 @@ from swiftkv_platform.control_plane.database.tables import (
     PromotionRow,
 )
 from swiftkv_platform.control_plane.deployments.rollout import RolloutStatus, add_rollout
-from swiftkv_platform.control_plane.http import responses
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus, MetricPoint
 from swiftkv_platform.control_plane.jobs.repository import make_job_columns
 from swiftkv_platform.control_plane.jobs.routes import load_recipes

@@ -15,7 +15,7 @@ from swiftkv_platform.control_plane.base import Caller, new_id
 from swiftkv_platform.control_plane.deployments.reconciler import DeploymentReconciler
 from swiftkv_platform.control_plane.deployments.repository import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.service import DeploymentService
-from swiftkv_platform.control_plane.http.merge_patch import ExpectedVersions
+from swiftkv_platform.control_plane.merge_patch import ExpectedVersions
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.models.repository import Model, ModelRepository
 from swiftkv_platform.control_plane.ray import Node

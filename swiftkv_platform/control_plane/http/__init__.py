@@ -1,1 +1,0 @@
-"""HTTP code shared by all routes."""

@@ -141,9 +141,8 @@ def prepare_run(
                 share_prefixes=supports_shared_prefixes(spec, student.config),
                 progress=progress,
             )
-        select_evaluation_rows(
-            data.held_out, max_tokens=spec.evaluation.max_tokens
-        )  # raises `DataError` before training
+        # raises `DataError` before training
+        select_evaluation_rows(data.held_out, max_tokens=spec.evaluation.max_tokens)
     # 4. plan the run
     spec = resolve_batch_size(spec, len(data.train))
     assert spec.training.batch_size is not None

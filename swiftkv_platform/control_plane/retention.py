@@ -235,10 +235,8 @@ class RetentionRepository(Repository):
     def _remove_history(self, job_id: str) -> int:
         """Remove most events and the time series of a job in batches before its deletion, since one large
         transaction would block other writers. Returns the number of rows."""
-        number, remove_points = (
-            0,
-            partial(self._remove_matching, MetricRow, MetricRow.step, MetricRow.job_id == job_id),
-        )
+        number = 0
+        remove_points = partial(self._remove_matching, MetricRow, MetricRow.step, MetricRow.job_id == job_id)
         for remove in (partial(self.remove_events, job_id), remove_points):
             while removed := remove(limit=_BATCH_ROWS):
                 number += removed

@@ -199,9 +199,8 @@ def should_evaluate_exit_head(
 ) -> bool:
     """Whether evaluating the exit head is worthwhile. Sequences that draft in the same step share the cost."""
     sequences_per_draft = num_sequences / num_drafting
-    max_gain = (
-        1.0 - costs.token * num_sequences - costs.lower_layers * sequences_per_draft
-    )  # if the draft is surely accepted
+    # if the draft is surely accepted
+    max_gain = 1.0 - costs.token * num_sequences - costs.lower_layers * sequences_per_draft
     return min(max_gain, history.exit_gain.value) > costs.exit_head * sequences_per_draft
 
 

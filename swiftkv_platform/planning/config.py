@@ -200,9 +200,8 @@ def check_config_values(config: Mapping[str, Any]) -> None:
     _check_heads(config)
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := config.get(key), Mapping):
-            old = (
-                {"su": _ROPE_REQUIRED_KEYS["longrope"]} if config.get("model_type") == "phi3" else {}
-            )  # an earlier name
+            # an earlier name
+            old = {"su": _ROPE_REQUIRED_KEYS["longrope"]} if config.get("model_type") == "phi3" else {}
             _check_rope(_CheckedValues("config.json", rope, f"{key}."), {**_ROPE_REQUIRED_KEYS, **old})
             for kind, of_type in rope.items():  # by layer type, if these have their own
                 if isinstance(of_type, Mapping):

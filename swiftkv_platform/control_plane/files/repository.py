@@ -156,9 +156,8 @@ class FileRepository(Repository):
         """Store a new file. `policy`: says how many files, and bytes, the tenant may store, this file included. Raises
         `QuotaExceededError`."""
         with self._database.begin_write() as session:
-            lock_tenant_files(
-                self._database, session, file.tenant
-            )  # so that no other upload or import adds to it meanwhile
+            # so that no other upload or import adds to it meanwhile
+            lock_tenant_files(self._database, session, file.tenant)
             check_storage_quota(session, file.tenant, file.size, policy)
             check_count_quota(session, "max_files", file.tenant, policy)
             session.add(FileRow(**{**vars(file), "columns": list(file.columns)}))

@@ -292,9 +292,8 @@ def list_events(
     if not accepts_event_stream(request):
         return make_list_response(parts.jobs.list_events(job_id, page), EventResponse.model_validate)
     after = last_event_id or page.after
-    parts.jobs.list_events(
-        job_id, PageQuery(after, limit=1, order="asc")
-    )  # refuse an unknown `after` before the stream begins
+    # refuse an unknown `after` before the stream begins
+    parts.jobs.list_events(job_id, PageQuery(after, limit=1, order="asc"))
     stream: Response = EventSourceResponse(_follow_events(parts, request.app.state.followers, caller, job_id, after))
     return stream
 

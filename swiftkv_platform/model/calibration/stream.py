@@ -273,9 +273,8 @@ class _CalibrationPass:
         if self._workers.is_first:
             with self._load_teacher_module(model.lm_head):
                 head = model.lm_head.weight
-                expected = torch.cholesky_solve(
-                    cross, factor_with_ridge(gram)
-                )  # exit_norm(x) @ expected is close to final
+                # exit_norm(x) @ expected is close to final
+                expected = torch.cholesky_solve(cross, factor_with_ridge(gram))
                 yield "exit_head.weight", (head.float() @ expected.T.to(head.device, torch.float32)).to(head.dtype)
 
     def _load_teacher_module(self, module: nn.Module) -> Any:

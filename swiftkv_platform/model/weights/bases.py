@@ -347,9 +347,8 @@ def _find_model(
                 return name
             refuse_shadowed_id(name, field)
             directory = fetch_model_directory(name, revision, field=field)
-            check_model_files(
-                directory, Boundary.from_directories(directory.parents[1]), field
-            )  # loaders read these files
+            # loaders read these files
+            check_model_files(directory, Boundary.from_directories(directory.parents[1]), field)
             return str(directory)
 
 

@@ -404,7 +404,7 @@ def _resolve_spec(spec: JobSpec, config: Mapping[str, Any]) -> JobSpec:
     settled = resolve_model_defaults(spec, context_length=length, hidden_size=config["hidden_size"])
     settled = resolve_batch_size(settled, num_rows=sys.maxsize)
     assert settled.training.batch_size is not None, "resolved"
-    size = min(settled.training.batch_size, 2 * settled.rows_per_pass)
+    size = min(settled.training.batch_size, 2 * settled.global_micro_batch_size)
     return settled.model_copy(update={"training": settled.training.model_copy(update={"batch_size": size})})
 
 

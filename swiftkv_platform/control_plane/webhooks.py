@@ -195,7 +195,7 @@ def strip_points(event: Event, stored: Collection[int]) -> Event:
     return replace(event, data={**data, _STEPS_KEY: [min(steps), max(steps)]})
 
 
-def make_stripped_bytes_expression(job_id: str) -> ColumnElement[int]:
+def make_restored_points_bytes_expression(job_id: str) -> ColumnElement[int]:
     """Return an SQL expression for the bytes that `restore_points` adds to an event's row."""
     # Other events may have anything as their `steps`, which could not be cast.
     lacks_points = and_(EventRow.type == "metrics", EventRow.data[_POINTS_KEY].as_string().is_(None))

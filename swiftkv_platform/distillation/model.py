@@ -39,7 +39,7 @@ from swiftkv_platform.model.packed_attention import (
     TOKENS_MULTIPLE,
     AttentionImplementation,
     DeepSpanWriter,
-    PackedSamples,
+    PackedLayout,
     add_conversation_spans,
     make_packed_context,
     run_lower_layers_by_span,
@@ -417,7 +417,7 @@ class DistillationModel(nn.Module):
         """Select the tokens that enter the student's layers >= l: the deep ones, or else the counted ones, padded by
         others to a multiple of `TOKENS_MULTIPLE`. None: all tokens. Also return the rows of the counted tokens among
         the selected ones."""
-        samples: PackedSamples | None = context.layer_arguments.get(SAMPLES_KEY)
+        samples: PackedLayout | None = context.layer_arguments.get(SAMPLES_KEY)
         if self.uses_static_shapes or samples is None or len(counted) == context.num_tokens:
             return None, counted
         entering, rows = counted, torch.arange(len(counted), device=counted.device)

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.context import DecoderContext
-from swiftkv_platform.model.packed_attention import SAMPLES_KEY, PackedSamples
+from swiftkv_platform.model.packed_attention import SAMPLES_KEY, PackedLayout
 
 ATTENTION_IMPLEMENTATION = "sequence_parallel"
 """Name of the attention implementation in a model's configuration."""
@@ -118,7 +118,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attend over whole samples with this worker's heads. Inputs and output are those of this worker's tokens."""
     group: SequenceGroup = arguments[_GROUP_ARGUMENT]
-    samples: PackedSamples = arguments[SAMPLES_KEY]
+    samples: PackedLayout = arguments[SAMPLES_KEY]
     # K and V projected from x may be followed by the same number of K and V of the tokens themselves.
     key, value = (
         torch.cat([group.exchange_heads_and_tokens(part) for part in tensor.split(query.shape[2], dim=2)], dim=2)

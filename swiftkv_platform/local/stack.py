@@ -274,7 +274,7 @@ class Stack:
         """
         _check_packages()
         try:
-            return self._up(options, report)
+            return self._start(options, report)
         except OSError as error:
             advice = "free disk space, or set" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "set"
             raise StartError(
@@ -284,7 +284,7 @@ class Stack:
                 value=str(self.home),
             ) from error
 
-    def _up(self, options: StackOptions, report: Report) -> StackState:
+    def _start(self, options: StackOptions, report: Report) -> StackState:
         with self._run_directory.lock():
             create_token(self._run_directory.token_file)
             state = self._run_directory.load()

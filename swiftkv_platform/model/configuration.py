@@ -129,7 +129,7 @@ def find_directory(source: str | Path, hub: Mapping[str, Any]) -> Path:
 
 
 @contextmanager
-def build_without_weights(source: str | Path) -> Iterator[None]:
+def use_meta_device(source: str | Path) -> Iterator[None]:
     """Make models on the meta device inside the block; errors are the configuration's and raise `ModelError`."""
     with convert_errors(source, "no model can be built from its config.json"), torch.device("meta"):
         yield

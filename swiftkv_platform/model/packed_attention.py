@@ -104,7 +104,7 @@ class _AttentionIndices:
 
 
 @dataclass(frozen=True)
-class PackedSamples:
+class PackedLayout:
     """Samples concatenated in a batch of one row. Padding after the last sample attends to nothing. Implements
     `TokenSelectable`."""
 
@@ -421,7 +421,7 @@ def _attend_to_samples(
     **arguments: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention function in transformers' interface. Without samples it runs SDPA."""
-    samples: PackedSamples | None = arguments.pop(SAMPLES_KEY, None)
+    samples: PackedLayout | None = arguments.pop(SAMPLES_KEY, None)
     if samples is None:
         output: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **arguments
@@ -506,7 +506,7 @@ def make_packed_context(
         lengths = get_sample_lengths(position_ids)
         prefix_lengths = position_ids.flatten()[list(accumulate(lengths[:-1], initial=0))].tolist()
     operator = choose_operator(attention, config, device, dtype)
-    samples = PackedSamples.create(
+    samples = PackedLayout.create(
         config,
         lengths,
         prefix_lengths,
@@ -522,9 +522,9 @@ def make_packed_context(
     )
 
 
-def get_packed_samples(context: DecoderContext) -> PackedSamples:
+def get_packed_samples(context: DecoderContext) -> PackedLayout:
     """Return the samples of a context from `make_packed_context`."""
-    samples: PackedSamples = context.layer_arguments[SAMPLES_KEY]
+    samples: PackedLayout = context.layer_arguments[SAMPLES_KEY]
     return samples
 
 

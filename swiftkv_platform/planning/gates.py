@@ -152,14 +152,14 @@ def forecast_gates(spec: EvaluationSpec) -> tuple[TaskForecast, ...]:
     decides about the default."""
     counts = [(name, _count_samples(name, spec.task_limit)) for name in _list_task_names(spec)]
     counts += [(task.name, _count_rows(task, spec.task_limit)) for task in spec.rows]
-    found = [] if spec.max_drop is None else [_forecast_task(name, samples, spec) for name, samples in counts]
+    found = [] if spec.max_drop is None else [_forecast_task_gate(name, samples, spec) for name, samples in counts]
     lengths = spec.needle_lengths or ()
     if spec.max_needle_drop is not None:
-        found += [_forecast_needles(length, spec) for length in lengths]
+        found += [_forecast_needle_gate(length, spec) for length in lengths]
     return tuple(found)
 
 
-def _forecast_task(name: str, samples: int | None, spec: EvaluationSpec) -> TaskForecast:
+def _forecast_task_gate(name: str, samples: int | None, spec: EvaluationSpec) -> TaskForecast:
     num_gates = count_task_gates(spec)
     limit = spec.max_drop if isinstance(spec.max_drop, float) else None
     if limit is None and samples is not None:
@@ -167,7 +167,7 @@ def _forecast_task(name: str, samples: int | None, spec: EvaluationSpec) -> Task
     return _make_forecast(name, "max_drop", samples, limit, num_gates)
 
 
-def _forecast_needles(length: int, spec: EvaluationSpec) -> TaskForecast:
+def _forecast_needle_gate(length: int, spec: EvaluationSpec) -> TaskForecast:
     samples = spec.needle_samples if spec.task_limit is None else min(spec.needle_samples, spec.task_limit)
     asked = spec.max_needle_drop
     limit = asked if isinstance(asked, float) else compute_default_needle_limit(samples)

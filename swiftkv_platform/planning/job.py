@@ -91,7 +91,7 @@ def _find_sufficient_workers(
     num_workers = setup.num_workers * 2
     while num_workers <= _MAX_WORKERS:
         larger = replace(setup, num_workers=num_workers)
-        larger = replace(larger, batch_size=max(setup.batch_size, larger.rows_per_pass))
+        larger = replace(larger, batch_size=max(setup.batch_size, larger.global_micro_batch_size))
         if _compute_training_bytes(model, layer_map, larger)[0] <= device_bytes:
             return num_workers
         num_workers *= 2

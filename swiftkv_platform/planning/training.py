@@ -159,12 +159,12 @@ class TrainingSetup:
         return self.counted_share if self.deep_share is None else self.deep_share
 
     @property
-    def rows_per_pass(self) -> int:
+    def global_micro_batch_size(self) -> int:
         return self.num_workers // self.sequence_parallel_size * self.micro_batch_size
 
     @property
     def num_micro_batches(self) -> int:
-        return self.batch_size // self.rows_per_pass
+        return self.batch_size // self.global_micro_batch_size
 
     @property
     def tokens_per_pass(self) -> int:
@@ -237,11 +237,12 @@ def plan_training(
     """
     model = read_architecture(config, shape)
     _check_sequence_parallelism(model, setup)
-    if setup.batch_size % setup.rows_per_pass:
+    if setup.batch_size % setup.global_micro_batch_size:
         raise InvalidInputError.for_field(
             "training.batch_size",
             setup.batch_size,
-            f"; use a multiple of num_workers / sequence_parallel_size x micro_batch_size = {setup.rows_per_pass}",
+            "; use a multiple of num_workers / sequence_parallel_size x micro_batch_size = "
+            f"{setup.global_micro_batch_size}",
         )
     layer_map = resolve_layer_map(model)
     parameters = count_student_parameters(model, layer_map, setup.trainable)

@@ -326,7 +326,7 @@ class JobSpec(Spec):
         return self.resources.max_workers * trials
 
     @property
-    def rows_per_pass(self) -> int:
+    def global_micro_batch_size(self) -> int:
         """Rows of one forward pass over all workers; the batch size must be a multiple."""
         return self.resources.max_workers // self.sharding.sequence_parallel_size * self.training.micro_batch_size
 
@@ -369,13 +369,13 @@ def _find_section_conflicts(spec: JobSpec) -> Iterator[PydanticCustomError]:
             yield _make_problem(field, size, "it cannot be combined with training.compile")
     if spec.swiftkv.request.has_bypassed_layers:
         yield from map(spec.swiftkv.make_layer_list_error, _find_gap_problems(spec))
-    if training.batch_size is not None and training.batch_size % spec.rows_per_pass:
+    if training.batch_size is not None and training.batch_size % spec.global_micro_batch_size:
         shared = "" if size == 1 else "1 / sharding.sequence_parallel_size x "
         yield make_field_error(
             "training.batch_size",
             training.batch_size,
             f"training.batch_size {training.batch_size} must be a multiple of resources.num_workers x {shared}"
-            f"training.micro_batch_size = {spec.rows_per_pass}",
+            f"training.micro_batch_size = {spec.global_micro_batch_size}",
         )
     held_out = any(source.name_or_path == BUILTIN_DATA or source.is_held_out for source in spec.data.sources)
     if not spec.data.validation_fraction and not held_out:
@@ -463,11 +463,11 @@ def resolve_model_defaults(spec: JobSpec, *, context_length: int | None, hidden_
 
 def resolve_batch_size(spec: JobSpec, num_rows: int) -> JobSpec:
     """Return the spec with a batch size: 32, halved while `num_epochs` over the rows are fewer than 400 steps, rounded
-    to a multiple of `rows_per_pass`."""
+    to a multiple of `global_micro_batch_size`."""
     training = spec.training
     if training.batch_size is not None:
         return spec
-    per_pass = spec.rows_per_pass
+    per_pass = spec.global_micro_batch_size
     size = BATCH_SIZE
     if training.max_steps is None:
         while size > 1 and num_rows * training.num_epochs < MIN_STEPS * size:

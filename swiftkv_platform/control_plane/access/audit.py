@@ -169,9 +169,9 @@ class RequestAudit:
         """Set the caller and the route."""
         credential = None if principal is None else principal.credential
         self.entry = replace(self.entry, actor=name, credential=credential, tenant=tenant)
-        self.set_route(request.scope)
+        self.record_route(request.scope)
 
-    def set_route(self, scope: Scope) -> None:
+    def record_route(self, scope: Scope) -> None:
         """Set the route, and the object id from its path."""
         route = getattr(scope.get("route"), "path", None) or _UNMATCHED_ROUTE
         named = next(iter(scope.get("path_params", {}).values()), None)
@@ -277,7 +277,7 @@ class AuditMiddleware:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
                 record.stop_storing()
-                record.set_route(scope)
+                record.record_route(scope)
                 if _needs_storing(record, message["status"], state.refusal_limiter):
                     await run_in_threadpool(_store_or_log, trail, record.entry)
             await send(message)

@@ -63,7 +63,7 @@ from swiftkv_platform.control_plane.webhooks import (
     fail_excess_deliveries,
     make_delivery_rows,
     make_recipient_finder,
-    make_stripped_bytes_expression,
+    make_restored_points_bytes_expression,
     restore_points,
     strip_points,
 )
@@ -415,7 +415,12 @@ class JobRepository(Repository):
                 after = seen.sequence
             query = select(EventRow).where(EventRow.job_id == job_id)
             rows = fetch_rows(
-                session, query, EventRow.sequence, page, after=after, extra_bytes=make_stripped_bytes_expression(job_id)
+                session,
+                query,
+                EventRow.sequence,
+                page,
+                after=after,
+                extra_bytes=make_restored_points_bytes_expression(job_id),
             )
             # The data of a damaged row is no object.
             events = [

@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.configuration import build_without_weights, convert_errors, read_generation_config
+from swiftkv_platform.model.configuration import convert_errors, read_generation_config, use_meta_device
 from swiftkv_platform.model.weights.checkpoint import Checkpoint, Part, expand_ranges
 from swiftkv_platform.model.weights.quantization import dequantize_checkpoint, is_quantized
 from swiftkv_platform.planning.config import MODEL_FIELD
@@ -95,7 +95,7 @@ def check_checkpoint_fits(checkpoint: Checkpoint, config: Any, build: Callable[[
     Returns whether they are quantized. Raises `ModelError` as `check_tensors`."""
     resolve_tied_head(config, checkpoint)
     quantized = is_quantized(config)
-    with build_without_weights(checkpoint.source):
+    with use_meta_device(checkpoint.source):
         model = build(copy.deepcopy(config))
     check_tensors(checkpoint, model, quantized=quantized)
     return quantized
@@ -128,7 +128,7 @@ def build_on_meta(build: Callable[[], Any], checkpoint: Checkpoint, device: torc
     Raises:
         ModelError: the model has other buffers, which no file holds.
     """
-    with build_without_weights(checkpoint.source):
+    with use_meta_device(checkpoint.source):
         model = build()
         model.tie_weights()
         # Make it again: its buffers are on the meta device too, and no file stores them.
@@ -157,7 +157,7 @@ def check_tensors(checkpoint: Checkpoint, model: Any, *, quantized: bool = False
     """
     if quantized:
         checkpoint = dequantize_checkpoint(checkpoint)
-    with build_without_weights(checkpoint.source):
+    with use_meta_device(checkpoint.source):
         expected = _find_stored_shapes(model, checkpoint)
     stored = set(checkpoint.shards)
     missing = [name for name in expected if name not in stored and not _is_tied(name, model, stored)]

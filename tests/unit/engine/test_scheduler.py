@@ -324,6 +324,8 @@ def test_drafts_never_push_anyone_out_nor_lose_a_block(seed: int) -> None:
 class Followed:
     """A constraint with no grammar: only its work is counted."""
 
+    has_rejected_token = False
+
     def __init__(self) -> None:
         self.cpu_time = GrammarCpuTime()
 

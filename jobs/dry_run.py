@@ -169,7 +169,7 @@ class FakeInputs:
                 known = self._tied[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
         return known
 
-    def drop_tied_parameter(self, made: nn.Parameter) -> None:
+    def untie_parameter(self, made: nn.Parameter) -> None:
         """Drop a parameter that `make_fake_parameters` has made, so that no module is tied to it any more."""
         for empty in [empty for empty, known in self._tied.items() if known is made]:
             del self._tied[empty]
@@ -245,7 +245,7 @@ class FakeWeights:
             for leaf, parameter in part._parameters.items():
                 if parameter is not None:
                     part._parameters[leaf] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-                    self._fakes.drop_tied_parameter(parameter)
+                    self._fakes.untie_parameter(parameter)
 
 
 class FakeWorkers(Workers):

@@ -67,7 +67,7 @@ class StudentShape(FrozenModel):
         given = {name: found[name] for name in cls.model_fields if found.get(name) is not None}
         depth = found.get("num_hidden_layers")
         if "swiftkv_prefill_layers" in given:
-            _check_prefill_layers(given["swiftkv_prefill_layers"])
+            _check_layer_list(given["swiftkv_prefill_layers"])
             depth = given["swiftkv_prefill_layers"][-1] + 1
         given = {"num_key_value_layers": depth, "key_value_group_size": 1} | given
         for name in ("num_key_value_layers", "key_value_group_size"):
@@ -149,7 +149,7 @@ class LayerMap:
 
     def __post_init__(self) -> None:
         if self.shape.swiftkv_prefill_layers is not None:
-            _check_prefill_layers(self.shape.swiftkv_prefill_layers, self.num_hidden_layers)
+            _check_layer_list(self.shape.swiftkv_prefill_layers, self.num_hidden_layers)
             if self.shape.swiftkv_prefill_layers[-1] + 1 != self.num_key_value_layers:
                 raise _make_conflicting_depth_error(self.shape.swiftkv_prefill_layers)
         if not 1 <= self.num_key_value_layers <= self.num_hidden_layers:
@@ -286,7 +286,7 @@ class ShapeRequest:
         them. Raises `InvalidInputError` for conflicting values or a reduction outside 0..1."""
         share = self.prefill_reduction
         if self.prefill_layers is not None:
-            _check_prefill_layers(self.prefill_layers, num_hidden_layers)
+            _check_layer_list(self.prefill_layers, num_hidden_layers)
             if share is not None or self.num_key_value_layers not in (None, self.requested_depth):
                 raise _make_conflicting_depth_error(self.prefill_layers)
         given = self.requested_depth
@@ -423,7 +423,7 @@ def _check_deep_tail(size: object, *, has_own_decode_kv: bool) -> None:
         )
 
 
-def _check_prefill_layers(layers: object, num_hidden_layers: int | None = None) -> None:
+def _check_layer_list(layers: object, num_hidden_layers: int | None = None) -> None:
     """Raise `InvalidInputError` for a list that is not ascending or has an invalid layer."""
     listed = list(layers) if isinstance(layers, list | tuple) else []
     numbers = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in listed)
@@ -435,7 +435,8 @@ def _check_prefill_layers(layers: object, num_hidden_layers: int | None = None) 
         raise InvalidInputError.for_field(
             "swiftkv.prefill_layers",
             layers,
-            f"; with {num_hidden_layers} layers, 0..{num_hidden_layers - 2} are accepted, since prompts skip the last",
+            f"; a model of {num_hidden_layers} layers takes 0 to {num_hidden_layers - 2}, since prompts skip the last "
+            "layer",
         )
 
 

@@ -194,7 +194,7 @@ def _describe_keys_file(path: Path) -> tuple[bool, str]:
     elif is_running:
         advice = "The running control plane requires no keys yet; run `swiftkv up` to restart it with this file."
     else:
-        advice = "Requests need a key after the next `swiftkv up`. A control plane on another machine needs a copy."
+        advice = "Requests need a key after the next `swiftkv up`. Copy the file to a control plane elsewhere."
     return False, advice
 
 

@@ -121,7 +121,7 @@ class Leadership:
         """Wrap `step` to do nothing while another process leads. Raises `DatabaseUnavailableError`, and
         `LeaseLostError` if the lease expires during the step; a loop whose lease always expires thus stalls."""
 
-        def guarded() -> None:
+        def step_as_leader() -> None:
             led = self._fence is not None
             leads = self._acquire()
             if leads != led:
@@ -131,7 +131,7 @@ class Leadership:
             with self._renew_during():
                 step()
 
-        return guarded
+        return step_as_leader
 
     def release(self) -> None:
         """Release the lease, so that another process may lead at once. Raises `DatabaseUnavailableError`."""

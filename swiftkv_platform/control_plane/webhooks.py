@@ -183,7 +183,7 @@ _STEPS_KEY = "steps"
 """Key of (first step, last step) of the removed metric points."""
 
 
-def strip_points(event: Event, stored: Collection[int]) -> Event:
+def strip_metric_points(event: Event, stored: Collection[int]) -> Event:
     """Return the event for the outbox: without metric points if the steps of all points are in `stored`."""
     points = event.data.get(_POINTS_KEY)
     if event.type != "metrics" or not points:
@@ -196,7 +196,7 @@ def strip_points(event: Event, stored: Collection[int]) -> Event:
 
 
 def make_restored_points_bytes_expression(job_id: str) -> ColumnElement[int]:
-    """Return an SQL expression for the bytes that `restore_points` adds to an event's row."""
+    """Return an SQL expression for the bytes that `restore_metric_points` adds to an event's row."""
     # Other events may have anything as their `steps`, which could not be cast.
     lacks_points = and_(EventRow.type == "metrics", EventRow.data[_POINTS_KEY].as_string().is_(None))
     first, last = (case((lacks_points, EventRow.data[_STEPS_KEY][index].as_integer())) for index in (0, 1))
@@ -206,7 +206,7 @@ def make_restored_points_bytes_expression(job_id: str) -> ColumnElement[int]:
     return of_event.correlate(EventRow).scalar_subquery()
 
 
-def restore_points(session: Session, job_id: str, events: Sequence[Event]) -> list[Event]:
+def restore_metric_points(session: Session, job_id: str, events: Sequence[Event]) -> list[Event]:
     """Add the stripped metric points to a job's events, at most `EVENT_POINTS` per event."""
     points: list[Mapping[str, Any]] = []
     for first, last in _merge_ranges(event.data[_STEPS_KEY] for event in events if _lacks_points(event)):

@@ -135,7 +135,7 @@ def test_a_new_key_says_whether_it_is_in_force(tmp_path: Path) -> None:
     home, other = tmp_path / "home", tmp_path / "other.json"
     assert create(home) == (
         False,
-        "Requests need a key after the next `swiftkv up`. A control plane on another machine needs a copy.",
+        "Requests need a key after the next `swiftkv up`. Copy the file to a control plane elsewhere.",
     )
     required, advice = create(home, "--file", str(other))
     assert (required, f"set SWIFTKV_API_KEYS_FILE={other}" in advice) == (False, True)

@@ -64,8 +64,8 @@ from swiftkv_platform.control_plane.webhooks import (
     make_delivery_rows,
     make_recipient_finder,
     make_restored_points_bytes_expression,
-    restore_points,
-    strip_points,
+    restore_metric_points,
+    strip_metric_points,
 )
 from swiftkv_platform.errors import (
     IdempotencyConflictError,
@@ -396,7 +396,7 @@ class JobRepository(Repository):
                 message = f"job {job.id} has been changed since version {job.version} was read; read it again"
                 raise StaleVersionError(message, field="version", value=job.version)
             steps = {point.step for point in points}
-            self._add_events(session, updated, [strip_points(event, steps) for event in events])
+            self._add_events(session, updated, [strip_metric_points(event, steps) for event in events])
             _replace_points(session, job.id, points)
             if model is not None:
                 session.add(ModelRow(**vars(model)))
@@ -426,7 +426,7 @@ class JobRepository(Repository):
             events = [
                 to_dataclass(Event, row, data=row.data if isinstance(row.data, dict) else {}) for row in rows.items
             ]
-            return Page(restore_points(session, job_id, events), rows.has_more)
+            return Page(restore_metric_points(session, job_id, events), rows.has_more)
 
     def list_points(self, job_id: str, page: PageQuery) -> Page[MetricPoint]:
         """Metrics by step; `page.after` is a step in decimal. Raises `InvalidInputError` if it is not."""

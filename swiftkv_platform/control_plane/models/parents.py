@@ -141,7 +141,7 @@ def make_publishing_spec(found: FoundParent, changes: Mapping[str, Any]) -> JobS
     """
     parent, parent_spec = found.parent, found.spec
     if parent.kind == "model":
-        message = f"from_checkpoint is {parent.name!r}, which is a model already; use a checkpoint (JOB:STEP)"
+        message = f"from_checkpoint is {parent.name!r}, which is a finished model; use a checkpoint (JOB:STEP)"
         raise InvalidInputError(message, field="from_checkpoint", value=parent.name)
     document = parent_spec.model_dump(mode="json")
     document["name"] = f"{parent_spec.name[:_MAX_STEM_CHARS]}-step-{parent.step}"
@@ -170,7 +170,7 @@ def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | 
         _check_optimizer(spec, found)
     if spec.training.max_steps == 0 and parent.kind == "model" and spec.publish.to is None:
         raise InvalidInputError(
-            f"training.max_steps is 0, and {PARENT_FIELD} is {parent.name}, which is a model already; use 1 or more "
+            f"training.max_steps is 0, and {PARENT_FIELD} is {parent.name}, which is a finished model; use 1 or more "
             "steps, a checkpoint, or `publish` with a target for the copy",
             field="training.max_steps",
             value=0,

@@ -284,7 +284,7 @@ class _TensorSources:
     sources: dict[str, list[str]] = field(default_factory=dict)
     """Names in the checkpoint, by the matching pattern of the converter."""
 
-    def add_checkpoint_tensor(self, pattern: str | None, name: str) -> None:
+    def add_source_name(self, pattern: str | None, name: str) -> None:
         self.sources.setdefault(pattern or "", []).append(name)
 
     @property
@@ -318,7 +318,7 @@ class StoredWeights:
         for name in sorted(self._weights.shards, key=_make_natural_sort_key):  # experts in their order
             target, pattern = rename_source_key(name, renamings, converters)
             stored = self._stored.setdefault(target, _TensorSources(by_pattern.get(pattern or "")))
-            stored.add_checkpoint_tensor(pattern, name)
+            stored.add_source_name(pattern, name)
 
     def __contains__(self, name: str) -> bool:
         """Whether the checkpoint stores a tensor under this name; a tied tensor counts under one name only."""

@@ -245,17 +245,17 @@ def _fill_deployments(connection: sa.Connection) -> None:
 def _read_deployment_columns(spec: Any) -> dict[str, Any]:
     """Return the columns of a deployment's spec, by the rules and defaults of this revision."""
     engine, replicas, candidate = spec.get("engine", {}), int(spec.get("max_replicas", 1)), spec.get("candidate")
-    ranks = _read_clamped(64, engine, "tensor_parallel_size")
+    ranks = _read_limited_option(64, engine, "tensor_parallel_size")
     return {
         "alias": spec.get("alias"),
         "candidate": candidate and candidate["model"],
         "replicas": replicas,
         "gpus": float(replicas * ranks * (engine.get("device") == "cuda")),
-        "cpus": float(replicas * ranks * _read_clamped(1024, engine, "num_threads")),
+        "cpus": float(replicas * ranks * _read_limited_option(1024, engine, "num_threads")),
     }
 
 
-def _read_clamped(most: int, engine: Mapping[str, Any], option: str) -> int:
+def _read_limited_option(most: int, engine: Mapping[str, Any], option: str) -> int:
     asked = engine.get(option)
     return min(max(asked, 1), most) if isinstance(asked, int) else 1
 

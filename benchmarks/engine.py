@@ -195,7 +195,9 @@ def compute_limits_ms(counted: dict[str, int], load: str, batch_size: int, repea
         counted: FLOPs of the student by `count_flops`.
         load: "prefill" or "decode".
     """
-    products = max(measure_product(dtype) for dtype in (torch.float32, torch.bfloat16) for _ in range(repeats))
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"  # also False if limited to AVX2
+    dtypes = (torch.float32, torch.bfloat16) if has_avx512 else (torch.float32,)
+    products = max(measure_product(dtype) for dtype in dtypes for _ in range(repeats))
     read = max(measure_read() for _ in range(repeats))
     num_weights = counted["decode_step_flops"] / (2 * batch_size)
     compute_seconds = counted["prefill_flops" if load == "prefill" else "decode_step_flops"] / products
@@ -414,19 +416,20 @@ def count_flops(engines: dict[str, LLMEngine], args: argparse.Namespace) -> dict
     short = torch.randint(3, args.vocab_size, (args.batch_size, args.context_length), generator=generator)
     return {
         name: {
-            "prefill_flops": _count_step_flops(engine, long, num_steps_before=0),
-            "decode_step_flops": _count_step_flops(engine, short, num_steps_before=1),
+            "prefill_flops": _count_step_flops(engine, long, decodes=False),
+            "decode_step_flops": _count_step_flops(engine, short, decodes=True),
         }
         for name, engine in engines.items()
     }
 
 
-def _count_step_flops(engine: LLMEngine, prompts: torch.Tensor, *, num_steps_before: int) -> int:
-    request_ids = [
-        engine.add_request(prompt, make_sampling_params(2 + num_steps_before)) for prompt in prompts.tolist()
-    ]
-    for _ in range(num_steps_before):
-        engine.step()
+def _count_step_flops(engine: LLMEngine, prompts: torch.Tensor, *, decodes: bool) -> int:
+    """Count the FLOPs of the first step, or of the first one in which all requests decode."""
+    params = make_sampling_params(2 + len(prompts))  # some requests decode while others prefill
+    request_ids = [engine.add_request(prompt, params) for prompt in prompts.tolist()]
+    waiting = set(request_ids) if decodes else set()
+    while waiting:
+        waiting -= {output.request_id for output in engine.step() if output.token_ids}
     with FlopCounterMode(display=False, custom_mapping=make_flop_formulas()) as counter:
         engine.step()
     for request_id in request_ids:

@@ -19,7 +19,7 @@ TokenBatch = torch.Tensor | Mapping[str, torch.Tensor]
 """Token ids [batch, num_tokens] or [num_tokens], or a mapping with `input_ids` and `position_ids` of one shape (packed
 rows)."""
 MAX_ACTIVATION_BYTES = 4 << 30
-"""Default max bytes of activations in a worker's host memory."""
+"""Default limit in bytes for the activations that a worker holds in host memory."""
 
 
 class LayerSource(Protocol):

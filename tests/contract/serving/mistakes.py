@@ -216,7 +216,8 @@ UNREADABLE: list[tuple[bytes, str | None, str]] = [
 
 
 def list_mistakes() -> Iterator[Any]:
-    """Yield (path, bodies, invalid field, part of the message) of each mistake. A second body asks for a stream."""
+    """Yield a case per mistake: path, request bodies, invalid field and part of the error message. If there are two
+    bodies, the second one asks for a stream."""
     for paths, mistakes in MISTAKES.items():
         for path in paths:
             for fields, field, message in mistakes:

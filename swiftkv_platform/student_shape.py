@@ -434,7 +434,7 @@ def _check_layer_list(layers: object, num_hidden_layers: int | None = None) -> N
     if num_hidden_layers is not None and listed[-1] > num_hidden_layers - 2:
         raise InvalidInputError.for_field(
             "swiftkv.prefill_layers",
-            layers,
+            listed,
             f"; a model of {num_hidden_layers} layers takes 0 to {num_hidden_layers - 2}, since prompts skip the last "
             "layer",
         )

@@ -325,7 +325,7 @@ def test_a_checkpoint_says_what_prompts_run_through(tmp_path: Path) -> None:
         ({"prefill_layers": [0, 2]}, "use swiftkv.decode_key_value: own"),
         ({"prefill_layers": [2, 0], **own}, "an ascending list of layers"),
         ({"prefill_layers": [], **own}, "an ascending list of layers"),
-        ({"prefill_layers": [0, 4], **own}, "0..3 are accepted"),
+        ({"prefill_layers": [0, 4], **own}, "a model of 5 layers takes 0 to 3"),
         ({"prefill_layers": [0, 2], "num_key_value_layers": 2, **own}, "which sets l to 3"),
         ({"prefill_layers": [0, 2], "prefill_reduction": 0.5, **own}, "which sets l to 3"),
     ):

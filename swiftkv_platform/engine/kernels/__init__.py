@@ -179,8 +179,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 def linear(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, size_out: int) -> torch.Tensor:
     """y = x W^T + b: x [..., size_in] -> [..., size_out]. `bias`: from `pad_to_block`.
 
-    For integer weights, each row of x is scaled to 16-bit integers, with 32767 as its largest number. Integer sums are
-    exact, so a row's result does not depend on other rows.
+    For integer weights, x is rounded to integers: each row to 16 bits or, for int4 without AMX, each 32 adjacent inputs
+    to 8 bits. A row's result does not depend on other rows.
     """
     return torch.unflatten(linear_rows(x.flatten(0, -2), packed, bias, size_out), 0, x.shape[:-1])
 

@@ -584,9 +584,16 @@ void use_threads(int64_t count) {
   threads_of_kernels = count;
 }
 
+#ifdef HAS_DOT_PRODUCTS
+// Chooses the products for processors with tiles, or for others; brgemm runs on both.
+void use_tiles(bool use) {
+  uses_tiles = use;
+}
+#endif
+
 std::string instructions() {
 #ifdef HAS_DOT_PRODUCTS
-  return has_tiles() ? "AMX" : "AVX-512 BF16";
+  return uses_tiles ? "AMX" : "AVX-512 BF16";
 #elif defined(CPU_CAPABILITY_AVX512)
   return "AVX-512";
 #else
@@ -597,6 +604,9 @@ std::string instructions() {
 TORCH_LIBRARY(swiftkv_cpu, library) {
   library.def("instructions() -> str", instructions);
   library.def("use_threads(int count) -> ()", use_threads);
+#ifdef HAS_DOT_PRODUCTS
+  library.def("use_tiles(bool use) -> ()", use_tiles);
+#endif
   library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
   library.def(
       "linear(Tensor x, Tensor packed, Tensor? scales, Tensor? offsets, Tensor? multipliers, Tensor? bias, int size_out, "

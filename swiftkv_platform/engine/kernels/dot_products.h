@@ -47,10 +47,7 @@ void release_products() {
   at::native::cpublas::brgemm_release();
 }
 
-bool has_tiles() {
-  static const bool has = __builtin_cpu_supports("amx-tile");
-  return has;
-}
+bool uses_tiles = __builtin_cpu_supports("amx-tile");
 
 // Divides rows between two functions: product(first row, number of rows) uses brgemm's kernels; few.operator()<rows>(first row,
 // pass, number of passes), for at most kMost rows, uses the weights as they are loaded. `few_beside_tiles`: max rows for which
@@ -58,10 +55,10 @@ bool has_tiles() {
 template <int kMost, typename Product, typename Few>
 void divide_rows(int64_t num_rows, int64_t few_beside_tiles, const Product& product, const Few& few) {
   int64_t row = 0;
-  if (num_rows > (has_tiles() ? few_beside_tiles : kFewRows)) {
+  if (num_rows > (uses_tiles ? few_beside_tiles : kFewRows)) {
     if (num_rows >= kRowStep) product(0, row = num_rows / kRowStep * kRowStep);
     const int64_t left = (num_rows - row) / kSmallRowStep * kSmallRowStep;
-    if (has_tiles() && left) product(row, left), row += left;
+    if (uses_tiles && left) product(row, left), row += left;
   }
   const int64_t num_passes = (num_rows - row + kMost - 1) / kMost;
   for (int64_t pass = 0; pass < num_passes; ++pass, row += kMost) {
@@ -77,7 +74,6 @@ class Weights16 {
   using Sum = float;
   static constexpr int64_t kPlanes = 1;
   static constexpr int64_t kCachedInputs = kCachedBytes / sizeof(BFloat16);
-  static constexpr int64_t kRowsTogether = 4;  // limited by the number of registers
   struct Scratch {};
 
   Weights16(const Tensor& x, const Tensor& packed)
@@ -100,15 +96,6 @@ class Weights16 {
     });
   }
 
-  // Multiplies at most kRowsTogether rows by kTogether blocks: float32 [num_rows, kTogether, kColumns].
-  void multiply_together(int64_t first, int64_t num_rows, int64_t block, float* sums, int64_t) const {
-    const BFloat16* blocks = weights_ + block * size_in_ * kColumns;
-    with_count<kRowsTogether>(num_rows, [&]<int kRows>() {
-      few<kRows>(x_ + first * stride_, blocks, sums, kTogether * kColumns,
-                 Prefetch<kTogether>(blocks, block_bytes(), kStepBytes));
-    });
-  }
-
   Floats result(const float* sums, int64_t, int64_t, int64_t, int64_t i) const { return Floats::loadu(sums + i); }
 
  private:
@@ -116,9 +103,9 @@ class Weights16 {
 
   int64_t block_bytes() const { return size_in_ / 2 * kStepBytes; }
 
-  template <int kRows, int kBlocks>
-  void few(const BFloat16* rows, const BFloat16* block, float* sums, int64_t sums_stride, Prefetch<kBlocks> prefetch) const {
-    constexpr int kVectors = 2 * kBlocks;
+  template <int kRows>
+  void few(const BFloat16* rows, const BFloat16* block, float* sums, int64_t sums_stride, Prefetch prefetch) const {
+    constexpr int kVectors = kColumns / kFloats;
     __m512 products[kRows][kVectors];
     for (auto& of_row : products) {
       for (auto& product : of_row) product = _mm512_setzero_ps();
@@ -127,8 +114,7 @@ class Weights16 {
       prefetch.step();
       __m512bh weights[kVectors];
       for (int i = 0; i < kVectors; ++i) {
-        const BFloat16* here = block + i / 2 * size_in_ * kColumns + i % 2 * kColumns;
-        weights[i] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(here));
+        weights[i] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(block + i * kColumns));
       }
       for (int r = 0; r < kRows; ++r) {
         const auto inputs = reinterpret_cast<__m512bh>(broadcast(rows + r * stride_ + k));

@@ -1,5 +1,5 @@
-// Products of 16-bit inputs with 8-bit and 4-bit integer weights by instructions that add the products of four bytes (AVX-512
-// VNNI), or of tiles (AMX).
+// Products of 16-bit inputs with 8-bit integer weights by instructions that add the products of four bytes (AVX-512 VNNI), or of
+// tiles (AMX); and with 4-bit weights on processors with tiles.
 
 #pragma once
 
@@ -98,16 +98,15 @@ class Inputs16 {
 //         fit into int8. A group is a multiple of 32 inputs.
 // `scales` of the outputs, and `offsets` (128 times the sum of an output's weights), are [num_blocks, kColumns].
 template <bool kFourBits>
-class WeightsInteger {
+class WeightsIntegers {
  public:
   using Sum = int32_t;
   static constexpr int64_t kPlanes = 2;  // sums of low-byte products, and of high-byte products
   static constexpr int64_t kCachedInputs = kCachedBytes / kPlanes;
-  static constexpr int64_t kRowsTogether = 2;  // limited by the number of registers
   using Scratch = Numbers<int8_t>;
 
-  WeightsInteger(const Tensor& x, const Tensor& packed, const Tensor& scales, const Tensor& offsets,
-                 const std::optional<Tensor>& multipliers)
+  WeightsIntegers(const Tensor& x, const Tensor& packed, const Tensor& scales, const Tensor& offsets,
+                  const std::optional<Tensor>& multipliers = std::nullopt)
       : group_(kFourBits ? x.size(1) / multipliers->size(1) : 0),
         inputs_(x, group_),
         weights_(static_cast<const uint8_t*>(packed.const_data_ptr())),
@@ -141,18 +140,6 @@ class WeightsInteger {
     divide_rows<4>(num_rows, kFourBits ? kFewRowsByGroups : kFewRowsBesideTiles, product, few_rows);
   }
 
-  // Multiplies at most kRowsTogether rows by kTogether blocks: int32 [num_rows, kTogether, kColumns].
-  void multiply_together(int64_t first, int64_t num_rows, int64_t block, int32_t* sums, int64_t plane) const {
-    with_count<kRowsTogether>(num_rows, [&]<int kRows>() {
-      const Prefetch<kTogether> prefetch(packed(block), block_bytes(), kStepBytes);
-      if constexpr (kFourBits) {
-        few_by_groups<kRows>(first, block, sums, kTogether * kColumns, plane, prefetch);
-      } else {
-        few<kRows>(first, reinterpret_cast<const int8_t*>(packed(block)), sums, kTogether * kColumns, plane, prefetch);
-      }
-    });
-  }
-
   // Converts a row's sums to kFloats results.
   Floats result(const int32_t* sums, int64_t plane, int64_t row, int64_t block, int64_t i) const {
     const int64_t at = block * kColumns + i;
@@ -169,11 +156,11 @@ class WeightsInteger {
   int64_t block_bytes() const { return size_in() / (kFourBits ? 8 : 4) * kStepBytes; }
   const uint8_t* packed(int64_t block) const { return weights_ + block * block_bytes(); }
 
-  // `weights`: blocks in int8.
-  template <int kRows, int kBlocks>
+  // `weights`: a block in int8.
+  template <int kRows>
   void few(int64_t first, const int8_t* weights, int32_t* sums, int64_t sums_stride, int64_t plane,
-           Prefetch<kBlocks> prefetch) const {
-    constexpr int kVectors = 2 * kBlocks;
+           Prefetch prefetch) const {
+    constexpr int kVectors = kColumns / kFloats;
     const uint8_t *low = inputs_.low(first), *high = inputs_.high(first);
     __m512i products[kRows][2][kVectors];  // by low and high bytes
     for (auto& of_row : products) {
@@ -185,7 +172,7 @@ class WeightsInteger {
       prefetch.step();
       __m512i of_outputs[kVectors];
       for (int i = 0; i < kVectors; ++i) {
-        of_outputs[i] = _mm512_loadu_si512(weights + i / 2 * size_in() * kColumns + i % 2 * 2 * kColumns);
+        of_outputs[i] = _mm512_loadu_si512(weights + i * 2 * kColumns);
       }
       for (int r = 0; r < kRows; ++r) {
         const __m512i inputs[] = {broadcast(low + r * size_in() + k), broadcast(high + r * size_in() + k)};
@@ -206,10 +193,10 @@ class WeightsInteger {
 
   // int4: multiplies the sum of a group instead of each weight, and subtracts 8 * the sum of inputs, because weights are stored
   // with 8 added.
-  template <int kRows, int kBlocks>
+  template <int kRows>
   void few_by_groups(int64_t first, int64_t block, int32_t* sums, int64_t sums_stride, int64_t plane,
-                     Prefetch<kBlocks> prefetch) const {
-    constexpr int kVectors = 2 * kBlocks;
+                     Prefetch prefetch) const {
+    constexpr int kVectors = kColumns / kFloats;
     const uint8_t* weights = packed(block);
     const uint8_t* multipliers = multipliers_ + block * size_in() / group_ * kColumns;
     const __m512i four_bits = _mm512_set1_epi8(0x0f);
@@ -225,7 +212,7 @@ class WeightsInteger {
       for (const int64_t end = k + group_; k < end; k += 8, weights += 4 * kColumns) {
         prefetch.step();
         __m512i some[kVectors];
-        for (int i = 0; i < kVectors; ++i) some[i] = _mm512_loadu_si512(weights + i / 2 * block_bytes() + i % 2 * 2 * kColumns);
+        for (int i = 0; i < kVectors; ++i) some[i] = _mm512_loadu_si512(weights + i * 2 * kColumns);
         for (int half = 0; half < 2; ++half) {  // inputs k to k + 3, and k + 4 to k + 7
           for (int r = 0; r < kRows; ++r) {
             const int64_t at = r * size_in() + k + 4 * half;
@@ -240,7 +227,7 @@ class WeightsInteger {
         }
       }
       for (int i = 0; i < kVectors; ++i) {
-        const uint8_t* here = multipliers + i / 2 * size_in() / group_ * kColumns + i % 2 * kFloats;
+        const uint8_t* here = multipliers + i * kFloats;
         const __m512i by = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(here)));
         for (int r = 0; r < kRows; ++r) {
           for (int byte = 0; byte < 2; ++byte) {
@@ -298,5 +285,8 @@ class WeightsInteger {
   const float* scales_;
   const int32_t* offsets_;
 };
+
+using WeightsInt8 = WeightsIntegers<false>;
+using WeightsInt4OfTiles = WeightsIntegers<true>;  // tiles do not end a sum after a unit of inputs, as WeightsInt4 does
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "heads.h"
+#include "int4.h"
 #include "threads.h"
 #ifdef HAS_DOT_PRODUCTS
 #include "integers.h"
@@ -31,30 +32,19 @@ void multiply_blocks(const Weights& weights, int64_t num_tokens, int64_t size_in
   const int64_t row_parts = (num_tokens + most - 1) / most, parts = kPartsOfThread * num_threads();
   const int64_t block_parts = row_parts >= parts ? 1 : std::min(num_blocks, parts);
   Threads::shared().run(row_parts * block_parts, [&](int64_t task) {
-    const int64_t plane = std::min(most, num_tokens) * std::max<int64_t>(kJoined, kTogether) * kColumns;
+    const int64_t stride = kJoined * kColumns, plane = std::min(most, num_tokens) * stride;
     Numbers<typename Weights::Sum> sums(plane * Weights::kPlanes);
     typename Weights::Scratch scratch;
     const int64_t first = task % row_parts * most, num_rows = std::min(most, num_tokens - first);
     const int64_t part = task / row_parts, last_block = (part + 1) * num_blocks / block_parts;
-    // Multiply kTogether blocks at a time if that is faster, else the joined blocks one by one.
-    constexpr int64_t kMostBlocks = std::max<int64_t>(kTogether / kJoined, 1);
-    for (int64_t block = part * num_blocks / block_parts, count; block < last_block; block += count) {
-      const bool together = num_rows <= Weights::kRowsTogether && block + kMostBlocks <= last_block;
-      count = together ? kMostBlocks : 1;
-      const int64_t stride = count * kJoined * kColumns;
-      if (together) {
-        weights.multiply_together(first, num_rows, block * kJoined, sums.data(), plane);
-      } else {
-        for (int64_t joined = 0; joined < kJoined; ++joined) {
-          weights.multiply(first, num_rows, block * kJoined + joined, sums.data() + joined * kColumns, stride, plane, scratch);
-        }
+    for (int64_t block = part * num_blocks / block_parts; block < last_block; ++block) {
+      for (int64_t joined = 0; joined < kJoined; ++joined) {
+        weights.multiply(first, num_rows, block * kJoined + joined, sums.data() + joined * kColumns, stride, plane, scratch);
       }
-      for (int64_t i = 0; i < count; ++i) {
-        for (int64_t row = 0; row < num_rows; ++row) {
-          finish(first + row, block + i, [&, own = sums.data() + row * stride + i * kJoined * kColumns](int64_t at) {
-            return weights.result(own, plane, first + row, (block + i) * kJoined, at);
-          });
-        }
+      for (int64_t row = 0; row < num_rows; ++row) {
+        finish(first + row, block, [&, own = sums.data() + row * stride](int64_t at) {
+          return weights.result(own, plane, first + row, block * kJoined, at);
+        });
       }
     }
     release_products();
@@ -71,9 +61,13 @@ void multiply_any(const Tensor& x, const Tensor& packed, const std::optional<Ten
   if (!scales) {
     run(Weights16(x, packed));
   } else if (!multipliers) {
-    run(WeightsInteger<false>(x, packed, *scales, *offsets, multipliers));
+    run(WeightsInt8(x, packed, *scales, *offsets));
+#ifdef HAS_DOT_PRODUCTS
+  } else if (uses_tiles) {
+    run(WeightsInt4OfTiles(x, packed, *scales, *offsets, *multipliers));
+#endif
   } else {
-    run(WeightsInteger<true>(x, packed, *scales, *offsets, multipliers));
+    run(WeightsInt4(x, packed, *scales, *multipliers));
   }
 }
 

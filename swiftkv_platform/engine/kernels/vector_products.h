@@ -5,10 +5,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstring>
-#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -26,20 +24,6 @@ constexpr int kStrip = 2;                          // vectors of outputs that ar
 constexpr int kMostRows = kFloats == 16 ? 8 : 5;   // rows that are multiplied by them at once; limited by registers
 constexpr int kFewRows = kFloats == 16 ? 4 : 2;    // rows that are multiplied by whole blocks at once
 constexpr int64_t kDepth = 256;                    // inputs of a part of a product, whose weights stay in the L1 cache
-
-// The bits of a register as integers of another size, for the compiler's operators.
-template <typename Number>
-using Bits [[gnu::vector_size(sizeof(Register))]] = Number;
-
-template <typename Number>
-Bits<Number> as_bits(Ints x) {
-  return reinterpret_cast<Bits<Number>>(static_cast<Register>(x));
-}
-
-template <typename Vector>
-Ints as_ints(Vector bits) {
-  return Ints(reinterpret_cast<Register>(bits));
-}
 
 Pairs load_pairs(const BFloat16* from) {
   return load(from);
@@ -60,12 +44,10 @@ Floats widen(const BFloat16* pairs, int second) {
   return at::vec::cast<float>(as_ints(second ? bits & 0xFFFF0000u : bits << 16));
 }
 
-// sums [kRows, kVectors * kFloats] (+)= rows [kRows, depth] * packed [depth / 2, ..., 2]; strides are in numbers. The vectors
-// are of kBlocks blocks, whose distance is `block_stride`.
-template <int kRows, int kVectors, int kBlocks = 1, typename Prefetcher>
-void multiply_rows(const float* rows, int64_t stride, const BFloat16* packed, int64_t packed_stride, int64_t block_stride,
-                   int64_t depth, bool add, Prefetcher prefetch, float* sums, int64_t sums_stride) {
-  constexpr int kOfBlock = kVectors / kBlocks;
+// sums [kRows, kVectors * kFloats] (+)= rows [kRows, depth] * packed [depth / 2, ..., 2]; strides are in numbers.
+template <int kRows, int kVectors, typename Prefetcher>
+void multiply_rows(const float* rows, int64_t stride, const BFloat16* packed, int64_t packed_stride, int64_t depth, bool add,
+                   Prefetcher prefetch, float* sums, int64_t sums_stride) {
   Floats products[kRows][kVectors];
   for (int r = 0; r < kRows; ++r) {
     const float* own = sums + r * sums_stride;
@@ -75,9 +57,7 @@ void multiply_rows(const float* rows, int64_t stride, const BFloat16* packed, in
     prefetch.step();
     for (int odd = 0; odd < 2; ++odd) {
       Floats weights[kVectors];
-      for (int i = 0; i < kVectors; ++i) {
-        weights[i] = widen(packed + i / kOfBlock * block_stride + i % kOfBlock * 2 * kFloats, odd);
-      }
+      for (int i = 0; i < kVectors; ++i) weights[i] = widen(packed + i * 2 * kFloats, odd);
       for (int r = 0; r < kRows; ++r) {
         const Floats input(rows[r * stride + k + odd]);
         for (int i = 0; i < kVectors; ++i) products[r][i] = at::vec::fmadd(weights[i], input, products[r][i]);
@@ -89,18 +69,6 @@ void multiply_rows(const float* rows, int64_t stride, const BFloat16* packed, in
   }
 }
 
-// Calls use.operator()<rows>(first row, part, number of parts) for all rows, in parts of at most kMost rows of about the same
-// size.
-template <int kMost, typename Use>
-void divide_rows(int64_t num_rows, const Use& use) {
-  const int64_t parts = (num_rows + kMost - 1) / kMost;
-  for (int64_t row = 0, part = 0; part < parts; ++part) {
-    const int64_t count = (num_rows - row + parts - part - 1) / (parts - part);
-    with_count<kMost>(count, [&]<int kRows>() { use.template operator()<kRows>(row, part, parts); });
-    row += count;
-  }
-}
-
 // sums [num_rows, columns] (+)= rows [num_rows, depth] * packed [depth / 2, columns, 2]; the strides of rows are in numbers.
 void product(int64_t num_rows, int64_t columns, int64_t depth, int64_t stride, int64_t packed_stride, int64_t sums_stride,
              bool add, const float* rows, const BFloat16* packed, float* sums) {
@@ -109,9 +77,9 @@ void product(int64_t num_rows, int64_t columns, int64_t depth, int64_t stride, i
     const BFloat16* part = packed + k * packed_stride;
     for (int64_t strip = 0, strips = (columns + kStrip * kFloats - 1) / (kStrip * kFloats); strip < strips; ++strip) {
       const int64_t column = strip * kStrip * kFloats;
-      divide_rows<kMostRows>(num_rows, [&]<int kRows>(int64_t row, int64_t pass, int64_t passes) {
+      divide_evenly<kMostRows>(num_rows, [&]<int kRows>(int64_t row, int64_t pass, int64_t passes) {
         Prefetch(part, size / 2 * step_bytes, step_bytes, strip * passes + pass, strips * passes).apply([&](auto prefetch) {
-          multiply_rows<kRows, kStrip>(rows + row * stride + k, stride, part + 2 * column, packed_stride, 0, size, add, prefetch,
+          multiply_rows<kRows, kStrip>(rows + row * stride + k, stride, part + 2 * column, packed_stride, size, add, prefetch,
                                        sums + row * sums_stride + column, sums_stride);
         });
       });
@@ -127,7 +95,6 @@ class Weights16 {
   using Sum = float;
   static constexpr int64_t kPlanes = 1;
   static constexpr int64_t kCachedInputs = kCachedBytes / sizeof(float);
-  static constexpr int64_t kRowsTogether = 1;  // limited by the number of registers
   struct Scratch {};
 
   Weights16(const Tensor& x, const Tensor& packed)
@@ -148,18 +115,9 @@ class Weights16 {
       return product(num_rows, kColumns, size_in_, size_in_, kColumns, sums_stride, false, rows, of_block, sums);
     }
     with_count<kFewRows>(num_rows, [&]<int kRows>() {
-      multiply_rows<kRows, kBlockVectors>(rows, size_in_, of_block, kColumns, 0, size_in_, false,
-                                          Prefetch(of_block, 0, kStepBytes), sums, sums_stride);
+      multiply_rows<kRows, kBlockVectors>(rows, size_in_, of_block, kColumns, size_in_, false, Prefetch(of_block, 0, kStepBytes),
+                                          sums, sums_stride);
     });
-  }
-
-  // Multiplies a row by kTogether blocks: float32 [kTogether, kColumns].
-  void multiply_together(int64_t first, int64_t, int64_t block, float* sums, int64_t) const {
-    const int64_t block_size = size_in_ * kColumns;
-    const BFloat16* blocks = weights_ + block * block_size;
-    const Prefetch<kTogether> prefetch(blocks, block_size * sizeof(BFloat16), kStepBytes);
-    multiply_rows<1, kTogether * kBlockVectors, kTogether>(inputs_.data() + first * size_in_, size_in_, blocks, kColumns,
-                                                           block_size, size_in_, false, prefetch, sums, kTogether * kColumns);
   }
 
   Floats result(const float* sums, int64_t, int64_t, int64_t, int64_t i) const { return Floats::loadu(sums + i); }
@@ -186,37 +144,22 @@ Ints add_products(Ints sums, Ints a, Ints b) {
 #endif
 }
 
-// Sums of adjacent products of unsigned and signed bytes, as 16-bit integers.
-Bits<int16_t> multiply_bytes(Ints a, Ints b) {
-#ifdef CPU_CAPABILITY_AVX512
-  return reinterpret_cast<Bits<int16_t>>(_mm512_maddubs_epi16(a, b));
-#else
-  return reinterpret_cast<Bits<int16_t>>(_mm256_maddubs_epi16(a, b));
-#endif
-}
-
-// Integer weights, packed as `pack_weight` does. Rows of x are scaled so that the largest number of each is kTop, and rounded.
+// Weights in int8 [num_blocks, size_in / 4, kColumns, 4], and `scales` of the outputs [num_blocks, kColumns]. Rows of x are scaled
+// so that the largest number of each is kTop, and rounded.
 // Sums of products are exact for up to kDepth inputs, then added as floats: neither depends on the number of rows.
-template <bool kFourBits>
-class WeightsInteger {
+class WeightsInt8 {
  public:
   using Sum = float;
   static constexpr int64_t kPlanes = 1;
   static constexpr int64_t kCachedInputs = kCachedBytes / sizeof(int16_t);
-  static constexpr int64_t kRowsTogether = 1;
   using Scratch = Numbers<int16_t>;
 
-  WeightsInteger(const Tensor& x, const Tensor& packed, const Tensor& scales, const Tensor&,
-                 const std::optional<Tensor>& multipliers)
+  WeightsInt8(const Tensor& x, const Tensor& packed, const Tensor& scales, const Tensor&)
       : size_in_(x.size(1)),
-        group_(kFourBits ? size_in_ / multipliers->size(1) : size_in_),
-        weights_(static_cast<const uint8_t*>(packed.const_data_ptr())),
-        multipliers_(kFourBits ? multipliers->const_data_ptr<uint8_t>() : nullptr),
+        weights_(packed.const_data_ptr<int8_t>()),
         scales_(scales.const_data_ptr<float>()),
         stride_((size_in_ + kHalves - 1) / kHalves * kHalves),
         inputs_(x.size(0) * stride_),
-        bytes_(kFourBits ? 2 * x.size(0) * stride_ : 0),
-        starts_(kFourBits ? 2 * x.size(0) * stride_ / kUnit : 0),
         input_scales_(x.size(0)) {
     share(x.size(0), rows_at_a_time(size_in_), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) quantize(x.const_data_ptr<BFloat16>() + row * x.stride(0), row);
@@ -227,7 +170,7 @@ class WeightsInteger {
   void multiply(int64_t first, int64_t num_rows, int64_t block, float* sums, int64_t sums_stride, int64_t,
                 Scratch& scratch) const {
     if (num_rows <= kFewRows) {
-      return with_count<kFewRows>(num_rows, [&]<int kRows>() { multiply_packed<kRows, 1>(first, block, sums, sums_stride); });
+      return with_count<kFewRows>(num_rows, [&]<int kRows>() { multiply_packed<kRows>(first, block, sums, sums_stride); });
     }
     scratch.resize(kDepth * kColumns);
     for (int64_t begin = 0; begin < size_in_; begin += kDepth) {
@@ -235,7 +178,7 @@ class WeightsInteger {
       widen_block(block, begin, size, scratch.data());
       for (int strip = 0; strip < kStrips; ++strip) {
         const int64_t column = strip * kStrip * kFloats;
-        divide_rows<kMostRows>(num_rows, [&]<int kRows>(int64_t row, int64_t pass, int64_t passes) {
+        divide_evenly<kMostRows>(num_rows, [&]<int kRows>(int64_t row, int64_t pass, int64_t passes) {
           const Prefetch of_part(packed(block, begin), size / kInputs * kStepBytes, 2 * kStepBytes / kInputs,
                                  strip * passes + pass, kStrips * passes);
           of_part.apply([&](auto prefetch) {
@@ -248,28 +191,22 @@ class WeightsInteger {
     }
   }
 
-  // Multiplies a row by kTogether blocks: float32 [kTogether, kColumns].
-  void multiply_together(int64_t first, int64_t, int64_t block, float* sums, int64_t) const {
-    multiply_packed<1, kTogether>(first, block, sums, kTogether * kColumns);
-  }
-
   // Converts a row's sums to kFloats results.
   Floats result(const float* sums, int64_t, int64_t row, int64_t block, int64_t i) const {
     return Floats::loadu(sums + i) * Floats::loadu(scales_ + block * kColumns + i) * Floats(input_scales_[row]);
   }
 
  private:
-  static constexpr float kTop = 127 * 256 + 127;  // its high and low bytes are 127
-  static_assert(kDepth * int64_t{128} * (127 * 256 + 127) <= std::numeric_limits<int32_t>::max());
-  static constexpr int64_t kUnit = 32;    // inputs whose products of bytes and 4 bits fit into int16; a part of each group
-  static constexpr int64_t kInputs = kFourBits ? 8 : 4;  // inputs whose weights are adjacent
+  static constexpr float kTop = 32767.0f;
+  static_assert(kDepth * int64_t{128} * 32767 <= std::numeric_limits<int32_t>::max());
+  static constexpr int64_t kInputs = 4;  // inputs whose weights are adjacent
   static constexpr int64_t kVectorBytes = sizeof(Register), kStepBytes = kBlockVectors * kVectorBytes;
   static constexpr int kStrips = kBlockVectors / kStrip;
 
   int64_t block_bytes() const { return size_in_ / kInputs * kStepBytes; }
 
   // Weights of a block from input `begin` on.
-  const uint8_t* packed(int64_t block, int64_t begin = 0) const {
+  const int8_t* packed(int64_t block, int64_t begin = 0) const {
     return weights_ + block * block_bytes() + begin / kInputs * kStepBytes;
   }
 
@@ -298,51 +235,21 @@ class WeightsInteger {
       put(low, to + i);
       put(high, to + i + kFloats);
     }
-    if constexpr (kFourBits) split_bytes(to, row);
   }
 
-  // Signed high and low bytes of a row's inputs, in their order, and -8 times the sums of the inputs of a unit that are first
-  // or second, and third or fourth, of four: weights are stored with 8 added.
-  void split_bytes(const int16_t* from, int64_t row) {
-    int8_t* bytes = bytes_.data() + 2 * row * stride_;
-    int16_t* starts = starts_[2 * row * stride_ / kUnit].data();
-    for (int64_t i = 0; i < size_in_; ++i) {
-      const int16_t x = from[i / 4 * 4 + i % 2 * 2 + i % 4 / 2];
-      bytes[i] = static_cast<int8_t>((x + 128) >> 8);
-      bytes[stride_ + i] = static_cast<int8_t>(x);
-    }
-    for (int64_t i = 0; i < 2 * stride_; ++i) starts[i / kUnit * 2 + i % 4 / 2] -= 8 * bytes[i];
-  }
-
-  // Weights of a pair of inputs: bytes 0 and 2 of four, or bytes 1 and 3; in int4 of their low or high bits, with 8 added.
+  // Weights of a pair of inputs: bytes 0 and 2 of four, or bytes 1 and 3.
   static Ints widen(Ints bytes, int pair) {
-    if constexpr (kFourBits) {
-      return as_ints((as_bits<uint16_t>(bytes) >> (pair % 2 * 8 + pair / 2 * 4)) & uint16_t{15});
-    }
     const Bits<int16_t> both = as_bits<int16_t>(bytes);
     return as_ints(pair ? both >> 8 : (both << 8) >> 8);
   }
 
-  // Multipliers of kFloats outputs from `vector` on, for the group of input k.
-  Ints multipliers(int64_t block, int64_t k, int vector) const {
-    const int64_t at = block * (size_in_ / group_) + k / group_;
-    return at::vec::convert_to_int32<uint8_t>(multipliers_ + at * kColumns + vector * kFloats);
-  }
-
   // Widens weights of inputs `begin` to `begin` + size - 1 to int16 [size / 2, kColumns, 2].
   void widen_block(int64_t block, int64_t begin, int64_t size, int16_t* to) const {
-    const uint8_t* from = packed(block, begin);
+    const int8_t* from = packed(block, begin);
     for (int64_t k = begin; k < begin + size; k += kInputs, from += kStepBytes) {
       for (int vector = 0; vector < kBlockVectors; ++vector, to += 2 * kFloats) {
         const Ints bytes = Ints::loadu(from + vector * kVectorBytes);
-        Bits<int16_t> by;
-        if constexpr (kFourBits) by = as_bits<int16_t>(multipliers(block, k, vector) * Ints(0x10001));
-#pragma GCC unroll 4
-        for (int pair = 0; pair < kInputs / 2; ++pair) {
-          Ints weights = widen(bytes, pair);
-          if constexpr (kFourBits) weights = as_ints((as_bits<int16_t>(weights) - int16_t{8}) * by);
-          weights.store(to + pair * 2 * kColumns);
-        }
+        for (int pair = 0; pair < kInputs / 2; ++pair) widen(bytes, pair).store(to + pair * 2 * kColumns);
       }
       to += (kInputs / 2 - 1) * 2 * kColumns;
     }
@@ -377,92 +284,43 @@ class WeightsInteger {
     (add ? Floats::loadu(to) + rounded : rounded).store(to);
   }
 
-  // Multiplies kRows rows by kBlocks blocks as they are packed.
-  template <int kRows, int kBlocks>
+  // Multiplies kRows rows by a block as it is packed.
+  template <int kRows>
   void multiply_packed(int64_t first, int64_t block, float* sums, int64_t sums_stride) const {
-    if constexpr (kFourBits) {
-      for (int r = 0; r < kRows; ++r) {
-        for (int i = 0; i < kBlocks; ++i) multiply_nibbles(first + r, block + i, sums + r * sums_stride + i * kColumns);
-      }
-      return;
-    }
-    constexpr int kVectors = kBlocks * kBlockVectors;
     const int16_t* rows = inputs_.data() + first * stride_;
-    const uint8_t* from = packed(block);
-    Prefetch<kBlocks> prefetch(from, block_bytes(), kStepBytes);
+    const int8_t* from = packed(block);
+    Prefetch prefetch(from, block_bytes(), kStepBytes);
     for (int64_t begin = 0; begin < size_in_; begin += kDepth) {
-      Ints products[kRows][kVectors];
+      Ints products[kRows][kBlockVectors];
       for (auto& of_row : products) {
         for (auto& product : of_row) product = Ints(0);
       }
       for (int64_t k = begin; k < std::min(begin + kDepth, size_in_); k += kInputs, from += kStepBytes) {
         prefetch.step();
-        Ints bytes[kVectors];
-        for (int i = 0; i < kVectors; ++i) {
+        Ints bytes[kBlockVectors];
+        for (int i = 0; i < kBlockVectors; ++i) {
           bytes[i] = Ints::loadu(from + i / kBlockVectors * block_bytes() + i % kBlockVectors * kVectorBytes);
         }
         for (int pair = 0; pair < kInputs / 2; ++pair) {
-          Ints weights[kVectors];
-          for (int i = 0; i < kVectors; ++i) weights[i] = widen(bytes[i], pair);
+          Ints weights[kBlockVectors];
+          for (int i = 0; i < kBlockVectors; ++i) weights[i] = widen(bytes[i], pair);
           for (int r = 0; r < kRows; ++r) {
             const Ints input(*reinterpret_cast<const Word*>(rows + r * stride_ + k + 2 * pair));
-            for (int i = 0; i < kVectors; ++i) products[r][i] = add_products(products[r][i], weights[i], input);
+            for (int i = 0; i < kBlockVectors; ++i) products[r][i] = add_products(products[r][i], weights[i], input);
           }
         }
       }
       for (int r = 0; r < kRows; ++r) {
-        for (int i = 0; i < kVectors; ++i) add_exact(products[r][i], begin > 0, sums + r * sums_stride + i * kFloats);
+        for (int i = 0; i < kBlockVectors; ++i) add_exact(products[r][i], begin > 0, sums + r * sums_stride + i * kFloats);
       }
     }
   }
 
-  // Multiplies a row by a block of int4: the bytes of inputs by four bits, and sums of a unit by the multipliers of its group.
-  void multiply_nibbles(int64_t row, int64_t block, float* sums) const {
-    const int8_t* inputs = bytes_.data() + 2 * row * stride_;
-    const uint8_t* from = packed(block);
-    Prefetch prefetch(from, 0, kStepBytes);
-    const Ints four_bits(0x0f0f0f0f);
-    for (int64_t begin = 0; begin < size_in_; begin += kDepth) {
-      Ints totals[2][kBlockVectors] = {};  // of high and of low bytes
-      for (int64_t unit = begin; unit < std::min(begin + kDepth, size_in_); unit += kUnit) {
-        Bits<int16_t> products[2][kBlockVectors];
-        for (int byte = 0; byte < 2; ++byte) {
-          const Ints start(*reinterpret_cast<const Word*>(&starts_[(2 * row + byte) * stride_ / kUnit + unit / kUnit]));
-          for (auto& product : products[byte]) product = as_bits<int16_t>(start);
-        }
-#pragma GCC unroll 1
-        for (int64_t k = unit; k < unit + kUnit; k += kInputs, from += kStepBytes) {
-          prefetch.step();
-#pragma GCC unroll 2
-          for (int half = 0; half < 2; ++half) {
-            const Ints high(*reinterpret_cast<const Word*>(inputs + k + 4 * half));
-            const Ints low(*reinterpret_cast<const Word*>(inputs + stride_ + k + 4 * half));
-            for (int i = 0; i < kBlockVectors; ++i) {
-              const Ints bytes = Ints::loadu(from + i * kVectorBytes);
-              const Ints weights = (half ? as_ints(as_bits<uint16_t>(bytes) >> 4) : bytes) & four_bits;
-              products[0][i] += multiply_bytes(weights, high);
-              products[1][i] += multiply_bytes(weights, low);
-            }
-          }
-        }
-        for (int i = 0; i < kBlockVectors; ++i) {
-          const Ints by = multipliers(block, unit, i) * Ints(0x10001);
-          for (int byte = 0; byte < 2; ++byte) totals[byte][i] = add_products(totals[byte][i], as_ints(products[byte][i]), by);
-        }
-      }
-      for (int i = 0; i < kBlockVectors; ++i) {
-        add_exact((totals[0][i] << Ints(8)) + totals[1][i], begin > 0, sums + i * kFloats);
-      }
-    }
-  }
-
-  int64_t size_in_, group_;
-  const uint8_t *weights_, *multipliers_;
+  int64_t size_in_;
+  const int8_t* weights_;
   const float* scales_;
   int64_t stride_;  // of rows of inputs
   Numbers<int16_t> inputs_;
-  Numbers<int8_t> bytes_;  // of inputs, [num_rows, high and low, stride_]
-  std::vector<std::array<int16_t, 2>> starts_;  // of sums, [num_rows, high and low, units]
   std::vector<float> input_scales_;
 };
 

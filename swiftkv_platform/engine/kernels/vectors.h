@@ -41,7 +41,20 @@ constexpr int64_t kGrain = 16384;  // min elements per thread
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr int64_t kFetchedAhead = 4096;  // prefetch distance in bytes
 constexpr int64_t kLineBytes = 64;       // bytes of a cache line
-constexpr int64_t kFetchedAheadInTurn = 1024;  // prefetch distance if several streams alternate
+
+// The bits of a register as integers of another size, for the compiler's operators.
+template <typename Number>
+using Bits [[gnu::vector_size(sizeof(Register))]] = Number;
+
+template <typename Number>
+Bits<Number> as_bits(Ints x) {
+  return reinterpret_cast<Bits<Number>>(static_cast<Register>(x));
+}
+
+template <typename Vector>
+Ints as_ints(Vector bits) {
+  return Ints(reinterpret_cast<Register>(bits));
+}
 
 // Memory aligned to cache lines. Tiles that cross cache lines take up to twice as long.
 template <typename Number>
@@ -110,27 +123,20 @@ struct NoPrefetch {
   void step() {}
 };
 
-// Prefetches weights while kBlocks adjacent blocks are multiplied, step by step, in one or several passes. A single pass
-// prefetches what it needs soon. Of several, each prefetches its part of the next block: otherwise the first one would wait for
-// memory, and the others would leave it idle.
-template <int kBlocks = 1>
+// Prefetches weights while a block is multiplied, step by step, in one or several passes. A single pass prefetches what it needs
+// soon. Of several, each prefetches its part of the next block: otherwise the first one would wait for memory, and the others
+// would leave it idle.
 class Prefetch {
  public:
   Prefetch(const void* first, int64_t block_bytes, int64_t step_bytes, int64_t pass = 0, int64_t num_passes = 1)
-      : next_(static_cast<const char*>(first)), block_bytes_(block_bytes) {
+      : next_(static_cast<const char*>(first)) {
     const int64_t parts = std::min(num_passes, kMostParts);
-    if (parts == 1) {
-      next_ += kBlocks > 1 ? kFetchedAheadInTurn : kFetchedAhead;
-    } else {
-      next_ += kBlocks * block_bytes + pass * (block_bytes / parts);
-    }
+    next_ += parts == 1 ? kFetchedAhead : block_bytes + pass * (block_bytes / parts);
     stride_ = pass < parts ? step_bytes / parts : 0;
   }
 
   void step() {
-    for (int block = 0; block < kBlocks; ++block) {
-      for (int64_t i = 0; i < stride_; i += kLineBytes) _mm_prefetch(next_ + block * block_bytes_ + i, _MM_HINT_T0);
-    }
+    for (int64_t i = 0; i < stride_; i += kLineBytes) _mm_prefetch(next_ + i, _MM_HINT_T0);
     next_ += stride_;
   }
 
@@ -144,7 +150,7 @@ class Prefetch {
   static constexpr int64_t kMostParts = 16;
 
   const char* next_;
-  int64_t block_bytes_, stride_;
+  int64_t stride_;
 };
 
 }  // namespace

@@ -109,40 +109,68 @@ def rounded(weight: torch.Tensor, form: WeightFormat, group: int | None) -> Inte
     return IntegerWeight(*quantize_weight(weight, form, group), form)
 
 
+@pytest.fixture(params=[False, True], ids=["vectors", "tiles"])
+def uses_tiles(request: pytest.FixtureRequest, native_kernels: None) -> Iterator[bool]:
+    """Whether products are those for processors with AMX. They also run with AVX-512 BF16."""
+    if not hasattr(torch.ops.swiftkv_cpu, "use_tiles"):
+        if request.param:
+            pytest.skip(f"{kernels.describe_instructions()} has no such products")
+        yield False
+        return
+    before = kernels.describe_instructions() == "AMX"
+    torch.ops.swiftkv_cpu.use_tiles(request.param)
+    yield request.param
+    torch.ops.swiftkv_cpu.use_tiles(before)
+
+
+def round_inputs(x: torch.Tensor) -> torch.Tensor:
+    """Round inputs to 8 bits as products in int4 do: 32 adjacent inputs share a scale."""
+    units = x.float().unflatten(-1, (-1, 32))
+    largest = units.abs().amax(-1, keepdim=True)
+    factors = torch.where(largest > 0, torch.tensor(127.0) / largest, 0.0)  # `127.0 / largest` multiplies by a reciprocal
+    return ((units * factors).round() * (largest / 127)).flatten(-2)
+
+
 @pytest.mark.parametrize(("form", "group"), FORMS)
 @pytest.mark.parametrize(("size_in", "size_out"), [(64, 40), (192, 1), (1024, 96), (2816, 64)])
 def test_linear_in_integers(
-    size_in: int, size_out: int, form: WeightFormat, group: int | None, native_kernels: None
+    size_in: int, size_out: int, form: WeightFormat, group: int | None, uses_tiles: bool
 ) -> None:
-    """Results are as close to float results as bfloat16 allows, and a row's do not depend on the rest of the batch."""
+    """Results are as close to float results as bfloat16 allows, and a row's do not depend on the rest of the batch.
+    int4 rounds its inputs, except with tiles."""
     weight = rounded(numbers(size_out, size_in, scale=size_in**-0.5), form, group)
     floats, bias = dequantize_weight(weight.integers, weight.scale), torch.randn(size_out)
     x = numbers(1, 300, size_in)
     x[..., 5] *= 100  # as in models, one input dwarfs the others, which must keep 8 bits or more
     x[0, 3] = 0
     packed = packing.pack_weight(weight)
+    inputs = round_inputs(x) if form == "int4" and not uses_tiles else x.float()
     together = kernels.linear(x, packed, None, size_out)
-    assert_rounded(together, F.linear(x.float(), floats), atol=0.01)
+    assert_rounded(together, F.linear(inputs, floats), atol=0.01)
     found = kernels.linear(x, packed, packing.pad_to_block(bias), size_out)
-    assert_rounded(found, F.linear(x.float(), floats, bias), atol=0.01)
+    assert_rounded(found, F.linear(inputs, floats, bias), atol=0.01)
     for count in (1, 2, 3, 4, 5, 8, 9, 13, 16, 33, 47, 64):
         assert torch.equal(kernels.linear(x[:, :count], packed, None, size_out), together[:, :count])
 
 
 @pytest.mark.parametrize(("form", "group"), FORMS)
-def test_gated_linear_in_integers(form: WeightFormat, group: int | None, native_kernels: None) -> None:
+def test_gated_linear_in_integers(form: WeightFormat, group: int | None, uses_tiles: bool) -> None:
     gate, up = (rounded(numbers(size, 128, scale=0.1), form, group) for size in (71, 71))
     up = IntegerWeight(up.integers.flip(0), up.scale.flip(0), form)
     wide = [dequantize_weight(one.integers, one.scale) for one in (gate, up)]
     for num_tokens in (1, 5, 33, 300):
         x = numbers(1, num_tokens, 128)
         actual = kernels.gated_linear(x, packing.pack_gated(gate, up), 71)
-        assert_rounded(actual, F.silu(F.linear(x.float(), wide[0])) * F.linear(x.float(), wide[1]))
+        inputs = round_inputs(x) if form == "int4" and not uses_tiles else x.float()
+        assert_rounded(actual, F.silu(F.linear(inputs, wide[0])) * F.linear(inputs, wide[1]))
 
 
+@pytest.mark.parametrize(("form", "group"), FORMS)
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_that_is_not_finite_is_so_alone(broken: float, native_kernels: None) -> None:
-    packed, x = packing.pack_weight(rounded(numbers(40, 64), "int8", None)), numbers(6, 64)
+def test_a_row_that_is_not_finite_is_so_alone(
+    broken: float, form: WeightFormat, group: int | None, uses_tiles: bool
+) -> None:
+    packed, x = packing.pack_weight(rounded(numbers(40, 64), form, group)), numbers(6, 64)
     exact = kernels.linear(x, packed, None, 40)
     x[2, 7] = broken
     found = kernels.linear(x, packed, None, 40)
@@ -416,7 +444,7 @@ def test_kernels_of_other_processors_compute_the_same(instructions: str, tmp_pat
     compiler.chmod(0o755)
     environment |= {"CXX": str(compiler), kernels.CACHE_DIRECTORY_VARIABLE: str(tmp_path / "cache")}
     files = [__file__, str(Path(__file__).with_name("test_attention.py"))]
-    command = [sys.executable, "-m", "pytest", *files, "-q", "-p", "no:cacheprovider", "-k", "not other_processors"]
+    command = [sys.executable, "-m", "pytest", *files, "-q", "-p", "no:cacheprovider", "-k", "not other_processors and not tiles"]
     run = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-3000:]
     assert "skipped" not in run.stdout.splitlines()[-1]

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
+from math import isfinite
 from typing import Any
 
 import torch
@@ -235,17 +236,18 @@ class ModelRunner:
         # 2. sample all tokens at once, with one copy to the host
         values = torch.cat([logits.values, exits.values]) if exits.index_by_row else logits.values
         values = select_entries(values, at)  # [num_sequences and drafts, vocab_size]
-        finite = values.sum(dim=-1).isfinite()
-        values[:, self._num_token_ids :] = float("-inf")  # no other rows have these logits
-        tokens, finite = torch.stack([choose_tokens(values, rows), finite.long()]).tolist()
+        sums = values.sum(dim=-1).double()
+        if values.shape[1] > self._num_token_ids:
+            values[:, self._num_token_ids :] = float("-inf")  # no other rows have these logits
+        tokens, sums = torch.stack([choose_tokens(values, rows).double(), sums]).tolist()
         # 3. accept drafts
         for index, (indices, drafted) in owners.items():
             item = scheduled[index]
             results[index] = result = accept_drafts(
-                item.sequence, drafted, [tokens[i] for i in indices], from_text=bool(item.draft.token_ids)
+                item.sequence, drafted, [int(tokens[i]) for i in indices], from_text=bool(item.draft.token_ids)
             )
             result.is_exited = index in exits.index_by_row
-            drop_non_finite_tokens(result, [finite[i] for i in indices])
+            drop_non_finite_tokens(result, [isfinite(sums[i]) for i in indices])
             drop_tokens_of_failed_grammar(item.sequence, result)
         self._add_logprobs(scheduled, values, {index: indices for index, (indices, _) in owners.items()}, results)
 

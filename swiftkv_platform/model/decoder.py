@@ -304,10 +304,10 @@ class SwiftKVDecoderMixin(nn.Module):
         self, layers: range, shared: Sequence[CacheContents], selection: TokenSelection | None, deep: DeepWriter | None
     ) -> Iterator[KeyValue | DeepGroup]:
         """Yield the keys and values of each layer >= l, which are those of its group."""
-        leaders = self.layer_map.leaders
+        leaders, modules = self.layer_map.leaders, list(self.layers)  # indexing a `ModuleList` is slow
         for i in layers:
             if i in leaders:
-                group, leader = leaders.index(i), self.layers[i].self_attn
+                group, leader = leaders.index(i), modules[i].self_attn
                 if deep is None:
                     stored = shared[group] if selection is None else select_rows(shared[group], selection)
                     key_value = leader.expand_key_value(read_key_value(stored))

@@ -354,7 +354,7 @@ def _run_train(spec: JobSpec, config: Any, fakes: FakeInputs) -> tuple[Memory, t
         remembers = make_training_setup(spec).searches_rate and not spec.resources.gpus_per_worker
         restore_weights = strategy.snapshot_weights() if remembers else None
         remembered = tracker.bytes_alive - parameters - optimizer
-        tracker.restart_tracking()
+        tracker.reset_measurements()
         hook = register_optimizer_step_pre_hook(
             lambda optimizer, *_: gradients.append(_count_gradient_bytes(optimizer))
         )
@@ -443,7 +443,7 @@ class MemoryTracker(MemTracker):
             self._bytes[name] += max((tensor.nbytes for tensor in _flatten_tensors((args, kwargs))), default=0)
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
-    def restart_tracking(self) -> None:
+    def reset_measurements(self) -> None:
         self._peak_mem.clear()
         self._calls.clear()
         self._bytes.clear()

@@ -87,7 +87,7 @@ class EventReporter:
     def send_tracking(self, info: TrackingInfo) -> None:
         message = f"tracking with {info.provider}, {info.mode}"
         if info.fault is not None:
-            message = f"{message}; data waits for a later upload: {info.fault[:_MAX_TRACKING_FAULT_LENGTH]}"
+            message = f"{message}; the data is kept and uploaded later: {info.fault[:_MAX_TRACKING_FAULT_LENGTH]}"
         data = {"provider": info.provider, "run_id": info.run_id, "mode": info.mode, "url": info.url}
         self._write_event(TrackingEvent, message, data, "info" if info.fault is None else "warn")
 

@@ -287,11 +287,11 @@ class BlockSplitter:
                 yield from self._append_text(call["function"]["arguments"])
         if text := message.get("content"):
             if not (self._is_open and self.blocks[-1].call is None):
-                yield from self._begin_block(None)
+                yield from self._begin_output_block(None)
             yield from self._append_text(text)
         for call in calls:
             if "id" in call:
-                yield from self._begin_block({"id": call["id"], "name": call["function"]["name"]})
+                yield from self._begin_output_block({"id": call["id"], "name": call["function"]["name"]})
                 yield from self._append_text(call["function"]["arguments"])
 
     def finish(self) -> Iterator[BlockEvent]:
@@ -300,7 +300,7 @@ class BlockSplitter:
             self._is_open = False
             yield "end", self.blocks[-1], ""
 
-    def _begin_block(self, call: dict[str, Any] | None) -> Iterator[BlockEvent]:
+    def _begin_output_block(self, call: dict[str, Any] | None) -> Iterator[BlockEvent]:
         yield from self.finish()
         self.blocks.append(OutputBlock(len(self.blocks), call))
         self._is_open = True

@@ -264,7 +264,7 @@ def evaluate(
     options = {
         "tasks": [{"name": name, "data_dir": task_data} for name in tasks or ()] or None,
         "task_limit": task_limit,
-        "rows": None if rows is None else _load_rows(rows),
+        "rows": None if rows is None else _load_evaluation_rows(rows),
         "max_tokens": max_tokens,
         "needle_lengths": needle_length or None,
         "needle_samples": needle_samples,
@@ -296,7 +296,7 @@ def evaluate(
         raise typer.Exit(GATE_EXIT_CODE)
 
 
-def _load_rows(file: Path) -> list[Any]:
+def _load_evaluation_rows(file: Path) -> list[Any]:
     """Return the entries of a file with a list like `evaluation.rows`. Raises `InvalidInputError`."""
     import yaml
 

@@ -221,7 +221,10 @@ def analyze(
     ] = None,
     num_prefill_layers: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of layers that prompts run; measure at each -l which layers they can skip."),
+        typer.Option(
+            min=1,
+            help="Number of layers that prompts run. At each -l, the layers below l that they can skip are measured.",
+        ),
     ] = None,
     key_value_group_size: Annotated[
         int, typer.Option("--key-value-group-size", "-g", min=1, help="Skipped layers per KV-cache layer (g).")

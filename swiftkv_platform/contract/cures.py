@@ -126,7 +126,9 @@ CURES: Mapping[str, Cure] = {
         "shows quotas and usage.",
         {"resources.num_workers": _suggest_divisor},
     ),
-    NotFoundError.code: Cure("Or restore it; then clone the job.", named_field_advice="use an existing one"),
+    NotFoundError.code: Cure(
+        "Or restore what is missing; then clone the job.", named_field_advice="use an existing one"
+    ),
     StorageError.code: Cure(
         "Check with `swiftkv doctor` that the object store is available and has space; then clone the job, with "
         "training.from set to its last checkpoint (JOB:STEP) if there is one.",

@@ -224,14 +224,14 @@ SlotRun = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class TensorShape:
+class TokenShape:
     """Shape of one token in a cached tensor."""
 
     num_heads: int
     dim: int
 
 
-LayerShape = tuple[TensorShape, TensorShape]
+LayerShape = tuple[TokenShape, TokenShape]
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ class PagedTensor:
 
     def __init__(
         self,
-        shape: TensorShape,
+        shape: TokenShape,
         num_slots: int,
         format_: StorageFormat,
         device: torch.device,

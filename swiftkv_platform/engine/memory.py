@@ -17,7 +17,7 @@ from swiftkv_platform.engine.kv_cache import (
     KVCache,
     LayerShape,
     StorageFormat,
-    TensorShape,
+    TokenShape,
     get_bytes_per_block,
 )
 from swiftkv_platform.engine.loading import LoadedModel
@@ -41,9 +41,9 @@ def get_layer_shapes(config: Any, num_ranks: int = 1) -> list[LayerShape]:
     """Return a token's shapes in each of the `num_kv_cache_layers` layers, on one of `num_ranks` ranks."""
     layers = range(config.layer_map.num_kv_cache_layers)
     if _is_latent(config):
-        return [(TensorShape(1, config.kv_lora_rank), TensorShape(1, config.qk_rope_head_dim)) for _ in layers]
+        return [(TokenShape(1, config.kv_lora_rank), TokenShape(1, config.qk_rope_head_dim)) for _ in layers]
     dim = get_attention_head_dim(config)
-    return [(TensorShape(config.get_cache_num_key_value_heads(i) // num_ranks, dim),) * 2 for i in layers]
+    return [(TokenShape(config.get_cache_num_key_value_heads(i) // num_ranks, dim),) * 2 for i in layers]
 
 
 def make_cache(

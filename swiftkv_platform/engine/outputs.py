@@ -178,7 +178,7 @@ class StreamIntervalController:
     def remove_sequences(self, num_sequences: int) -> None:
         self._num_sequences -= num_sequences
 
-    def record_event(self) -> None:
+    def count_event(self) -> None:
         """Count an event, on the event loop. Every `EVENTS_PER_MEASUREMENT` events, their cost is updated."""
         if self._since is None:
             self._since = self._clock()
@@ -248,7 +248,7 @@ class RequestStream:
         output = self._due.popleft()
         self._unfinished -= output.finished
         if self._num_counted:
-            self._interval_controller.record_event()
+            self._interval_controller.count_event()
             self._remove_from_controller(output.finished)
         return output
 

@@ -52,7 +52,7 @@ class Similarity:
         return Similarity(self.cosines + other.cosines, self.num_tokens + other.num_tokens)
 
     @property
-    def scores(self) -> list[float]:
+    def sim_scores(self) -> list[float]:
         """SimScores of the inputs of layers 0 .. L - 2.
 
         SimScore(l) is the mean over layers j > l of the mean cosine between the inputs of l and j: the similarity of x
@@ -381,13 +381,13 @@ def analyze(
     best = min(
         lists, key=lambda report: (-(report.needles_found or 0.0) if is_tested else 0.0, report.kl), default=None
     )
-    recommended, rule = _recommend(similarity.scores, starts, teacher_found if is_tested else None, options.max_kl)
+    recommended, rule = _recommend(similarity.sim_scores, starts, teacher_found if is_tested else None, options.max_kl)
     return Analysis(
         model=name,
         num_hidden_layers=num_layers,
         num_tokens=similarity.num_tokens,
-        sim_scores=tuple(similarity.scores),
-        depths=_build_depth_reports(config, similarity.scores, starts, group_size),
+        sim_scores=tuple(similarity.sim_scores),
+        depths=_build_depth_reports(config, similarity.sim_scores, starts, group_size),
         teacher_perplexity=measurement.teacher_perplexity,
         needle_length=options.needle_length,
         teacher_needles_found=teacher_found,

@@ -97,8 +97,8 @@ class _AttentionIndices:
     def create(cls, parts: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device) -> Self:
         """`parts`: (indices of the queries, indices of the keys) of each part."""
         num_queries, num_keys = [len(queries) for queries, _ in parts], [len(keys) for _, keys in parts]
-        queries = _make_indices([row for queries, _ in parts for row in queries], device)
-        keys = _make_indices([row for _, keys in parts for row in keys], device)
+        queries = _make_index_tensor([row for queries, _ in parts for row in queries], device)
+        keys = _make_index_tensor([row for _, keys in parts for row in keys], device)
         cu_seqlens = _compute_cumulative_lengths(num_queries, device), _compute_cumulative_lengths(num_keys, device)
         return cls(queries, keys, num_queries, num_keys, cu_seqlens)
 
@@ -181,7 +181,7 @@ class PackedLayout:
     def deep_tokens(self) -> Tensor:
         """Token indices of all spans, span by span, int64. Tokens of overlapping spans occur several times."""
         tokens = [token for span in self.spans or () for token in span.sample[span.begin : span.end]]
-        return _make_indices(tokens, self.device)
+        return _make_index_tensor(tokens, self.device)
 
     @cached_property
     def counted_rows(self) -> Tensor:
@@ -191,7 +191,7 @@ class PackedLayout:
         for span in self.spans or ():
             rows += range(first + span.counted_begin - span.begin, first + span.end - span.begin)
             first += span.end - span.begin
-        return _make_indices(rows, self.device)
+        return _make_index_tensor(rows, self.device)
 
     def select_tokens(self, selection: TokenSelection) -> Self:
         assert isinstance(selection.tokens, Tensor), "training selects tokens by index"
@@ -322,7 +322,7 @@ def _compute_cumulative_lengths(lengths: Sequence[int], device: torch.device) ->
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
 
 
-def _make_indices(indices: list[int], device: torch.device) -> Tensor:
+def _make_index_tensor(indices: list[int], device: torch.device) -> Tensor:
     return torch.tensor(indices, dtype=torch.long).to(device, non_blocking=True)
 
 

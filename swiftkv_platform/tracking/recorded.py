@@ -39,19 +39,19 @@ class RecordedRun:
 
     @property
     def run_id(self) -> str:
-        return self._parsed_name[2]
+        return self._matched_run_name[2]
 
     @property
     def start_time(self) -> str:
         """Start time; parts of a run sort by it."""
-        return self._parsed_name[1]
+        return self._matched_run_name[1]
 
     @property
     def record_file(self) -> Path:
         return self.path / f"run-{self.run_id}.wandb"
 
     @property
-    def _parsed_name(self) -> re.Match[str]:
+    def _matched_run_name(self) -> re.Match[str]:
         match = _RUN_DIRECTORY_NAME.fullmatch(self.path.name)
         if match is None:
             raise InvalidInputError(

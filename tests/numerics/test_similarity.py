@@ -54,20 +54,20 @@ def test_scores_equal_equation_1(sequences: list[torch.Tensor]) -> None:
     naive = naive_scores(sequences)
     similarity = collect_similarity(random_teacher(), (ids[None] for ids in sequences))
     assert similarity.num_tokens == 23
-    assert similarity.scores == pytest.approx(naive, abs=1e-6)
+    assert similarity.sim_scores == pytest.approx(naive, abs=1e-6)
     assert max(naive) - min(naive) > 0.1
     padded = {
         "input_ids": torch.stack([torch.cat((sequences[0], torch.full((5,), 7))), sequences[1]]),
         "attention_mask": torch.tensor([[1] * 9 + [0] * 5, [1] * 14]),
     }
-    assert collect_similarity(random_teacher(), [padded]).scores == pytest.approx(naive, abs=1e-5)
+    assert collect_similarity(random_teacher(), [padded]).sim_scores == pytest.approx(naive, abs=1e-5)
     packed = {
         "input_ids": torch.cat((*sequences, torch.full((4,), 7)))[None],
         "position_ids": torch.cat([torch.arange(n) for n in (9, 14, 4)])[None],
         "loss_mask": torch.tensor([[True] * 23 + [False] * 4]),
     }
     student = convert(random_teacher(), num_key_value_layers=3).swiftkv(False)
-    assert collect_similarity(student, [packed]).scores == pytest.approx(naive, abs=1e-5)
+    assert collect_similarity(student, [packed]).sim_scores == pytest.approx(naive, abs=1e-5)
     with pytest.raises(InvalidInputError, match="got no tokens"):
         collect_similarity(random_teacher(), [])
 

@@ -255,7 +255,7 @@ class DeploymentReconciler:
 
     def _grant_replicas(self, wanted: Sequence[Deployment]) -> Mapping[str, ReplicaGrant]:
         """Return the replicas that each deployment may start, by id."""
-        nodes = self._find_nodes()
+        nodes = self._list_known_nodes()
         if nodes is None:
             return {item.spec.id: ReplicaGrant(item.spec.max_replicas) for item in wanted}
         draining: dict[str, Demand] = {}
@@ -277,7 +277,7 @@ class DeploymentReconciler:
         now = self._parts.clock()
         self._draining = [item for item in self._draining if item[0] > now and item[1].id in states]
 
-    def _find_nodes(self) -> Sequence[Bundle] | None:
+    def _list_known_nodes(self) -> Sequence[Bundle] | None:
         told, now = self._cluster.list_nodes(), self._parts.clock()
         nodes = None if told is None else [node.total for node in told]
         if nodes is not None and (can_place(nodes, self._nodes or ()) or now > self._nodes_at + _LOST_NODE_GRACE_S):

@@ -155,7 +155,7 @@ def test_the_interval_grows_with_streams_and_with_what_an_event_takes() -> None:
         nonlocal now
         for _ in range(num_events):
             now += each_s
-            controller.record_event()
+            controller.count_event()
 
     controller.add_sequences(1)
     send(engine_outputs.EVENTS_PER_MEASUREMENT + 1, 0.0002)

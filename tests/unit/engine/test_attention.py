@@ -13,7 +13,7 @@ from torch.nn.attention.varlen import varlen_attn
 from swiftkv_platform.engine import SamplingParams, attention, kernels
 from swiftkv_platform.engine.attention import paged_attention
 from swiftkv_platform.engine.batch import PagedAttentionMetadata, SequenceQueries, add_block_tables
-from swiftkv_platform.engine.kv_cache import PagedTensor, SlotRun, StorageFormat, TensorShape
+from swiftkv_platform.engine.kv_cache import PagedTensor, SlotRun, StorageFormat, TokenShape
 from swiftkv_platform.engine.varlen import (
     VarlenArguments,
     VarlenSettings,
@@ -65,7 +65,7 @@ class Case:
         draw, taken = random.Random(0), set[int]()
         storage = StorageFormat(dtype, torch.uint8 if quantized_dtype else dtype, quantized_dtype)
         self.key, self.value = (
-            PagedTensor(TensorShape(KV_HEADS, dim), SLOTS, storage, CPU, uses_kernels=uses_kernels) for _ in "kv"
+            PagedTensor(TokenShape(KV_HEADS, dim), SLOTS, storage, CPU, uses_kernels=uses_kernels) for _ in "kv"
         )
         sequences, self.keys, self.values, start = [], [], [], 0
         for tensor in (self.key, self.value) if block_tables else ():

@@ -127,7 +127,9 @@ def round_inputs(x: torch.Tensor) -> torch.Tensor:
     """Round inputs to 8 bits as products in int4 do: 32 adjacent inputs share a scale."""
     units = x.float().unflatten(-1, (-1, 32))
     largest = units.abs().amax(-1, keepdim=True)
-    factors = torch.where(largest > 0, torch.tensor(127.0) / largest, 0.0)  # `127.0 / largest` multiplies by a reciprocal
+    factors = torch.where(
+        largest > 0, torch.tensor(127.0) / largest, 0.0
+    )  # `127.0 / largest` multiplies by a reciprocal
     return ((units * factors).round() * (largest / 127)).flatten(-2)
 
 
@@ -444,7 +446,17 @@ def test_kernels_of_other_processors_compute_the_same(instructions: str, tmp_pat
     compiler.chmod(0o755)
     environment |= {"CXX": str(compiler), kernels.CACHE_DIRECTORY_VARIABLE: str(tmp_path / "cache")}
     files = [__file__, str(Path(__file__).with_name("test_attention.py"))]
-    command = [sys.executable, "-m", "pytest", *files, "-q", "-p", "no:cacheprovider", "-k", "not other_processors and not tiles"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *files,
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "not other_processors and not tiles",
+    ]
     run = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-3000:]
     assert "skipped" not in run.stdout.splitlines()[-1]

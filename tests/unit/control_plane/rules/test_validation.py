@@ -90,7 +90,9 @@ def test_shapes_that_do_not_fit_the_teacher_are_refused(teacher: dict[str, Any])
     assert (listed.num_key_value_layers, listed.num_kv_cache_layers) == (8, 12)
     assert listed.prefill_flops_ratio == check(model=teacher, swiftkv={layers: 6}).prefill_flops_ratio, "both have six"
     field = "swiftkv.prefill_layers"
-    found = refused(InvalidInputError, "a model of 12 layers takes 0 to 10", model=teacher, swiftkv={"prefill_layers": [0, 11]})
+    found = refused(
+        InvalidInputError, "a model of 12 layers takes 0 to 10", model=teacher, swiftkv={"prefill_layers": [0, 11]}
+    )
     assert found == (field, [0, 11])
     Path(teacher["name_or_path"], "config.json").write_text(json.dumps(LATENT))
     assert refused(ModelError, "MLA", model=teacher, swiftkv={"prefill_layers": [0, 2]}) == (field, [0, 2])

@@ -92,7 +92,7 @@ def test_in_bfloat16_the_kernels_are_as_exact_as_torch(name: str, g: int | None,
 
 
 @pytest.mark.parametrize(("name", "form"), in_turn(FAMILY_CONFIGS, ["int8", "int4", "mixed"], KINDS))
-def test_products_in_integers_are_as_exact_as_the_floats(name: str, form: Any, tmp_path: Path) -> None:
+def test_products_in_integers_are_about_as_exact_as_the_floats(name: str, form: Any, tmp_path: Path) -> None:
     """Compare a student with integer weights to the same weights converted back to floats."""
     student = disturb(convert(family_teacher(name, head_dim=32), num_key_value_layers=2, key_value_group_size=2))
     try:
@@ -104,8 +104,9 @@ def test_products_in_integers_are_as_exact_as_the_floats(name: str, form: Any, t
     logprobs = partial(score_prompts, tmp_path / "served")
     exact, integers, floats = logprobs(dtype="float32"), logprobs(), logprobs(weights="bfloat16")
     assert torch.equal(integers, floats) != kernels.is_available()
-    # A router that is nearly undecided may choose another expert for a token.
-    assert (integers - exact).abs().median() < 1.5 * (floats - exact).abs().median()
+    # A router that is nearly undecided may choose another expert for a token. Products in int4 round inputs to 8 bits.
+    factor = 1.5 if form == "int8" else 3.0
+    assert (integers - exact).abs().median() < factor * (floats - exact).abs().median()
 
 
 # Lower precision: an 8-bit KV cache, bfloat16 with reordered weights; close to float32 however requests are batched.

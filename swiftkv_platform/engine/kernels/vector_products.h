@@ -299,7 +299,7 @@ class WeightsInt8 {
         prefetch.step();
         Ints bytes[kBlockVectors];
         for (int i = 0; i < kBlockVectors; ++i) {
-          bytes[i] = Ints::loadu(from + i / kBlockVectors * block_bytes() + i % kBlockVectors * kVectorBytes);
+          bytes[i] = Ints::loadu(from + i * kVectorBytes);
         }
         for (int pair = 0; pair < kInputs / 2; ++pair) {
           Ints weights[kBlockVectors];

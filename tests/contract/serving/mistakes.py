@@ -216,8 +216,8 @@ UNREADABLE: list[tuple[bytes, str | None, str]] = [
 
 
 def list_mistakes() -> Iterator[Any]:
-    """Yield a case per mistake: path, request bodies, invalid field and part of the error message. If there are two
-    bodies, the second one asks for a stream."""
+    """Yield a case per mistake: path, request bodies, invalid field and part of the error message. A second body is the
+    same request with `stream: true`."""
     for paths, mistakes in MISTAKES.items():
         for path in paths:
             for fields, field, message in mistakes:

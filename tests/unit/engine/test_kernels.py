@@ -429,7 +429,7 @@ def test_an_engine_states_what_computes_its_model(
 
 
 OTHER_PROCESSORS = {
-    "AVX2": ({"ATEN_CPU_CAPABILITY": "avx2"}, ""),
+    "AVX2": ({"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}, ""),
     "AVX-512": ({}, " -mno-avx512bf16 -mno-avx512vnni"),
 }
 """Environment and compiler flags that leave out instructions which this processor may have."""

@@ -11,9 +11,9 @@
 namespace {
 
 constexpr int64_t kFewRows = 32;            // up to this many rows, products use the weights as they are loaded
-constexpr int64_t kFewRowsBesideTiles = 4;  // the same on processors with AMX tiles
-constexpr int64_t kFewRowsByGroups = 8;     // up to this many rows, int4 is multiplied by groups, else widened to int8
-constexpr int64_t kSmallRowStep = 4;        // with tiles, rows after the last multiple of kRowStep
+constexpr int64_t kFewRowsBesideTiles = 1;  // the same on processors with AMX tiles
+constexpr int64_t kFewRowsByGroups = 4;     // the same for int4, which is multiplied by groups or else widened to int8
+constexpr int64_t kExactRows = 64;          // with tiles, up to this many rows are one product, whose kernel is for their number
 
 using Input = BFloat16;  // rows of `product`
 using Pairs = __m512bh;  // kHalves numbers
@@ -56,9 +56,8 @@ template <int kMost, typename Product, typename Few>
 void divide_rows(int64_t num_rows, int64_t few_beside_tiles, const Product& product, const Few& few) {
   int64_t row = 0;
   if (num_rows > (uses_tiles ? few_beside_tiles : kFewRows)) {
-    if (num_rows >= kRowStep) product(0, row = num_rows / kRowStep * kRowStep);
-    const int64_t left = (num_rows - row) / kSmallRowStep * kSmallRowStep;
-    if (uses_tiles && left) product(row, left), row += left;
+    if (!uses_tiles || num_rows > kExactRows) product(0, row = num_rows / kRowStep * kRowStep);
+    if (uses_tiles && row < num_rows) product(row, num_rows - row), row = num_rows;
   }
   const int64_t num_passes = (num_rows - row + kMost - 1) / kMost;
   for (int64_t pass = 0; pass < num_passes; ++pass, row += kMost) {

@@ -424,14 +424,15 @@ def count_flops(engines: dict[str, LLMEngine], args: argparse.Namespace) -> dict
 
 
 def _count_step_flops(engine: LLMEngine, prompts: torch.Tensor, *, decodes: bool) -> int:
-    """Count the FLOPs of the first step, or of the first one in which all requests decode."""
+    """Count the FLOPs of all steps until the first token, or of the first step in which all requests decode."""
     params = make_sampling_params(2 + len(prompts))  # some requests decode while others prefill
     request_ids = [engine.add_request(prompt, params) for prompt in prompts.tolist()]
     waiting = set(request_ids) if decodes else set()
     while waiting:
         waiting -= {output.request_id for output in engine.step() if output.token_ids}
     with FlopCounterMode(display=False, custom_mapping=make_flop_formulas()) as counter:
-        engine.step()
+        while not any(output.token_ids for output in engine.step()):
+            pass
     for request_id in request_ids:
         engine.abort(request_id)
     return int(counter.get_total_flops())

@@ -163,9 +163,11 @@ PEERS_VENV ?= .venv-peers
 PEERS_STAMP := $(PEERS_VENV)/.installed
 peers-env: $(PEERS_STAMP)  # a separate environment with OpenVINO GenAI and llama.cpp (compiled here), without this project
 
+# llama.cpp (llama-cpp-python 0.3.36) ends with a segmentation fault where it uses AMX.
+NO_AMX := -DGGML_NATIVE=OFF $(foreach set,AVX AVX2 FMA F16C BMI2 AVX512 AVX512_VBMI AVX512_VNNI AVX512_BF16,-DGGML_$(set)=ON)
 $(PEERS_STAMP): Makefile
 	$(PYTHON) -m venv $(PEERS_VENV)
-	$(PEERS_VENV)/bin/python -m pip install --quiet 'torch==2.13.0' openvino-genai==2026.4.1.0 optimum-intel==2.2.0 nncf==3.4.0 \
+	CMAKE_ARGS="$$(grep -qw amx_tile /proc/cpuinfo && echo '$(NO_AMX)')" $(PEERS_VENV)/bin/python -m pip install --quiet 'torch==2.13.0' openvino-genai==2026.4.1.0 optimum-intel==2.2.0 nncf==3.4.0 \
 	  gguf==0.19.0 llama-cpp-python==0.3.36
 	$(PEERS_VENV)/bin/python -m pip uninstall --quiet --yes torchvision
 	touch $@

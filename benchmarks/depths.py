@@ -49,7 +49,7 @@ from swiftkv_platform.data.completions import CompletionStore
 from swiftkv_platform.distillation.checkpoint import Checkpointer
 from swiftkv_platform.distillation.model import load_trained_tensors
 from swiftkv_platform.distillation.partial_reads import CheckpointTensors
-from swiftkv_platform.distillation.steering import Progress, SteeringNote
+from swiftkv_platform.distillation.steering import SteeringNote, TrainingProgress
 from swiftkv_platform.distillation.strategy import EvaluationModel
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.evaluation.analysis import Needles
@@ -104,7 +104,7 @@ class _TrainingListener:
     notes: list[SteeringNote] = field(default_factory=list)
     tokens: int = 0
 
-    def on_start(self, progress: Progress) -> None:
+    def on_start(self, progress: TrainingProgress) -> None:
         self.tokens = progress.tokens
 
     def on_steering(self, note: SteeringNote) -> None:
@@ -173,7 +173,9 @@ class TrainingRuns:
         measured = EvaluationModel(lazy, spec.distillation, sharded=False, device=device)
         measured.load_tensors(tensors)
         totals: HeldOutTotals = measured(
-            lambda student: StudentEvaluator(student, self.data.held_out, spec.evaluation).compare_modes("")
+            lambda student: StudentEvaluator(student, self.data.held_out, spec.evaluation).compare_teacher_and_student(
+                ""
+            )
         )
         return totals
 

@@ -32,7 +32,7 @@ from swiftkv_platform.jobs.driver import (
     check_store_is_shared,
     evaluate_on_workers,
     generate_answers,
-    publish_copy,
+    publish_model_to_target,
     train,
     warn_if_too_large,
 )
@@ -42,7 +42,7 @@ from swiftkv_platform.jobs.values import StoppedError
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
-from swiftkv_platform.traces import get_job_spans
+from swiftkv_platform.traces import get_job_span_recorder
 
 _RAY_TRAIN_ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # detects a lost worker sooner than the default of 2 s
@@ -115,7 +115,7 @@ def distill(
 ) -> Manifest | None:
     """Run the phases of an attempt. Returns the manifest of the model; None for a job that only publishes a model.
     `on_trained`: called after training with the key of the checkpoint that becomes the model; not for a sweep."""
-    spans = get_job_spans()
+    spans = get_job_span_recorder()
     try:
         with spans.span("attempt", request.traceparent, job_id=request.job_id, attempt=request.attempt) as context:
             return _run_phases(store, request.model_copy(update={"traceparent": context}), on_trained)
@@ -130,7 +130,7 @@ def _run_phases(store: ObjectStore, request: AttemptRequest, on_trained: Callabl
     # a job that only publishes a model
     if request.spec.is_publish_only:
         assert request.parent is not None, "a job that only publishes has a parent"
-        publish_copy(store, request, reporter, request.parent.key)
+        publish_model_to_target(store, request, reporter, request.parent.key)
         return None
     # 1. completions of the teacher, if the data needs them
     warn_if_too_large(reporter, request.spec)
@@ -161,7 +161,7 @@ def _run_phases(store: ObjectStore, request: AttemptRequest, on_trained: Callabl
 def _try_to_publish(store: ObjectStore, request: AttemptRequest, reporter: EventReporter) -> None:
     """Copy the model to the target in the spec. A failure is reported, but does not fail the job."""
     try:
-        publish_copy(store, request, reporter, request.attempt_id.artifact_prefix)
+        publish_model_to_target(store, request, reporter, request.attempt_id.artifact_prefix)
     except StoppedError:
         raise
     except Exception as error:

@@ -30,7 +30,7 @@ from swiftkv_platform.jobs.attempt.events import (
 from swiftkv_platform.jobs.attempt.stored import (
     StoredInputs,
     find_calibrated_start,
-    find_finished_checkpoint,
+    find_completed_training_checkpoint,
     find_prepared_rows,
     make_calibrated_start_key,
     publish_rows,
@@ -41,7 +41,7 @@ from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
 from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.storage.object_store import LocalObjectStore, ObjectStore, open_store
-from swiftkv_platform.traces import get_job_spans
+from swiftkv_platform.traces import get_job_span_recorder
 
 if TYPE_CHECKING:
     from swiftkv_platform.jobs.attempt.stored import PreparedInputs
@@ -86,7 +86,7 @@ def train(
     if request.parent is not None:
         reporter.send_message(f"continuing from {request.parent.name}", parent=request.parent.model_dump())
     # 3. train, unless an earlier attempt has trained all steps
-    checkpoint = find_finished_checkpoint(store, request, plan.total_steps)
+    checkpoint = find_completed_training_checkpoint(store, request, plan.total_steps)
     if checkpoint is None:
         settled = request.model_copy(update={"spec": plan.spec})
         report_workers_requested(reporter, request.spec, "train", num_workers=request.spec.resources.min_workers)
@@ -131,7 +131,7 @@ def evaluate_on_workers(
     raise AssertionError("the last failure is raised")
 
 
-def publish_copy(store: ObjectStore, request: AttemptRequest, reporter: EventReporter, key: str) -> None:
+def publish_model_to_target(store: ObjectStore, request: AttemptRequest, reporter: EventReporter, key: str) -> None:
     """Copy a model to the target in the spec, if the spec has one. Idempotent."""
     target = request.spec.publish.publication
     if target is None:
@@ -403,7 +403,7 @@ def _trace_phase(request: AttemptRequest, phase: str, *, rank: int = 0) -> Itera
     if rank != 0:
         yield
         return
-    spans = get_job_spans()
+    spans = get_job_span_recorder()
     try:
         with spans.span(phase, request.traceparent, job_id=request.job_id, attempt=request.attempt):
             yield

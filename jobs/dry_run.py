@@ -32,12 +32,12 @@ from transformers import AutoConfig
 
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.model import DistillationModel
-from swiftkv_platform.distillation.steering import Progress
+from swiftkv_platform.distillation.steering import TrainingProgress
 from swiftkv_platform.distillation.strategy import EvaluationModel
 from swiftkv_platform.distillation.trainer import Trainer, parallelize
 from swiftkv_platform.engine import kernels
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.jobs.worker.measure import StudentEvaluator
 from swiftkv_platform.jobs.worker.setup import get_compute_dtype
 from swiftkv_platform.model import packed_attention
@@ -254,7 +254,7 @@ class FakeWorkers(Workers):
     def gather(self, value: T) -> list[T]:
         return [value] * self.size
 
-    def from_first(self, value: T) -> T:
+    def broadcast_from_first(self, value: T) -> T:
         return value
 
 
@@ -262,7 +262,7 @@ _HELD_OUT_TOKENS = 8192
 """Tokens of an evaluation's forward pass; at least one row."""
 
 
-class Memory(FrozenModel):
+class Memory(FrozenBaseModel):
     """Bytes on one worker's device at the peak of a phase, by use."""
 
     peak: int
@@ -278,7 +278,7 @@ class Memory(FrozenModel):
     """Remainder of the peak: activations, weights gathered from shards, buffers, gradients in transit."""
 
 
-class Collective(FrozenModel):
+class Collective(FrozenBaseModel):
     """Calls of one collective by one worker in a step."""
 
     name: str
@@ -287,7 +287,7 @@ class Collective(FrozenModel):
     """Bytes of all calls, for each the larger of input and output."""
 
 
-class DryRun(FrozenModel):
+class DryRun(FrozenBaseModel):
     """Collectives and memory of one worker."""
 
     num_workers: int
@@ -359,7 +359,7 @@ def _run_train(spec: JobSpec, config: Any, fakes: FakeInputs) -> tuple[Memory, t
             lambda optimizer, *_: gradients.append(_count_gradient_bytes(optimizer))
         )
         try:
-            trainer.train_step(Progress(0, 0))
+            trainer.train_step(TrainingProgress(0, 0))
         finally:
             hook.remove()
         del restore_weights
@@ -395,7 +395,11 @@ def _run_evaluate(spec: JobSpec, config: Any, fakes: FakeInputs) -> Memory:
     settings = spec.evaluation.model_copy(update={"max_tokens": size * _HELD_OUT_TOKENS})
     with fakes.use_fakes(tracker):
         workers = FakeWorkers(in_step=True)
-        model(lambda student: StudentEvaluator(student, rows, settings, workers=workers).compare_modes("distilled"))
+        model(
+            lambda student: StudentEvaluator(student, rows, settings, workers=workers).compare_teacher_and_student(
+                "distilled"
+            )
+        )
     return Memory(peak=tracker.peak, parameters=parameters, passing=tracker.peak - parameters)
 
 

@@ -45,7 +45,7 @@ from swiftkv_platform.jobs.values import STOP_REASONS, StoppedError
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.reports.pages import render_sweep_page
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.object_store import ObjectStore, join_key, open_store
+from swiftkv_platform.storage.object_store import ObjectStore, join_object_key, open_store
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def _forward_stop_request(stop_request: StopRequest, trial: AttemptStore, reques
 
 
 def _open_trial_store(store: ObjectStore, request: AttemptRequest, trial: Trial) -> ObjectStore:
-    return open_store(join_key(store.uri, f"{trials_prefix(request.job_id)}/{trial.name}"))
+    return open_store(join_object_key(store.uri, f"{trials_prefix(request.job_id)}/{trial.name}"))
 
 
 def _find_earlier_outcome(store: ObjectStore, request: AttemptRequest, trial: Trial) -> TrialOutcome | None:

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as ASGIScope
 
 from swiftkv_platform.errors import ForbiddenError, RateLimitedError, SwiftKVError, UnauthenticatedError
-from swiftkv_platform.security.keys import has_token
+from swiftkv_platform.security.keys import is_jwt_header
 from swiftkv_platform.security.principals import Authenticator, Principal, Scope
 from swiftkv_platform.web.limiters import Clock, Sender, TokenBucket
 from swiftkv_platform.web.middleware import Middleware, explain_foreign_host
@@ -120,7 +120,7 @@ class RequestAuthenticator:
 
     async def admit_async(self, request: Request) -> Caller:
         """Call `admit`; with a token in a thread, since `admit` may fetch the issuer's keys. Raises as `admit`."""
-        if self._authenticator is not None and has_token(_get_credential(request)):
+        if self._authenticator is not None and is_jwt_header(_get_credential(request)):
             return await run_in_threadpool(self.admit, request)
         return self.admit(request)
 

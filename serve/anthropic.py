@@ -23,7 +23,13 @@ from swiftkv_platform.serve.openai.chat import (
     prepare_prompt,
 )
 from swiftkv_platform.serve.openai.outputs import make_event_stream
-from swiftkv_platform.serve.openai.schemas import CallArguments, ChatRequest, OpenAIFields, limit_schema, map_parts
+from swiftkv_platform.serve.openai.schemas import (
+    CallArguments,
+    ChatRequest,
+    OpenAIFields,
+    index_parts_by_path,
+    make_route_schema_filter,
+)
 from swiftkv_platform.serve.replica_state import ReplicaState
 from swiftkv_platform.serve.schemas import BodyPart, PositiveNumber, TextPart, TypedPart
 from swiftkv_platform.serve.tools.calling import ANTHROPIC_LIMITS, MAX_TOOLS, SKIPPED_TOOL, FunctionTool, ToolName
@@ -169,7 +175,7 @@ class OutputConfig(BodyPart):
     """Schema of the completion."""
 
 
-class CountRequest(OpenAIFields, json_schema_extra=limit_schema("messages")):
+class CountTokensRequest(OpenAIFields, json_schema_extra=make_route_schema_filter("messages")):
     """Body of `POST /v1/messages/count_tokens`: as of `/v1/messages`, with optional `max_tokens`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -186,9 +192,9 @@ class CountRequest(OpenAIFields, json_schema_extra=limit_schema("messages")):
     chat_template_kwargs: dict[str, Any] = {}
 
     def list_messages(self) -> Iterator[tuple[str, Mapping[str, TextPart]]]:
-        yield "system", map_parts("system", self.system)
+        yield "system", index_parts_by_path("system", self.system)
         for number, message in enumerate(self.messages):
-            parts = map_parts(f"messages.{number}.content", message.content)
+            parts = index_parts_by_path(f"messages.{number}.content", message.content)
             if any(part.type == "tool_result" for part in parts.values()):
                 yield "tool", {}
             yield message.role, parts
@@ -223,7 +229,7 @@ class CountRequest(OpenAIFields, json_schema_extra=limit_schema("messages")):
         )
 
 
-class MessagesRequest(CountRequest, json_schema_extra=limit_schema("messages")):
+class MessagesRequest(CountTokensRequest, json_schema_extra=make_route_schema_filter("messages")):
     """Body of `POST /v1/messages`."""
 
     max_tokens: PositiveNumber
@@ -244,7 +250,7 @@ def make_anthropic_router(state: ReplicaState) -> APIRouter:
         return await generation.respond(request, _convert_completion)
 
     @router.post("/count_tokens")
-    async def count_tokens(body: CountRequest, request: Request, _caller: AdmittedCaller) -> dict[str, int]:
+    async def count_tokens(body: CountTokensRequest, request: Request, _caller: AdmittedCaller) -> dict[str, int]:
         """Count the tokens of a conversation with its tools and the chat template."""
         async with state.acquire_version(body.model) as version:
             _, prompt = await prepare_prompt(version, body.to_chat_request(), request, body, FIELD_MAP)

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from swiftkv_platform.engine import EngineConfig
-from swiftkv_platform.frozen import FiniteModel
+from swiftkv_platform.frozen import FiniteBaseModel
 from swiftkv_platform.specs.base import Reserved
 from swiftkv_platform.specs.deployment import (
     ReplicasSpec,
@@ -21,7 +21,7 @@ HUB_PREFIX = "hf:"
 """Prefix of an `artifact_uri` that is a model id of the Hugging Face hub."""
 
 
-class BaseModelAccess(FiniteModel):
+class BaseModelAccess(FiniteBaseModel):
     """Allowed sources of an adapter's base model for the deployment's tenant; see `sources.Access`."""
 
     roots: tuple[str, ...] | None = None
@@ -74,7 +74,7 @@ class ServedConfig(ServedSpec[EngineConfig, ResolvedCandidate, ResolvedAdapter, 
         return self.model_copy(update={name: getattr(other, name) for name in _REQUEST_SETTINGS})
 
 
-class ReplicaArgs(FiniteModel):
+class ReplicaArgs(FiniteBaseModel):
     """Arguments of a replica that require a restart to change."""
 
     id: Annotated[str, Field(min_length=1)]

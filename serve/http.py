@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect
 
 from swiftkv_platform.contract.autoscaling import REVISION_HEADER
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, SwiftKVError
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.limits import REPLICA_BODIES_BYTES, REPLICA_BODY_STRINGS, UNDELAYED_REFUSALS
 from swiftkv_platform.security.principals import Authenticator
 from swiftkv_platform.serve.access import (
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
 
 
-class TokenizerFields(FrozenModel, strict=True):
+class TokenizerFields(FrozenBaseModel, strict=True):
     """Fields of both tokenizer routes, as in vLLM. `null` is the default."""
 
     model: str | None = None
@@ -177,19 +177,21 @@ def create_http_app(
         conversation = None if body.messages is None else ChatConversation(body.messages)
         async with state.acquire_version(body.model) as version:
             _check_model(body, version)
-            plan = version.plan_capture("/generate", may_store=body.store, user=body.user, conversation=conversation)
+            plan = version.plan_capture(
+                "/generate", allows_capture=body.store, user=body.user, conversation=conversation
+            )
             context = RequestContext(caller, body.request_id, body.priority, body.timeout_s, interval_s, capture=plan)
             with rename_prompt_errors() if body.messages else nullcontext():
                 prompts = await _read_prompts(body, version, caller)
                 collector = await state.submit(version, prompts, body.make_sampling_params(), context)
         if body.stream:
-            return make_event_stream(_stream_events(collector, version.card.model, request.url.path))
+            return make_event_stream(_stream_events(collector, version.model_info.model, request.url.path))
         with version.hold_open():
             outputs = await collect_unless_disconnected(collector, request)
 
             def render() -> Response:
                 choices = [make_choice(choice, output) for choice, output in enumerate(outputs)]
-                return JSONResponse(_make_response(collector, version.card.model, choices, outputs))
+                return JSONResponse(_make_response(collector, version.model_info.model, choices, outputs))
 
             return await version.render_response(render, outputs, caller.sender)
 
@@ -209,7 +211,7 @@ def create_http_app(
                 encoded = tokenizer(text, add_special_tokens=add_special_tokens, return_attention_mask=False)
                 tokens = list(encoded["input_ids"])
             strings = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-            counts = {"count": len(tokens), "max_model_len": version.card.max_model_len}
+            counts = {"count": len(tokens), "max_model_len": version.model_info.max_model_len}
             return JSONResponse({**counts, "tokens": tokens, "token_strs": strings})
 
         size = len(text) if prompt is None else len(prompt)
@@ -261,8 +263,8 @@ def create_http_app(
             return {"status": "ok"}
         return {
             "status": "ok",
-            **version.card.model_dump(),
-            "candidate": candidate and {**candidate.card.model_dump(), "share": version.candidate_share},
+            **version.model_info.model_dump(),
+            "candidate": candidate and {**candidate.model_info.model_dump(), "share": version.candidate_share},
             "adapters": version.adapters and version.adapters.describe(),
             "replica": state.replica,
             "swap": state.swap.model_dump(),
@@ -285,7 +287,7 @@ async def _read_prompts(body: GenerateRequest, version: ModelVersion, caller: Ca
 
 async def _tokenize_messages(body: TokenizeRequest, version: ModelVersion, request: Request) -> list[int]:
     fields = {name: getattr(body, name) for name in _CHAT_FIELDS}
-    chat = CHAT.make_chat_request(None, model=body.model or version.card.model, **fields)
+    chat = CHAT.make_chat_request(None, model=body.model or version.model_info.model, **fields)
     with rename_prompt_errors():
         _, tokens = await prepare_prompt(
             version, chat, request, chat, CHAT, add_special_tokens=body.add_special_tokens is True

@@ -32,7 +32,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         (),
     ),
     "accepted_tokens": ("Drafted tokens that were accepted.", ()),
-    "prefill_layer_tokens_skipped": ("Prompt tokens that did not go through the layers above layer l.", ()),
+    "prefill_layer_tokens_skipped": ("Prompt tokens that skipped the layers >= l.", ()),
     "request_success": ("Finished answers.", ("finished_reason",)),
     "rejected_requests": ("Requests that were not admitted.", ("reason",)),
     "requests": ("Requests sent to the model, whatever their outcome.", ("model",)),
@@ -84,7 +84,7 @@ class Metrics:
 
     @property
     def model(self) -> str:
-        return "" if self.version is None else self.version.card.model
+        return "" if self.version is None else self.version.model_info.model
 
     def count_load(self, model: str, seconds: Mapping[str, float]) -> None:
         """Count a loaded model. `seconds`: by phase of its loading."""
@@ -159,7 +159,8 @@ class Metrics:
         # Serve's proxy sends each scrape to any replica, so the page names its replica.
         info = GaugeMetricFamily(
             "swiftkv:replica_info",
-            "1, labeled with the replica that these metrics are from, and what computes its model.",
+            "Always 1. The labels are the replica that reports these metrics, and its operators, such as native "
+            "kernels.",
             labels=["replica", "operators"],
         )
         info.add_metric([self.replica, "" if self.version is None else self.version.engine.model.operators], 1)

@@ -26,7 +26,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from swiftkv_platform.errors import LoadingError
 from swiftkv_platform.serve.access import API_KEY_HEADER
-from swiftkv_platform.serve.openai.schemas import CLIENT_LINE
+from swiftkv_platform.serve.openai.schemas import CLIENT_METADATA_LINE
 from swiftkv_platform.web.middleware import Middleware, is_probe
 from swiftkv_platform.web.problems import make_problem, respond_with_problem
 
@@ -47,7 +47,7 @@ more than computing the prompt again."""
 
 _GENERATE_PATHS = ("/generate", "/completions", "/responses", "/messages")
 _PROMPT_KEY = re.compile(rb'"(?:(?:prompt|messages)"\s*:\s*|input"\s*:\s*(?=["\[]))')
-_CLIENT_LINES = re.compile(CLIENT_LINE.encode(), re.IGNORECASE)
+_CLIENT_LINES = re.compile(CLIENT_METADATA_LINE.encode(), re.IGNORECASE)
 _BLOCK_HASH = "[0-9a-f]{1,12}"
 _BLOCK_HASHES = re.compile(rf"{_BLOCK_HASH}(?:\.{_BLOCK_HASH}){{0,{MAX_BLOCKS - 1}}}")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from swiftkv_platform.contract.traffic import is_valid_user
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.errors import InvalidInputError, LoadingError, QueueFullError, RateLimitedError, SwiftKVError
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.limits import REPLICA_BODY_BYTES, REPLICA_BODY_VALUES, REPLICA_TOKEN_IDS
 from swiftkv_platform.serve.access import Caller, TokenReservation
 from swiftkv_platform.serve.args import ServedConfig
@@ -40,7 +40,7 @@ NUM_LONGEST_PROMPTS = 8
 ESCAPED_BYTES = 6
 
 
-class ModelCard(FrozenModel):
+class ServedModelInfo(FrozenBaseModel):
     """Description of the served model."""
 
     deployment: str
@@ -56,7 +56,7 @@ class ModelCard(FrozenModel):
     """Seconds per phase of loading: `fetch`, `load` and `check`."""
 
 
-class SwapState(FrozenModel):
+class SwapState(FrozenBaseModel):
     """State of a replica's swap to the last requested version."""
 
     status: Literal["done", "loading", "refused"] = "done"
@@ -72,7 +72,7 @@ class ModelVersion:
     """A loaded model with its engine. A request runs on the same version from beginning to end."""
 
     engine: EngineFrontend
-    card: ModelCard
+    model_info: ServedModelInfo
     created: int
     """Unix seconds."""
     candidate: ModelVersion | None = None
@@ -88,7 +88,7 @@ class ModelVersion:
     capture: ResolvedCapture | None = None
     adapters: AdapterPool | None = None
     """Adapters that share the model's base; None: the deployment has none."""
-    num_users: int = field(default=0, init=False)
+    num_open_holds: int = field(default=0, init=False)
     """Number of requests that need the open engine before or after their generation."""
 
     @cached_property
@@ -103,14 +103,14 @@ class ModelVersion:
     @contextmanager
     def hold_open(self) -> Iterator[None]:
         """Keep the engine open within the context, even while it has no request."""
-        self.num_users += 1
+        self.num_open_holds += 1
         try:
             yield
         finally:
-            self.num_users -= 1
+            self.num_open_holds -= 1
 
     def accepts_model_name(self, name: str) -> bool:
-        return name == self.card.model or name in self.names
+        return name == self.model_info.model or name in self.names
 
     async def find_adapter(self, name: str | None) -> ModelVersion | None:
         """Return the adapter that a request's `model` names, loaded; None if it names none. Raises as
@@ -121,12 +121,12 @@ class ModelVersion:
     @property
     def served_models(self) -> list[str]:
         """Ids of the model and its adapters."""
-        return [self.card.model, *(self.adapters.models if self.adapters else ())]
+        return [self.model_info.model, *(self.adapters.models if self.adapters else ())]
 
     @property
     def is_idle(self) -> bool:
         """Whether no request uses this version."""
-        return not (self.num_users or self.engine.num_requests)
+        return not (self.num_open_holds or self.engine.num_requests)
 
     def choose_version(self) -> ModelVersion:
         """Return this version, or the candidate with the probability `candidate_share`."""
@@ -134,20 +134,20 @@ class ModelVersion:
         return self.candidate if self.candidate is not None and is_candidate else self
 
     def plan_capture(
-        self, path: str, *, may_store: bool, user: str | None, conversation: Conversation | None = None
+        self, path: str, *, allows_capture: bool, user: str | None, conversation: Conversation | None = None
     ) -> CapturePlan | None:
         """Return how to capture a new request, with the probability of the deployment's `capture.share`; else None.
 
         Args:
             path: route of the request.
-            may_store: False if the caller has refused that the request is stored.
+            allows_capture: False if the caller has refused that the request is stored.
             user: end user, as the caller named him.
             conversation: None if the prompts are texts or token ids.
         """
         is_chosen = self.capture is not None and random.random() < self.capture.share  # noqa: S311  # not a secret
         # Without a tokenizer there is no text. Rows of other names could not be deleted by them.
         is_deletable = user is None or is_valid_user(user)
-        if self.capture is None or not (is_chosen and may_store and is_deletable) or self.tokenizer is None:
+        if self.capture is None or not (is_chosen and allows_capture and is_deletable) or self.tokenizer is None:
             return None
         return CapturePlan(self.capture, path, self.engine.input_processor.decode, user, conversation)
 
@@ -201,11 +201,11 @@ class ModelVersion:
 class RequestObserver(Protocol):
     """Listener for the end of requests."""
 
-    def on_request_ended(self, collector: OutputCollector, card: ModelCard) -> None:
+    def on_request_ended(self, collector: OutputCollector, model_info: ServedModelInfo) -> None:
         """Handle the end of an admitted request, see `OutputCollector.outcome`."""
         ...
 
-    def on_request_refused(self, error: SwiftKVError, caller: Caller, card: ModelCard) -> None: ...
+    def on_request_refused(self, error: SwiftKVError, caller: Caller, model_info: ServedModelInfo) -> None: ...
 
 
 class ReplicaState:
@@ -279,14 +279,14 @@ class ReplicaState:
         """Validate a request and submit it to a version. Raises as `EngineFrontend.submit`, `RateLimitedError` and
         `ForbiddenError`."""
         context.caller.check_priority(context.priority)
-        self.metrics.count_request(version.card.model)
+        self.metrics.count_request(version.model_info.model)
         reservation, refusal_cost = TokenReservation(), 0
 
         def close(collector: OutputCollector) -> None:
             if collector.outputs:  # without outputs, the number of prompt tokens is unknown
                 reservation.settle(collector.num_tokens)
             for observer in self._observers:
-                observer.on_request_ended(collector, version.card)
+                observer.on_request_ended(collector, version.model_info)
 
         try:
             # 1. reserve the max tokens of the caller's quota
@@ -296,14 +296,14 @@ class ReplicaState:
             version.engine.validate(prompts, params)
             refusal_cost = _estimate_text_tokens(prompts)
             # 3. admit, tokenize and start
-            record = partial(self.metrics.record_output, model=version.card.model)
+            record = partial(self.metrics.record_output, model=version.model_info.model)
             return await OutputCollector.submit(version.engine, prompts, params, context, record, close)
         except (QueueFullError, InvalidInputError, RateLimitedError) as error:
             # A full queue costs nothing, since the caller retries.
             reservation.settle(refusal_cost if isinstance(error, InvalidInputError) else 0)
-            self.metrics.count_refusal(error, version.card.model)
+            self.metrics.count_refusal(error, version.model_info.model)
             for observer in self._observers:
-                observer.on_request_refused(error, context.caller, version.card)
+                observer.on_request_refused(error, context.caller, version.model_info)
             raise
 
 

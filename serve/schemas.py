@@ -21,7 +21,7 @@ from pydantic import (
 from swiftkv_platform.contract.traffic import MAX_USER_CHARS
 from swiftkv_platform.engine import SamplingParams, StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.specs.base import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_LOGIT_BIAS,
@@ -50,7 +50,7 @@ def remove_nulls(part: Any) -> Any:
     return {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else part
 
 
-class BodyPart(FrozenModel, strict=True, extra="allow"):
+class BodyPart(FrozenBaseModel, strict=True, extra="allow"):
     """Part of a body. `null` is the same as a missing key; unknown keys have no effect (see `find_unknown_keys`)."""
 
     @model_validator(mode="before")
@@ -247,7 +247,7 @@ FORMAT_FIELDS = ("response_format.", "text.format.", "output_config.format.", "o
 """Paths below which unknown keys are refused, since they would change the completion."""
 
 
-class SamplingFields(FrozenModel, strict=True):
+class SamplingFields(FrozenBaseModel, strict=True):
     """Sampling fields of a request. The engine checks ranges. Unknown keys are refused."""
 
     temperature: float = SamplingParams.temperature
@@ -358,7 +358,7 @@ def list_prompts(value: TokenPrompts) -> list[str | list[int]]:
     return prompts
 
 
-class Message(FrozenModel, strict=True):
+class Message(FrozenBaseModel, strict=True):
     """A message of a conversation."""
 
     role: Annotated[str, Field(min_length=1)]

@@ -16,7 +16,7 @@ from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.serve.access import Caller
 from swiftkv_platform.serve.collector import OutputCollector
-from swiftkv_platform.serve.replica_state import ModelCard, RequestObserver
+from swiftkv_platform.serve.replica_state import RequestObserver, ServedModelInfo
 from swiftkv_platform.serve.schemas import Timings, Usage
 from swiftkv_platform.traces import open_provider
 
@@ -33,14 +33,14 @@ class RequestLogger:
     with_text: bool = False
     """Also log prompts and completions, which may be confidential."""
 
-    def on_request_ended(self, collector: OutputCollector, card: ModelCard) -> None:
+    def on_request_ended(self, collector: OutputCollector, model_info: ServedModelInfo) -> None:
         outputs = collector.outputs
         fields: dict[str, Any] = {
             "request_id": collector.id,
             "tenant": collector.context.caller.tenant,
             "path": collector.context.caller.request_path,
-            "model": card.model,
-            "manifest_digest": card.manifest_digest,
+            "model": model_info.model,
+            "manifest_digest": model_info.manifest_digest,
             "outcome": collector.outcome,
             "finish_reasons": [output.finish_reason for output in outputs],
         }
@@ -52,8 +52,8 @@ class RequestLogger:
             fields |= {"prompts": collector.prompts, "texts": [output.text for output in outputs]}
         get_logger().info("request", **fields)
 
-    def on_request_refused(self, error: SwiftKVError, caller: Caller, card: ModelCard) -> None:
-        fields = {"tenant": caller.tenant, "path": caller.request_path, "model": card.model}
+    def on_request_refused(self, error: SwiftKVError, caller: Caller, model_info: ServedModelInfo) -> None:
+        fields = {"tenant": caller.tenant, "path": caller.request_path, "model": model_info.model}
         get_logger().info("request", **fields, outcome=error.code, field=error.field)
 
 
@@ -71,7 +71,7 @@ class RequestTracer:
         self._tracer = provider.get_tracer("swiftkv.serve")
         self._propagator = TraceContextTextMapPropagator()
 
-    def on_request_ended(self, collector: OutputCollector, card: ModelCard) -> None:
+    def on_request_ended(self, collector: OutputCollector, model_info: ServedModelInfo) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         caller, outputs = collector.context.caller, collector.outputs
@@ -81,7 +81,7 @@ class RequestTracer:
             parent,
             SpanKind.SERVER,
             {
-                "gen_ai.request.model": card.model,
+                "gen_ai.request.model": model_info.model,
                 "gen_ai.response.id": collector.id,
                 "gen_ai.response.finish_reasons": [output.finish_reason or collector.outcome for output in outputs],
                 "gen_ai.usage.input_tokens": sum(
@@ -108,7 +108,7 @@ class RequestTracer:
                 span.end(collector.started_ns + _to_ns(end))
         request.end(time.time_ns())
 
-    def on_request_refused(self, error: SwiftKVError, caller: Caller, card: ModelCard) -> None:
+    def on_request_refused(self, error: SwiftKVError, caller: Caller, model_info: ServedModelInfo) -> None:
         """Write no span; the caller's own trace has the status."""
 
     def shutdown(self) -> None:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Literal
 from swiftkv_platform.contract.traffic import (
     MAX_WRITE_DELAY_S,
     CapturedRequest,
-    make_day,
-    make_part_name,
-    remove_route_prefix,
+    format_utc_day,
+    make_part_key,
+    strip_response_id_prefix,
 )
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.logs import get_logger
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
     from swiftkv_platform.serve.access import Caller
     from swiftkv_platform.serve.collector import CapturePlan, OutputCollector
-    from swiftkv_platform.serve.replica_state import ModelCard
+    from swiftkv_platform.serve.replica_state import ServedModelInfo
 
 Outcome = Literal["stored", "dropped", "failed"]
 """`dropped`: no memory left, or the row is too long; `failed`: the row could not be encoded, or stored in time."""
@@ -105,7 +105,7 @@ class _EncodedRow:
     @property
     def part(self) -> tuple[str, str]:
         """(address, day); rows of a part have the same."""
-        return self.uri, make_day(self.time)
+        return self.uri, format_utc_day(self.time)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class _Part:
     rows: Sequence[_EncodedRow]
 
 
-_open_impatient_store = partial(open_store, patient=False)
+_open_fail_fast_store = partial(open_store, patient=False)
 
 
 class TrafficRecorder:
@@ -131,7 +131,7 @@ class TrafficRecorder:
         self,
         count: Callable[[Outcome, int], None],
         *,
-        open_store: Callable[[str], ObjectStore] = _open_impatient_store,
+        open_store: Callable[[str], ObjectStore] = _open_fail_fast_store,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._count = count
@@ -149,12 +149,12 @@ class TrafficRecorder:
         """Parts whose write has failed; it is repeated under the same name, since it may have reached the store."""
         self._stores: dict[str, TrafficStore] = {}
 
-    def on_request_ended(self, collector: OutputCollector, card: ModelCard) -> None:
+    def on_request_ended(self, collector: OutputCollector, model_info: ServedModelInfo) -> None:
         """Queue the first answer to each prompt of a request that has finished."""
         plan = collector.context.capture
         if plan is None or collector.outcome != "finished":
             return
-        now, request_id = self._clock(), remove_route_prefix(collector.id)
+        now, request_id = self._clock(), strip_response_id_prefix(collector.id)
         outputs = [output for output in collector.outputs if output.index == 0]
         for number, (prompt, output) in enumerate(zip(collector.prompts, outputs, strict=True)):
             if output.token_ids:  # else the prompt was only scored
@@ -163,7 +163,7 @@ class TrafficRecorder:
                         plan,
                         request_id if len(outputs) == 1 else f"{request_id}/{number}",
                         now,
-                        card.model,
+                        model_info.model,
                         "" if plan.conversation is not None else prompt,
                         replace(output, prompt_token_ids=[], token_ids=[], logprobs=None, prompt_logprobs=None),
                         prompt_tokens=len(output.prompt_token_ids),
@@ -171,7 +171,7 @@ class TrafficRecorder:
                     )
                 )
 
-    def on_request_refused(self, error: SwiftKVError, caller: Caller, card: ModelCard) -> None:
+    def on_request_refused(self, error: SwiftKVError, caller: Caller, model_info: ServedModelInfo) -> None:
         """Ignore refused requests, which have no answer."""
 
     def _add_request(self, request: _FinishedRequest) -> None:
@@ -282,8 +282,8 @@ def _split_into_parts(rows: Sequence[_EncodedRow]) -> Iterator[_Part]:
         part, size = list[_EncodedRow](), 0
         for row in found:
             if part and size + len(row.line) > _PART_BYTES:
-                yield _Part(uri, make_part_name(day), part)
+                yield _Part(uri, make_part_key(day), part)
                 part, size = [], 0
             part.append(row)
             size += len(row.line)
-        yield _Part(uri, make_part_name(day), part)
+        yield _Part(uri, make_part_key(day), part)

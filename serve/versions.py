@@ -27,7 +27,7 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.serve.adapters import AdapterPool, FetchedAdapter
 from swiftkv_platform.serve.args import HUB_PREFIX, ReplicaArgs, ServedConfig
 from swiftkv_platform.serve.chat import set_chat_template
-from swiftkv_platform.serve.replica_state import ModelCard, ModelVersion, ReplicaState, SwapState
+from swiftkv_platform.serve.replica_state import ModelVersion, ReplicaState, ServedModelInfo, SwapState
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Access
 from swiftkv_platform.sources.model_directories import fetch_model_directory
@@ -320,7 +320,9 @@ async def _make_version(
         backend=loaded.engine.backend,
         seconds=rounded,
     )
-    version = ModelVersion(loaded.engine, make_card(args, served, loaded, rounded), created=int(time.time()))
+    version = ModelVersion(
+        loaded.engine, make_served_model_info(args, served, loaded, rounded), created=int(time.time())
+    )
     version.tool_call_parser = served.tool_call_parser
     return version
 
@@ -343,13 +345,15 @@ async def _check_generation(engine: EngineFrontend, served: ServedConfig) -> Non
         )
 
 
-def make_card(args: ReplicaArgs, served: ServedConfig, loaded: LoadedModel, seconds: Mapping[str, float]) -> ModelCard:
-    """Return the model's card. `seconds`: by phase of its loading."""
+def make_served_model_info(
+    args: ReplicaArgs, served: ServedConfig, loaded: LoadedModel, seconds: Mapping[str, float]
+) -> ServedModelInfo:
+    """Return the description of the model. `seconds`: by phase of its loading."""
     config, swiftkv = loaded.engine.model.config, None
     if config.num_key_value_layers < config.num_hidden_layers:  # a dense model computes KV in all of them
         keys = ("num_hidden_layers", "num_key_value_layers", "key_value_group_size")
         swiftkv = {key: getattr(config, key) for key in keys}
-    return ModelCard(
+    return ServedModelInfo(
         deployment=args.id,
         model=served.model,
         manifest_digest=loaded.manifest_digest,

@@ -211,7 +211,8 @@ FAMILIES: Mapping[str, Family] = {
             mlp_bias=MLP_BIAS,
             windows=SlidingWindows(None, is_switchable=True, has_layer_types=True),
             tie_word_embeddings=True,
-            vllm_obstacle="the plugin rotates every group's keys; this project's own engine serves SmolLM3 students",
+            vllm_obstacle="the vLLM plugin applies RoPE to the keys of every layer group, but some SmolLM3 layers "
+            "have no RoPE; the native engine (`swiftkv serve`) serves SmolLM3 students",
         ),
         Family("olmo2", "Olmo2", **_BIASES, norms="behind", query_key_norms="all heads", max_position_embeddings=2048),
         Family(

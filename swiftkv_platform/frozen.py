@@ -5,13 +5,13 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 
 
-class FrozenModel(BaseModel):
+class FrozenBaseModel(BaseModel):
     """Immutable values: unknown keys are refused, and the fields' docstrings become their descriptions in schemas."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-class FiniteModel(FrozenModel):
+class FiniteBaseModel(FrozenBaseModel):
     """Frozen values from outside, such as a request or an operator's file: infinity and NaN are refused."""
 
     model_config = ConfigDict(allow_inf_nan=False)

@@ -89,9 +89,9 @@ PAGE_BYTES = Limit(Scope.REQUEST, "bytes of a page of a list, unless its first o
 MANIFEST_BYTES = Limit(Scope.REQUEST, "bytes of an artifact's manifest.json", 16 * MIB)
 MANIFEST_VALUES = Limit(Scope.REQUEST, "JSON values of a manifest.json", 1 << 18)
 MANIFEST_STRINGS = Limit(Scope.REQUEST, "JSON strings of a manifest.json, keys included", 1 << 19)
-MODEL_BYTES = Limit(Scope.REQUEST, "bytes of a model's lineage and report, as JSON", 2 * MIB)
-MODEL_VALUES = Limit(Scope.REQUEST, "JSON values of a model's lineage and report, strings included", 1 << 16)
-MODEL_DEPTH = Limit(Scope.REQUEST, "nested objects and lists of a model's lineage or report", 32)
+MODEL_METADATA_BYTES = Limit(Scope.REQUEST, "bytes of a model's lineage and report, as JSON", 2 * MIB)
+MODEL_METADATA_VALUES = Limit(Scope.REQUEST, "JSON values of a model's lineage and report, strings included", 1 << 16)
+MODEL_METADATA_DEPTH = Limit(Scope.REQUEST, "nested objects and lists of a model's lineage or report", 32)
 EVENT_BYTES = Limit(Scope.REQUEST, "bytes of an event of a job's worker", MIB)
 EVENT_POINTS = Limit(Scope.REQUEST, "metric points shown per listed event", 4096)
 
@@ -132,11 +132,13 @@ TOKENIZER_BYTES = Limit(Scope.REQUEST, "bytes of a model's `tokenizer_config.jso
 
 # Connections of an HTTP server: the control plane and `swiftkv serve`
 CONNECTIONS = Limit(Scope.CONTROL_PLANE, "connections", 4096, "SWIFTKV_MAX_CONNECTIONS")
-HEAD_SECONDS = Limit(
+REQUEST_HEAD_SECONDS = Limit(
     Scope.REQUEST, "seconds to receive the request line and headers", 10, "SWIFTKV_REQUEST_HEAD_TIMEOUT_S"
 )
-HEAD_BYTES = Limit(Scope.REQUEST, "bytes of the request line and headers, or of a chunked body's framing", 32 << 10)
-HEAD_FIELDS = Limit(Scope.REQUEST, "header fields and trailers", 128)
+REQUEST_HEAD_BYTES = Limit(
+    Scope.REQUEST, "bytes of the request line and headers, or of a chunked body's framing", 32 << 10
+)
+REQUEST_HEAD_FIELDS = Limit(Scope.REQUEST, "header fields and trailers", 128)
 DRAINED_BODY_BYTES = Limit(Scope.REQUEST, "bytes of a request body read after the response", 2 * MIB)
 PIPELINED_REQUESTS = Limit(Scope.REQUEST, "pipelined requests of a connection", 64)
 KEEP_ALIVE_SECONDS = Limit(Scope.ADDRESS, "idle seconds of a connection", 75)
@@ -154,7 +156,7 @@ WAITING_SEQUENCES = Limit(
     Scope.KEY, "waiting sequences of a replica, minus half of those of other keys", 64, "engine.max_num_waiting"
 )
 UNDELAYED_REFUSALS = Limit(
-    Scope.KEY, "undelayed refusals of a replica per minute, in bursts of at most a thirtieth", 600
+    Scope.KEY, "error responses of a replica per minute without delay, in bursts of at most a thirtieth", 600
 )
 PENDING_GRAMMARS = Limit(Scope.KEY, "grammars compiling or waiting to be compiled on a replica", 8)
 GRAMMAR_SECONDS_PER_MINUTE = Limit(Scope.KEY, "CPU seconds per minute to compile grammars on a replica", 6)

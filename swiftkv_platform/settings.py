@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.limits import (
     BODY_BYTES,
     CONCURRENT_BODY_BYTES,
@@ -25,8 +25,8 @@ from swiftkv_platform.limits import (
     FOLLOWED_LOGS,
     FOLLOWED_LOGS_OF_KEY,
     FOLLOWED_LOGS_OF_TENANT,
-    HEAD_SECONDS,
     IMPORT_BYTES,
+    REQUEST_HEAD_SECONDS,
     REQUESTS_PER_MINUTE,
     STREAMS,
     STREAMS_OF_KEY,
@@ -79,7 +79,7 @@ Days = Annotated[float, Field(ge=0.0)]
 ResourceName = Annotated[str, Field(pattern=r"^(CPU|GPU|memory|accelerator_type:\S+)$")]
 
 
-class NodeGroup(FrozenModel):
+class NodeGroup(FrozenBaseModel):
     """Nodes of one kind that Ray's autoscaler adds."""
 
     max_nodes: Annotated[int, Field(ge=1)]
@@ -214,7 +214,7 @@ class Settings(BaseSettings):
     max_connections: Annotated[int, Field(ge=1)] = CONNECTIONS.default
     """Max open connections, and max half of the process's open files; half per client address. A new connection closes
     the longest idle one, or is closed itself if none is idle."""
-    request_head_timeout_s: Annotated[float, Field(gt=0.0)] = HEAD_SECONDS.default
+    request_head_timeout_s: Annotated[float, Field(gt=0.0)] = REQUEST_HEAD_SECONDS.default
     """Max seconds from opening a connection to a complete request head."""
     max_file_bytes: Annotated[int, Field(ge=1024)] = FILE_BYTES.default
     """Max bytes per uploaded file; the tenants file can lower it. Uploads use the temporary directory."""
@@ -226,7 +226,8 @@ class Settings(BaseSettings):
     """Max stored bytes of an ended attempt's log: half from the beginning, half from the end, with a line about the
     gap. Storing a log needs up to 1.5 times as many bytes of temporary files."""
     sweep_interval_s: Annotated[float, Field(gt=0.0)] = 3600.0
-    """Seconds between rounds of retention, which deletes data older than the settings below; 0 keeps data forever.
+    """Seconds between rounds of retention, which deletes data older than the `retention_*_days` settings below; a value
+    of 0 days keeps that data forever.
     Data that is deployed, promoted, resumable or used by an unfinished job is never deleted."""
     retention_events_days: Days = 30.0
     """Days from a job's end until its events are deleted from the database, except status changes."""

@@ -1,8 +1,8 @@
 """A student's shape: which layers compute their own K and V, which share them, and which layers prompts run through.
 
-`ShapeRequest` has the arguments of `convert` and the `swiftkv` section of a job spec. For a given teacher it resolves
-to a `StudentShape`, whose keys `config.json` and `swiftkv_adapter.json` store. A `LayerMap` applies a shape to a model:
-what each layer computes, caches and reads.
+`RequestedStudentShape` has the arguments of `convert` and the `swiftkv` section of a job spec. For a given teacher it
+resolves to a `StudentShape`, whose keys `config.json` and `swiftkv_adapter.json` store. A `LayerMap` applies a shape
+to a model: what each layer computes, caches and reads.
 
 The module imports neither torch nor transformers. Configuration classes, the vLLM plugin, plans and job specs share it.
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, cast, get_args
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 
 Sharing = Literal["gqa", "mqa", "mha"]
 """Heads that layers >= l cache: the teacher's key-value heads, one, or one per query head (paper, appendix C)."""
@@ -38,7 +38,7 @@ _MAX_INDEX_DIGITS = 5
 _GROUP_TENSOR_PATTERN = re.compile(r"self_attn\.([kv]_proj_swiftkv|k_norm)\.")
 
 
-class StudentShape(FrozenModel):
+class StudentShape(FrozenBaseModel):
     """Keys of a student's `config.json` that its teacher's lacks, except those that an export sets. The reference
     implementation has the first three too."""
 
@@ -248,7 +248,7 @@ class LayerMap:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShapeRequest:
+class RequestedStudentShape:
     """Requested shape of a student, independent of the teacher. `convert` describes the fields."""
 
     num_key_value_layers: int | None = None
@@ -262,7 +262,7 @@ class ShapeRequest:
     deep_tail: int = 1
 
     @classmethod
-    def from_spec(cls, section: Any) -> ShapeRequest:
+    def from_spec(cls, section: Any) -> RequestedStudentShape:
         """Read the request from an object with the same fields, such as a job spec's `swiftkv` section."""
         return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
 

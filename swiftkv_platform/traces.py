@@ -40,7 +40,7 @@ def parse_traceparent(header: str | None) -> str | None:
     return header if header is not None and _TRACEPARENT_PATTERN.fullmatch(header) else None
 
 
-class Spans:
+class SpanRecorder:
     """Records spans as children of a `traceparent`. `provider`: None records nothing."""
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
@@ -91,13 +91,13 @@ class Spans:
         return tracer.start_span(name, context, attributes=named, start_time=_to_nanoseconds(start))
 
 
-NO_SPANS = Spans()
+DISABLED_SPAN_RECORDER = SpanRecorder()
 
 
 @cache
-def get_job_spans() -> Spans:
+def get_job_span_recorder() -> SpanRecorder:
     """Return the recorder of this driver or worker process."""
-    return Spans(open_provider("swiftkv-job"))
+    return SpanRecorder(open_provider("swiftkv-job"))
 
 
 def _format_traceparent(span: Any) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from swiftkv_platform.serve.openai.fields import ALL, FIELDS, MESSAGES, RequestField, Treatment
+from swiftkv_platform.serve.openai.fields import ALL, FIELDS, MESSAGES, FieldTreatment, RequestField
 
 _HEAD = """\
 # Compatibility with OpenAI's and Anthropic's APIs
@@ -42,9 +42,9 @@ Tools of other types, such as `web_search`, are skipped; a `tool_choice` that na
 `x-swiftkv-ignored-fields` names all of these (`messages.content.image`, `tools.web_search`).
 """
 _SECTIONS = {
-    Treatment.SERVED: "",
-    Treatment.WITHOUT_EFFECT: "Listed in the answer's header `x-swiftkv-ignored-fields` and in the request log.",
-    Treatment.REFUSED: "Refused with 400 and the reason, because the field would change the answer.",
+    FieldTreatment.SERVED: "",
+    FieldTreatment.WITHOUT_EFFECT: "Listed in the answer's header `x-swiftkv-ignored-fields` and in the request log.",
+    FieldTreatment.REFUSED: "Refused with 400 and the reason, because the field would change the answer.",
 }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftkv_platform.contract.attempts import HELD_OUT_KL, AttemptId, AttemptRequest, Manifest, ManifestFile, Parent
-from swiftkv_platform.distillation.steering import Progress, choose_model_step
+from swiftkv_platform.distillation.steering import TrainingProgress, choose_model_step
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError, StorageError
 from swiftkv_platform.jobs.attempt.events import EventReporter, PhaseProgressReporter
 from swiftkv_platform.logs import get_logger
@@ -29,7 +29,7 @@ from swiftkv_platform.storage.artifacts import (
     write_manifest,
 )
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.object_store import ObjectStore, join_key, open_store
+from swiftkv_platform.storage.object_store import ObjectStore, join_object_key, open_store
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from swiftkv_platform.data.prepared import PreparedData
     from swiftkv_platform.model.weights.checkpoint import LazyTensors
 
-OnCommit = Callable[[str, Manifest, Progress], None]
+OnCommit = Callable[[str, Manifest, TrainingProgress], None]
 """Callback for a complete checkpoint: (key, manifest, progress)."""
-OnFailure = Callable[[str, Progress, StorageError], None]
+OnFailure = Callable[[str, TrainingProgress, StorageError], None]
 """Callback for a checkpoint that could not be stored: (key, progress, error)."""
 CHOSEN_STEP_KEY = "chosen_step"
 """Lineage key of a checkpoint: step whose state becomes the model if training ends here; null: the checkpoint's own."""
@@ -114,14 +114,14 @@ def publish_rows(store: ObjectStore, request: AttemptRequest, directory: Path) -
 
 def find_calibrated_start(store: ObjectStore, request: AttemptRequest) -> str | None:
     """Return the key of the calibrated start from this attempt or an earlier one; None if there is none."""
-    return _find_newest_key(store, request, lambda attempt: attempt.get_start_prefix(request.spec.name))
+    return _find_newest_key(store, request, lambda attempt: attempt.get_calibrated_start_prefix(request.spec.name))
 
 
 def make_calibrated_start_key(request: AttemptRequest) -> str | None:
     """Return the key at which this attempt publishes the calibrated start; None for a job that starts from copies or
     continues from a model or checkpoint."""
     calibrates = request.spec.swiftkv.is_calibrated and request.parent is None
-    return request.attempt_id.get_start_prefix(request.spec.name) if calibrates else None
+    return request.attempt_id.get_calibrated_start_prefix(request.spec.name) if calibrates else None
 
 
 def _find_newest_key(store: ObjectStore, request: AttemptRequest, prefix: Callable[[AttemptId], str]) -> str | None:
@@ -161,10 +161,10 @@ class AttemptCheckpoints:
         self._on_failure = on_failure
 
     def upload(self, directory: Path, name: str) -> dict[str, ManifestFile]:
-        return upload_files(self._store, directory, join_key(self._prefix, name))
+        return upload_files(self._store, directory, join_object_key(self._prefix, name))
 
-    def commit(self, name: str, files: Mapping[str, ManifestFile], progress: Progress, world_size: int) -> None:
-        key = join_key(self._prefix, name)
+    def commit(self, name: str, files: Mapping[str, ManifestFile], progress: TrainingProgress, world_size: int) -> None:
+        key = join_object_key(self._prefix, name)
         steering = progress.steering
         lineage: dict[str, Any] = {"step": progress.step, "tokens": progress.tokens, "world_size": world_size}
         if progress.held_out_kl is not None and math.isfinite(progress.held_out_kl):
@@ -176,8 +176,8 @@ class AttemptCheckpoints:
         self._on_commit(key, manifest, progress)
         self._delete_old_checkpoints(steering.best_step)
 
-    def report_failure(self, name: str, progress: Progress, error: StorageError) -> None:
-        self._on_failure(join_key(self._prefix, name), progress, error)
+    def report_failure(self, name: str, progress: TrainingProgress, error: StorageError) -> None:
+        self._on_failure(join_object_key(self._prefix, name), progress, error)
 
     def find_newest(self) -> str | None:
         """Return the key of this attempt's newest complete checkpoint, or else the key to resume from."""
@@ -211,7 +211,7 @@ class AttemptCheckpoints:
     def _iter_complete(self) -> Iterator[str]:
         """Yield the keys of the complete checkpoints, newest first: names begin with the step."""
         for name in sorted(self._store.list_directories(self._prefix), reverse=True):
-            key = join_key(self._prefix, name)
+            key = join_object_key(self._prefix, name)
             if is_complete(self._store, key):
                 yield key
 
@@ -224,7 +224,7 @@ class AttemptCheckpoints:
         kept += iter_own_checkpoints_of_step(self._store, self._attempt, best_step)
         oldest = min(kept[: self._keep])
         for name in self._store.list_directories(self._prefix):
-            key = join_key(self._prefix, name)
+            key = join_object_key(self._prefix, name)
             if key < oldest and key not in kept:
                 delete_directory(self._store, key)
 
@@ -242,7 +242,7 @@ def find_model_checkpoint(store: ObjectStore, attempt: AttemptId, last: str) -> 
     return key or last
 
 
-def find_finished_checkpoint(store: ObjectStore, request: AttemptRequest, total_steps: int) -> str | None:
+def find_completed_training_checkpoint(store: ObjectStore, request: AttemptRequest, total_steps: int) -> str | None:
     """Return the checkpoint that becomes the model if no training is left: the run of `resume_from` has ended, or the
     job trains no steps after its parent. None otherwise."""
     if total_steps == 0:
@@ -266,7 +266,7 @@ def iter_own_checkpoints_of_step(store: ObjectStore, attempt: AttemptId, step: i
     """Yield the keys of an attempt's complete checkpoints of a step."""
     prefix = attempt.checkpoints_prefix
     for name in store.list_directories(prefix):
-        key = join_key(prefix, name)
+        key = join_object_key(prefix, name)
         if name.startswith(f"step-{step:08d}-") and is_complete(store, key):
             yield key
 
@@ -315,7 +315,7 @@ class StoredResults:
             data = self._read_newest(_make_rows_part(name))
             if data is None:
                 raise StorageError(f"the results of the rows {name} are missing; the next attempt evaluates again")
-            self._store.put_bytes(self._attempt.rows_key(name), data)
+            self._store.put_bytes(self._attempt.row_results_key(name), data)
 
     def report_progress(self, name: str, done: int, total: int) -> None:
         self._progress.report_progress(name, done, total)

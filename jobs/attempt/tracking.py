@@ -19,7 +19,7 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.reports.pages import STAGES, plot_evaluation, render_png
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import hash_manifest
-from swiftkv_platform.storage.object_store import ObjectStore, join_key
+from swiftkv_platform.storage.object_store import ObjectStore, join_object_key
 from swiftkv_platform.tracking.tracker import BackgroundTracker, Table, TrackingInfo, WandbTracker
 
 Point = Mapping[str, float]
@@ -57,7 +57,7 @@ class TrackedRun:
         self._tracker.log_report({"evaluation": report}, _build_tables(report), images, step + 1)
 
     def log_artifact(self, manifest: Manifest) -> None:
-        uri = join_key(self._store.uri, self._request.attempt_id.artifact_prefix)
+        uri = join_object_key(self._store.uri, self._request.attempt_id.artifact_prefix)
         self._tracker.log_artifact(self._request.spec.name, uri, hash_manifest(manifest))
 
     def save(self) -> None:
@@ -69,7 +69,7 @@ class TrackedRun:
             for path in sorted(files.rglob("*")):
                 if path.is_file():
                     name = path.relative_to(files).as_posix()
-                    self._store.upload_file(path, join_key(self._make_upload_prefix(files), name))
+                    self._store.upload_file(path, join_object_key(self._make_upload_prefix(files), name))
         except (StorageError, OSError) as error:
             get_logger().warning("tracking_files_upload_delayed", error=str(error))
 
@@ -88,7 +88,7 @@ class TrackedRun:
             get_logger().warning("tracking_files_not_deleted", error=str(error))
 
     def _make_upload_prefix(self, directory: Path) -> str:
-        return join_key(self._request.attempt_id.tracking_prefix, directory.name)
+        return join_object_key(self._request.attempt_id.tracking_prefix, directory.name)
 
 
 def _try_to_report_run(on_info: Callable[[TrackingInfo], None], info: TrackingInfo) -> bool:

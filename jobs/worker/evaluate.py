@@ -33,7 +33,7 @@ from swiftkv_platform.jobs.attempt.stored import (
 from swiftkv_platform.jobs.attempt.tracking import TrackedRun, read_loss_curve
 from swiftkv_platform.jobs.worker.measure import StudentEvaluator
 from swiftkv_platform.jobs.worker.setup import (
-    StoreFiles,
+    ObjectStoreFiles,
     Workspace,
     create_shared_workspace,
     fetch_data,
@@ -59,9 +59,9 @@ from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import StoredDirectory, publish_directory
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
 from swiftkv_platform.storage.publishing import MODEL_CARD_FILE
-from swiftkv_platform.traces import get_job_spans
+from swiftkv_platform.traces import get_job_span_recorder
 
-MAX_MODEL_SHARE = 0.5
+MAX_MODEL_MEMORY_FRACTION = 0.5
 """Share of a worker's free memory up to which weights are measured whole; the rest is for activations and caches."""
 
 
@@ -93,7 +93,9 @@ def evaluate_and_publish(
         with closing(TrackedRun(store, request)) as run:
             run.log_report(report.model_dump(mode="json"), student.training.step)
             report.check_gates()
-            with get_job_spans().span("publish", request.traceparent, job_id=request.job_id, attempt=request.attempt):
+            with get_job_span_recorder().span(
+                "publish", request.traceparent, job_id=request.job_id, attempt=request.attempt
+            ):
                 lineage |= student.save(directory / "artifact")
                 card = render_model_card(lineage, report.model_dump(mode="json"), license_id=student.license_id)
                 _write_files(files | {MODEL_CARD_FILE: card}, directory / "artifact")
@@ -162,8 +164,8 @@ def publish_trial(
 
 def _copy_rows(source: ObjectStore, measured: AttemptId, target: ObjectStore, attempt: AttemptId) -> None:
     """Copy the results of a trial's rows to the attempt of its sweep."""
-    for info in source.list(measured.rows_prefix):
-        target.put_bytes(f"{attempt.rows_prefix}/{info.key.rpartition('/')[2]}", source.get_bytes(info.key))
+    for info in source.list(measured.row_results_prefix):
+        target.put_bytes(f"{attempt.row_results_prefix}/{info.key.rpartition('/')[2]}", source.get_bytes(info.key))
 
 
 def save_trained_student(request: AttemptRequest, store_uri: str, checkpoint: str, directory: Path) -> None:
@@ -256,7 +258,7 @@ class _TrainedStudent:
             spec,
             self.tokenizer,
             context_length=self.lazy.model.config.max_position_embeddings,
-            remote=StoreFiles(self.workspace.path / "evaluation-rows"),
+            remote=ObjectStoreFiles(self.workspace.path / "evaluation-rows"),
             access=self.access,
         )
         sharded = self._is_sharded()
@@ -267,7 +269,7 @@ class _TrainedStudent:
             return StudentEvaluator(student, rows, spec, workers=workers, parts=parts)
 
         def compare(name: str) -> HeldOutTotals:
-            totals: HeldOutTotals = model(lambda student: make_evaluator(student).compare_modes(name))
+            totals: HeldOutTotals = model(lambda student: make_evaluator(student).compare_teacher_and_student(name))
             return totals
 
         rewired, calibrated = compare("rewired"), None
@@ -307,7 +309,9 @@ class _TrainedStudent:
         if self.workers.size == 1 or not self.spec.sharding.shards_parameters:
             return False
         needed = count_parameter_bytes(self.lazy.model)
-        fits = needed < MAX_MODEL_SHARE * get_free_bytes(get_task_device(self.spec), self.workspace.num_local_workers)
+        fits = needed < MAX_MODEL_MEMORY_FRACTION * get_free_bytes(
+            get_task_device(self.spec), self.workspace.num_local_workers
+        )
         return not all(self.workers.gather(fits))
 
     def save(self, directory: Path) -> dict[str, str]:

@@ -30,7 +30,7 @@ from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.model import (
     find_hidden_loss_index,
-    list_trained_tails,
+    list_training_deep_tails,
     select_trained_parameters,
     supports_shared_prefixes,
 )
@@ -45,7 +45,7 @@ from swiftkv_platform.jobs.attempt.stored import read_newest_object
 from swiftkv_platform.jobs.values import RunPlan
 from swiftkv_platform.jobs.worker.served_teacher import ServedAnswer, ServedTeacher
 from swiftkv_platform.jobs.worker.setup import (
-    StoreFiles,
+    ObjectStoreFiles,
     fetch_data,
     get_access,
     get_free_bytes,
@@ -120,7 +120,7 @@ def prepare_run(
             spec.evaluation,
             tokenizer,
             context_length=student.config.max_position_embeddings,
-            remote=StoreFiles(workspace / "evaluation-rows"),
+            remote=ObjectStoreFiles(workspace / "evaluation-rows"),
             access=access,
         )
         # 3. prepare the rows
@@ -133,7 +133,7 @@ def prepare_run(
                 tokenizer,
                 rows,
                 seed=spec.training.seed,
-                remote=StoreFiles(workspace / "objects"),
+                remote=ObjectStoreFiles(workspace / "objects"),
                 access=access,
                 completions=None if answers is None else TeacherCompletions(describe_teacher(spec, path), answers),
                 mask_prompts=spec.swiftkv.request.has_own_decode_kv,
@@ -166,7 +166,7 @@ def compute_flops_per_token(spec: JobSpec, config: Any, rows: PackedRows) -> flo
     """Return the FLOPs of training on `rows` per counted position, without recomputation by gradient checkpointing.
     Each token attends to its own sample. None for a family unknown to the planner. `config`: the student's
     configuration."""
-    tails = list_trained_tails(spec.swiftkv.deep_tail, spec.distillation)
+    tails = list_training_deep_tails(spec.swiftkv.deep_tail, spec.distillation)
     setup = replace(
         make_training_setup(spec),
         samples=rows.sample_length_histogram,
@@ -190,7 +190,7 @@ def _warn_slow_bfloat16(spec: JobSpec) -> Iterator[tuple[str, bool]]:
             "model.dtype bfloat16 is many times slower than float32 on this CPU, which lacks AVX-512; use float32",
             True,
         )
-    elif (problem := kernels.find_problem()) is not None:
+    elif (problem := kernels.find_kernel_obstacle()) is not None:
         yield f"attention of the teacher runs in PyTorch, which is slower than the engine's kernels: {problem}", True
 
 
@@ -241,7 +241,7 @@ def write_worker_answers(request: AttemptRequest, store_uri: str, worker: int) -
                     encoder,
                     teacher=teacher,
                     seed=spec.training.seed,
-                    remote=StoreFiles(workspace / "data"),
+                    remote=ObjectStoreFiles(workspace / "data"),
                     access=get_access(request),
                 )
                 field = f"data.sources[{index}]"

@@ -124,5 +124,5 @@ class ServedTeacher:
         is_refused = isinstance(error, openai.APIStatusError) and error.status_code < 500 and error.status_code != 429
         if is_refused:
             return InvalidInputError.for_field(field, endpoint, f", which refuses a request: {error}")
-        message = f"{field} is {endpoint!r}: after {_MAX_RETRIES} retries: {error}"
+        message = f"{field} is {endpoint!r}, which failed after {_MAX_RETRIES} retries: {error}"
         return GenerationError(message, field=field, value=endpoint)

@@ -188,7 +188,7 @@ def uses_validation_rows(spec: JobSpec) -> bool:
     return spec.training.validation is not None
 
 
-class StoreFiles:
+class ObjectStoreFiles:
     """The `RemoteFiles` of data sources: objects of stores, and captured requests, downloaded to `workspace`."""
 
     def __init__(self, workspace: Path) -> None:
@@ -236,7 +236,7 @@ class StoreFiles:
 def fetch_data(uri: str, workspace: Path) -> Path:
     """Download the object or prefix at an `s3://` address, and return its path below `workspace`. Raises `DataError` if
     there is no object."""
-    files, source = StoreFiles(workspace), S3Source(uri)
+    files, source = ObjectStoreFiles(workspace), S3Source(uri)
     for file in files.list_files(source):
         files.fetch_file(file)
     return files.get_path(RemoteFile(source.store, source.key))

@@ -28,7 +28,7 @@ from swiftkv_platform.distillation.checkpoint import (
     load_training_state,
     run_on_all_workers,
 )
-from swiftkv_platform.distillation.steering import Progress, SteeringNote
+from swiftkv_platform.distillation.steering import SteeringNote, TrainingProgress
 from swiftkv_platform.distillation.strategy import Strategy
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.errors import StorageError, TrainingError
@@ -62,7 +62,7 @@ from swiftkv_platform.planning.machines import PEAK_FLOPS
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import StoredDirectory
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
-from swiftkv_platform.traces import NO_SPANS, get_job_spans
+from swiftkv_platform.traces import DISABLED_SPAN_RECORDER, get_job_span_recorder
 
 
 class WorkerLeavingError(Exception):
@@ -122,7 +122,7 @@ def _build_trainer(worker: WorkerConfig, checkpoints: AttemptCheckpoints, listen
 def _fetch_calibrated_start(worker: WorkerConfig, stored: StoredInputs, path: str, rows: Path, local_rank: int) -> None:
     """Download the calibrated start to this machine, after the workers have calibrated if necessary."""
     request = worker.request
-    spans = get_job_spans() if dist.get_rank() == 0 else NO_SPANS
+    spans = get_job_span_recorder() if dist.get_rank() == 0 else DISABLED_SPAN_RECORDER
     with spans.span("calibrate", request.traceparent, job_id=request.job_id, attempt=request.attempt):
         progress = make_progress_callback(open_store(worker.store_uri), request, "calibrate", "layers")
         calibrate_student_if_needed(
@@ -186,15 +186,15 @@ class _Listener:
         self._watched = False  # Ray Train restarts the workers when the node is lost
         return max(own, StopRequest.SAVE)
 
-    def on_start(self, progress: Progress) -> None: ...
+    def on_start(self, progress: TrainingProgress) -> None: ...
 
     def on_step(self, metrics: StepMetrics) -> None: ...
 
     def on_steering(self, note: SteeringNote) -> None: ...
 
-    def on_commit(self, key: str, manifest: Manifest, progress: Progress) -> None: ...
+    def on_commit(self, key: str, manifest: Manifest, progress: TrainingProgress) -> None: ...
 
-    def on_failure(self, key: str, progress: Progress, error: StorageError) -> None: ...
+    def on_failure(self, key: str, progress: TrainingProgress, error: StorageError) -> None: ...
 
     def close(self) -> None: ...
 
@@ -218,7 +218,7 @@ class _RankZeroListener(_Listener):
     def poll_stop_request(self) -> StopRequest:
         return max(super().poll_stop_request(), self._control.stop_request)
 
-    def on_start(self, progress: Progress) -> None:
+    def on_start(self, progress: TrainingProgress) -> None:
         self._telemetry.start(progress.tokens)
         self._curve.resume(progress.step)
         self._reporter.send_message(f"training starts at step {progress.step}", step=progress.step)
@@ -241,16 +241,16 @@ class _RankZeroListener(_Listener):
 
     def _trace_first_step(self, started: float) -> None:
         labels = {"job_id": self._request.job_id, "attempt": self._request.attempt}
-        get_job_spans().record("first step", self._request.traceparent, started, time.time(), **labels)
+        get_job_span_recorder().record("first step", self._request.traceparent, started, time.time(), **labels)
 
-    def on_commit(self, key: str, manifest: Manifest, progress: Progress) -> None:
+    def on_commit(self, key: str, manifest: Manifest, progress: TrainingProgress) -> None:
         self._metrics.flush()
         self._curve.save()
         self._run.save()
         self._reporter.send_checkpoint(key, manifest, progress.step)
         get_logger().info("checkpoint_saved", key=key, step=progress.step, size=manifest.size)
 
-    def on_failure(self, key: str, progress: Progress, error: StorageError) -> None:
+    def on_failure(self, key: str, progress: TrainingProgress, error: StorageError) -> None:
         get_logger().error("checkpoint_lost", key=key, step=progress.step, error=error.message)
         message = f"checkpoint of step {progress.step} could not be stored; training continues: {error.message}"
         with suppress(StorageError):  # the event store may be unavailable too
@@ -261,7 +261,7 @@ class _RankZeroListener(_Listener):
         self._metrics.close()
         self._curve.save()
         self._run.close()
-        get_job_spans().flush()
+        get_job_span_recorder().flush()
 
 
 class Telemetry:

@@ -22,7 +22,7 @@ from swiftkv_platform.errors import ModelNotFoundError, SwiftKVError
 from swiftkv_platform.serve.access import Caller
 from swiftkv_platform.serve.chat import find_unused_variables, rename_prompt_errors, tokenize_chat
 from swiftkv_platform.serve.collector import OutputCollector, RequestContext, collect_unless_disconnected
-from swiftkv_platform.serve.openai.fields import Route, get_served_names
+from swiftkv_platform.serve.openai.fields import Route, get_served_field_names
 from swiftkv_platform.serve.openai.outputs import (
     ToolCallStreams,
     format_answer,
@@ -56,7 +56,7 @@ class ChatFieldMap:
     def make_chat_request(self, body: OpenAIFields | None, **fields: Any) -> ChatRequest:
         """Return a chat request with `fields`, and with the fields of `body` that have the same names in both. Raises
         `RequestValidationError`."""
-        served, given = get_served_names(self.route), [] if body is None else body.list_given_fields(ChatRequest)
+        served, given = get_served_field_names(self.route), [] if body is None else body.list_given_fields(ChatRequest)
         same = {name: getattr(body, name) for name in given if name in served}
         stream_options = StreamOptions(continuous_usage_stats=True) if body is not None and body.stream else None
         try:
@@ -146,7 +146,7 @@ class ChatGeneration:
             limit = body.truncate_prompt_tokens or -1
             num_prompt_tokens = len(prompt) if limit < 0 else min(len(prompt), limit)
             with field_map.rename_errors(), body.rename_errors(), rename_prompt_errors():
-                params = body.make_sampling_params(max(version.card.max_model_len - num_prompt_tokens, 1))
+                params = body.make_sampling_params(max(version.model_info.max_model_len - num_prompt_tokens, 1))
                 params = tool_rules.apply_to_params(params) if tool_rules else params
                 collector = await state.submit(version, [prompt], params, context)
         return cls(body, version, collector, tool_rules, field_map)
@@ -237,7 +237,9 @@ def make_context(
         timeout_s=body.timeout_s,
         interval_s=None if body.stream else math.inf,
         ignored_fields=request.state.ignored_fields,
-        capture=version.plan_capture(path, may_store=body.may_store, user=body.end_user, conversation=conversation),
+        capture=version.plan_capture(
+            path, allows_capture=body.allows_capture, user=body.end_user, conversation=conversation
+        ),
     )
 
 

@@ -29,13 +29,13 @@ CONVERSATIONS = CHAT + RESPONSES + MESSAGES
 ALL = OPENAI + MESSAGES
 ROUTES = (*ALL, "messages/count_tokens", "models")
 
-ANY = "*"
+ANY_UNKNOWN_FIELD = "*"
 """Wildcard in `ignored_fields`, for all unknown fields."""
 MAX_IGNORED_FIELDS = 32
 """Max ignored fields that the response header and the log name."""
 
 
-class Treatment(StrEnum):
+class FieldTreatment(StrEnum):
     SERVED = "served"
     WITHOUT_EFFECT = "accepted without effect"
     REFUSED = "refused"
@@ -44,7 +44,7 @@ class Treatment(StrEnum):
 @dataclass(frozen=True)
 class RequestField:
     name: str
-    treatment: Treatment
+    treatment: FieldTreatment
     note: str
     """Supported values, or why the field has no effect or is refused."""
     routes: tuple[Route, ...]
@@ -83,8 +83,8 @@ def _keeps_conversation(management: Any, _n: int) -> bool:
 
 Rows = Mapping[str, str | tuple[Any, ...]]
 """Names of fields, separated by spaces -> their note, or (note, accepted values...) of refused fields."""
-_TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
-    Treatment.SERVED: {
+_TABLE: Mapping[FieldTreatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
+    FieldTreatment.SERVED: {
         ("OpenAI", ALL): {
             "model": "the served model's id, or one of its deployment's names",
             "temperature top_p presence_penalty frequency_penalty logit_bias stream": "",
@@ -137,7 +137,7 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
         },
         ("SwiftKV", ALL): {"early_exit num_lookup_tokens timeout_s": ""},
     },
-    Treatment.WITHOUT_EFFECT: {
+    FieldTreatment.WITHOUT_EFFECT: {
         # On every route, since clients send an option of one API to another, as Vercel's AI SDK does with any option
         ("OpenAI", ALL): {
             "service_tier prompt_cache_options prompt_cache_retention verbosity client_metadata": "",
@@ -160,7 +160,7 @@ _TABLE: Mapping[Treatment, Mapping[tuple[Origin, tuple[Route, ...]], Rows]] = {
         },
         ("vLLM", ALL): {"spaces_between_special_tokens request_id": ""},
     },
-    Treatment.REFUSED: {
+    FieldTreatment.REFUSED: {
         ("OpenAI", _ROUTES_WITH_N): {"best_of": ("only the value of `n` is accepted", _equals_n)},
         ("OpenAI", COMPLETIONS): {"suffix": ("fill-in-the-middle is not supported", "")},
         ("OpenAI", CHAT): {
@@ -218,8 +218,8 @@ def get_fields(route: Route) -> dict[str, RequestField]:
 
 
 @cache
-def get_served_names(route: Route) -> frozenset[str]:
-    return frozenset(name for name, field in get_fields(route).items() if field.treatment is Treatment.SERVED)
+def get_served_field_names(route: Route) -> frozenset[str]:
+    return frozenset(name for name, field in get_fields(route).items() if field.treatment is FieldTreatment.SERVED)
 
 
 def find_ignored_fields(
@@ -230,7 +230,7 @@ def find_ignored_fields(
     Args:
         extra: fields that the body's pydantic model lacks.
         nested: dotted paths of unknown keys in messages, tools and other parts, which are never refused.
-        ignored: fields that the deployment ignores; `ANY`: all unknown ones.
+        ignored: fields that the deployment ignores; `ANY_UNKNOWN_FIELD`: all unknown ones.
 
     Raises:
         InvalidInputError: an unknown or unsupported field.
@@ -238,18 +238,18 @@ def find_ignored_fields(
     known = get_fields(route)
     for name, value in extra.items():
         if name not in ignored:
-            _check_field(name, value, n, known.get(name), route, any_ignored=ANY in ignored)
+            _check_field(name, value, n, known.get(name), route, any_ignored=ANY_UNKNOWN_FIELD in ignored)
     names = [*dict.fromkeys([*extra, *nested])]
     return tuple(quote(name[:MAX_NAME_LENGTH], safe="", errors="replace") for name in names[:MAX_IGNORED_FIELDS])
 
 
 def _check_field(name: str, value: Any, n: int, field: RequestField | None, route: Route, *, any_ignored: bool) -> None:
-    if field is not None and field.treatment is Treatment.REFUSED:
+    if field is not None and field.treatment is FieldTreatment.REFUSED:
         if not field.accepts(value, n):
             shown = "too long to repeat" if (short := drop_long_value(value)) is None else repr(short)
             message = f"{name} is {shown}; leave it out: {field.note.replace('`', '')}"
             raise InvalidInputError(message, field=name, value=short)
-    elif (field is None or field.treatment is Treatment.SERVED) and not any_ignored:
+    elif (field is None or field.treatment is FieldTreatment.SERVED) and not any_ignored:
         # A served field that the body's model lacks is of another route.
         shown = name[:MAX_NAME_LENGTH] or '""'
         message = f"{shown} is not a field of /v1/{route}{_suggest_name(name, route)}"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from swiftkv_platform.serve.replica_state import ModelVersion
 
 
-NUM_CONTEXT_TOKENS = 8
+NUM_DETOKENIZER_CONTEXT_TOKENS = 8
 """Number of last prompt tokens decoded with the first generated token, to see whether a space separates them."""
 
 
@@ -113,7 +113,9 @@ def echo_prompt(input_processor: InputProcessor, output: RequestOutput) -> Echoe
     for token_id in token_ids:
         detokenizer.append(token_id)
     detokenizer.finish()
-    both, alone = (input_processor.decode([*token_ids[-NUM_CONTEXT_TOKENS:], *part]) for part in (first, ()))
+    both, alone = (
+        input_processor.decode([*token_ids[-NUM_DETOKENIZER_CONTEXT_TOKENS:], *part]) for part in (first, ())
+    )
     has_space = bool(first) and both == f"{alone} {input_processor.decode(first)}"
     return EchoedPrompt(detokenizer.text + " " * has_space, tuple(detokenizer.offsets), has_space)
 
@@ -248,7 +250,7 @@ FormatChunk = Callable[[int, "RequestOutput", "RequestOutput | None"], Awaitable
 def make_common_fields(prefix: str, kind: str, collector: OutputCollector, version: ModelVersion) -> dict[str, Any]:
     """Return the common fields of a response and its chunks: id, object, created, model."""
     request_id = f"{prefix}-{collector.id.removeprefix('gen_')}"
-    return {"id": request_id, "object": kind, "created": int(time.time()), "model": version.card.model}
+    return {"id": request_id, "object": kind, "created": int(time.time()), "model": version.model_info.model}
 
 
 async def stream_chunks(

@@ -28,8 +28,8 @@ from swiftkv_platform.serve.openai.schemas import (
     Content,
     OpenAIFields,
     Part,
-    limit_schema,
-    map_parts,
+    index_parts_by_path,
+    make_route_schema_filter,
 )
 from swiftkv_platform.serve.replica_state import ReplicaState
 from swiftkv_platform.serve.schemas import BodyPart, TextPart, TypedPart, WholeNumber, describe_part
@@ -159,7 +159,7 @@ def _to_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class ResponsesRequest(OpenAIFields, json_schema_extra=limit_schema("responses")):
+class ResponsesRequest(OpenAIFields, json_schema_extra=make_route_schema_filter("responses")):
     """Body of `POST /v1/responses`."""
 
     input: Annotated[
@@ -184,7 +184,7 @@ class ResponsesRequest(OpenAIFields, json_schema_extra=limit_schema("responses")
             role = "tool" if item.type == "function_call_output" else item.role or "assistant"
             if item.replaced_type == "item_reference":  # maybe to the new message
                 role = "user"
-            parts = map_parts(f"input.{number}.content", item.content)
+            parts = index_parts_by_path(f"input.{number}.content", item.content)
             yield role, {f"input.{number}": part for part in parts.values()} if item.replaced_type else parts
 
     def to_chat_request(self) -> ChatRequest:

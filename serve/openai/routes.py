@@ -58,7 +58,7 @@ def make_openai_router(state: ReplicaState) -> APIRouter:
         adapter = None if version.adapters is None else version.adapters.find_model(model)
         if adapter is None:
             require_served_model(model, version)
-        return _describe_model(version, adapter or version.card.model)
+        return _describe_model(version, adapter or version.model_info.model)
 
     @router.post("/completions")
     async def completions(body: CompletionRequest, request: Request, caller: AdmittedCaller) -> Response:
@@ -105,7 +105,7 @@ def make_openai_router(state: ReplicaState) -> APIRouter:
 
 def _describe_model(version: ModelVersion, model: str) -> dict[str, Any]:
     """Describe the served model, or an adapter, which has the same shape."""
-    card = version.card
+    model_info = version.model_info
     return {
         "id": model,
         "object": "model",
@@ -114,6 +114,6 @@ def _describe_model(version: ModelVersion, model: str) -> dict[str, Any]:
         "type": "model",
         "display_name": model,
         "created_at": f"{datetime.fromtimestamp(version.created, UTC):%Y-%m-%dT%H:%M:%SZ}",
-        "max_model_len": card.max_model_len,
-        "swiftkv": card.swiftkv,
+        "max_model_len": model_info.max_model_len,
+        "swiftkv": model_info.swiftkv,
     }

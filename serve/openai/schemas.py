@@ -19,12 +19,12 @@ from swiftkv_platform.data.messages import parse_call_arguments
 from swiftkv_platform.engine import SamplingParams, StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.serve.openai.fields import (
-    ANY,
+    ANY_UNKNOWN_FIELD,
+    FieldTreatment,
     Route,
-    Treatment,
     find_ignored_fields,
     get_fields,
-    get_served_names,
+    get_served_field_names,
 )
 from swiftkv_platform.serve.schemas import (
     FORMAT_FIELDS,
@@ -42,10 +42,10 @@ from swiftkv_platform.serve.schemas import (
 from swiftkv_platform.serve.tools.calling import MAX_TOOLS, ToolFields
 from swiftkv_platform.specs.base import MAX_MESSAGES
 
-CLIENT_LINE = r"(?<![a-z0-9-])(x-[a-z0-9-]{1,64}+):(?:[ \t]*+[\w.-]++=[^\s;\"\\]*+(?:;|(?=[\s\"\\]|$)))++"
+CLIENT_METADATA_LINE = r"(?<![a-z0-9-])(x-[a-z0-9-]{1,64}+):(?:[ \t]*+[\w.-]++=[^\s;\"\\]*+(?:;|(?=[\s\"\\]|$)))++"
 """Pattern of a line such as `x-anthropic-billing-header: cc_version=2.1; cch=7f3a1;` at the beginning of instructions,
 also of its JSON text. Clients write it for their provider's accounting, with other values in each request."""
-_CLIENT_LINE = re.compile(rf"\s*+{CLIENT_LINE}[ \t]*+(?:\r?\n|$)", re.IGNORECASE)
+_CLIENT_LINE = re.compile(rf"\s*+{CLIENT_METADATA_LINE}[ \t]*+(?:\r?\n|$)", re.IGNORECASE)
 _MESSAGE_BYTES = 4096
 """Approximate size in memory of a message without its texts."""
 _LEGACY_CALL_ID = "call_0"
@@ -72,7 +72,7 @@ def _to_parts(content: Any) -> Any:
     raise ValueError("must be text, or a list of parts of type 'text'")
 
 
-def map_parts(path: str, parts: Sequence[TextPart] | None) -> dict[str, TextPart]:
+def index_parts_by_path(path: str, parts: Sequence[TextPart] | None) -> dict[str, TextPart]:
     """Return parts by their path in the body. `path`: of the list."""
     return {f"{path}.{number}": part for number, part in enumerate(parts or ())}
 
@@ -232,15 +232,15 @@ class StreamOptions(BodyPart):
     """Send the token usage up to each event, as in vLLM."""
 
 
-def limit_schema(route: Route) -> Callable[[dict[str, Any]], None]:
+def make_route_schema_filter(route: Route) -> Callable[[dict[str, Any]], None]:
     """Return a `json_schema_extra` that limits a body's schema to the route's accepted fields."""
 
     def limit_to_route(schema: dict[str, Any]) -> None:
         schema["additionalProperties"] = False
-        served = get_served_names(route)
+        served = get_served_field_names(route)
         schema["properties"] = {name: value for name, value in schema["properties"].items() if name in served}
         for field in get_fields(route).values():
-            if field.treatment is Treatment.WITHOUT_EFFECT and "." not in field.name:
+            if field.treatment is FieldTreatment.WITHOUT_EFFECT and "." not in field.name:
                 schema["properties"][field.name] = {"description": "Accepted without effect."}
 
     return limit_to_route
@@ -267,7 +267,7 @@ class OpenAIFields(SamplingFields, extra="allow"):
         return self
 
     @property
-    def may_store(self) -> bool:
+    def allows_capture(self) -> bool:
         """False if the caller has refused with `store` that the request is captured: any value but true refuses."""
         return (self.model_extra or {}).get("store", True) is True
 
@@ -302,14 +302,16 @@ class OpenAIFields(SamplingFields, extra="allow"):
         further names. Raises `InvalidInputError` for an unknown or unsupported field."""
         self._check_new_message()
         unknown = [*find_unknown_keys(self)]
-        if ANY not in ignored and (refused := next((key for key in unknown if key.startswith(FORMAT_FIELDS)), None)):
+        if ANY_UNKNOWN_FIELD not in ignored and (
+            refused := next((key for key in unknown if key.startswith(FORMAT_FIELDS)), None)
+        ):
             shown = refused[:MAX_NAME_LENGTH]
             raise InvalidInputError(f"{shown} is not a field of /v1/{route}; leave it out", field=shown)
-        nested = [*unknown, *unused, *(self._drop_unknown_constraints() if ANY in ignored else ())]
+        nested = [*unknown, *unused, *(self._drop_unknown_constraints() if ANY_UNKNOWN_FIELD in ignored else ())]
         others = {
             name: getattr(self, name)
             for name in self.list_given_fields(type(self))
-            if name not in get_served_names(route)
+            if name not in get_served_field_names(route)
         }
         return find_ignored_fields(route, {**(self.model_extra or {}), **others}, nested, self.n, ignored)
 
@@ -338,7 +340,7 @@ class OpenAIFields(SamplingFields, extra="allow"):
         # 3. check their parts
         for path, part in {**instructions, **new}.items():
             if not part.is_text_only:
-                why = "; the model reads text: send text, or leave it out"
+                why = "; the model accepts only text: send text, or remove this part"
                 raise InvalidInputError.for_field(f"{path}.type", part.type, why)
 
     def list_given_fields(self, kind: type[OpenAIFields]) -> list[str]:
@@ -353,7 +355,7 @@ class OpenAIFields(SamplingFields, extra="allow"):
             yield f"structured_outputs.{key}"
 
 
-class CompletionRequest(OpenAIFields, json_schema_extra=limit_schema("completions")):
+class CompletionRequest(OpenAIFields, json_schema_extra=make_route_schema_filter("completions")):
     """Body of `POST /v1/completions`."""
 
     prompt: PromptField
@@ -373,13 +375,13 @@ class CompletionRequest(OpenAIFields, json_schema_extra=limit_schema("completion
             require_max_tokens(self.max_tokens, "echo")
         echo_logprobs = self.logprobs if self.echo else None
         if None not in (echo_logprobs, self.prompt_logprobs) and echo_logprobs != self.prompt_logprobs:
-            why = f"; with echo it must be logprobs, {self.logprobs}"
+            why = f"; with echo, it must be equal to logprobs ({self.logprobs})"
             raise InvalidInputError.for_field("prompt_logprobs", self.prompt_logprobs, why)
         prompt_logprobs = self.prompt_logprobs if echo_logprobs is None else echo_logprobs
         return self._make_params(max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
 
 
-class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=limit_schema("chat/completions")):
+class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=make_route_schema_filter("chat/completions")):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -405,7 +407,7 @@ class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=limit_schema("chat
 
     def list_messages(self) -> Iterator[tuple[str, Mapping[str, TextPart]]]:
         for number, message in enumerate(self.messages):
-            yield message.role, map_parts(f"messages.{number}.content", message.content)
+            yield message.role, index_parts_by_path(f"messages.{number}.content", message.content)
 
     @property
     def renamed_params(self) -> Mapping[str, str]:

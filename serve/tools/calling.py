@@ -15,7 +15,7 @@ from pydantic import Discriminator, Field, Tag
 
 from swiftkv_platform.engine import SamplingParams, StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.serve.chat import get_chat_template
 from swiftkv_platform.serve.schemas import BodyPart, TypedPart
 from swiftkv_platform.serve.tools.families import FAMILIES, CallFormat, CallGrammar, detect_family
@@ -113,7 +113,7 @@ ToolChoice = Annotated[
 ]
 
 
-class ToolFields(FrozenModel, strict=True):
+class ToolFields(FrozenBaseModel, strict=True):
     """Tools of a chat request."""
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None

@@ -32,7 +32,7 @@ class TextBuffer:
         return self._text[start : self.position]
 
     @property
-    def unread(self) -> str:
+    def remaining_text(self) -> str:
         return self._text[self.position :]
 
     def peek(self) -> Parsing[str]:
@@ -350,7 +350,7 @@ class ToolCallParser(ABC):
         """Emit text up to the marker. Returns whether there is a marker."""
         text = self._text
         while True:
-            visible, marker, _ = text.unread.partition(self.marker)
+            visible, marker, _ = text.remaining_text.partition(self.marker)
             if marker or text.is_complete:
                 self._emit_and_skip(visible)
                 return bool(marker)
@@ -381,8 +381,8 @@ class ToolCallParser(ABC):
         yield from self._text.skip_space()
         if (yield from self._text.skip(marker)):
             return
-        if self._text.is_complete and marker.startswith(self._text.unread):
-            self._text.position += len(self._text.unread)
+        if self._text.is_complete and marker.startswith(self._text.remaining_text):
+            self._text.position += len(self._text.remaining_text)
             return
         self._text.position = start
 

@@ -66,7 +66,10 @@ NotBefore = Annotated[
         "--begins-in", parser=parse_duration, metavar="TIME", help="Time until the key becomes valid. Default: now."
     ),
 ]
-Overlap = Annotated[int, typer.Option(parser=parse_duration, metavar="TIME", help="Time that earlier keys stay valid.")]
+Overlap = Annotated[
+    int,
+    typer.Option(parser=parse_duration, metavar="TIME", help="How long previous keys stay valid after the new one is."),
+]
 
 
 @keys_app.command()
@@ -81,7 +84,7 @@ def create(
         int | None, typer.Option(help="Max prompt and completion tokens per minute and replica.")
     ] = None,
     max_priority: Annotated[
-        int, typer.Option(help="Lowest value of `priority` in requests; lower values run first.")
+        int, typer.Option(help="Lowest `priority` that requests with this key may set; lower values run first.")
     ] = 0,
     operator: Annotated[bool, typer.Option("--operator", help="Allow reading the audit trail of all tenants.")] = False,
     file: KeysFile = None,
@@ -194,7 +197,10 @@ def _describe_keys_file(path: Path) -> tuple[bool, str]:
     elif is_running:
         advice = "The running control plane requires no keys yet; run `swiftkv up` to restart it with this file."
     else:
-        advice = "Requests need a key after the next `swiftkv up`. Copy the file to a control plane elsewhere."
+        advice = (
+            "Requests need a key after the next `swiftkv up`. If the control plane runs on another machine, copy the "
+            "file there."
+        )
     return False, advice
 
 

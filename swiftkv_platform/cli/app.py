@@ -113,7 +113,7 @@ _COMMANDS: dict[str, dict[str, _Command]] = {
         "convert": _Command("convert:convert", "Convert a teacher's checkpoint to an untrained student."),
         "export": _Command(
             "convert:export",
-            "Export a student for serving, without the weights that only teacher mode uses, or as an adapter.",
+            "Export a student for serving: without the weights that only its teacher uses, or as an adapter.",
         ),
         "analyze": _Command(
             "plan:analyze", "Measure the SimScore of each layer's input on text (paper, equation 1), and recommend l."

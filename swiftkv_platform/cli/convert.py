@@ -59,12 +59,13 @@ def convert(
     decode_key_value: Annotated[
         Literal["shared", "own"],
         typer.Option(
-            help="K and V of generated tokens in layers >= l: each layer's own (own), or from layer l as in the paper "
-            "(shared)."
+            help="Input of K and V of generated tokens in layers >= l: the hidden state of each group's first layer "
+            "(own), or the output of layer l - 1 as in the paper (shared)."
         ),
     ] = "own",
     deep_tail: Annotated[
-        int, typer.Option(min=1, help="Tokens at a prompt's end that run all layers. Above 1: --decode-key-value own.")
+        int,
+        typer.Option(min=1, help="Tokens at a prompt's end that run all layers; above 1 needs --decode-key-value own."),
     ] = 1,
     calibration: Annotated[
         list[str] | None,

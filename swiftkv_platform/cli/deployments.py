@@ -262,14 +262,14 @@ def delete_traffic(
     request_id: Annotated[str | None, typer.Option(help="Id of a response.")] = None,
     older_than: Annotated[
         int | None,
-        typer.Option(parser=parse_duration, metavar="TIME", help="Delete requests of before this period, e.g. 7d."),
+        typer.Option(parser=parse_duration, metavar="TIME", help="Delete requests older than this, e.g. 7d."),
     ] = None,
     url: Url = None,
     json: Json = False,
 ) -> None:
     """Delete captured requests that match all given options."""
     if user is None and request_id is None and older_than is None:
-        raise InvalidInputError("Give --user, --request-id or --older-than: which requests to delete.")
+        raise InvalidInputError("Set --user, --request-id or --older-than to select the requests to delete.")
     before = None if older_than is None else time.time() - older_than
     with connect(url) as client:
         deployment_id = find_deployment_id(client, deployment_id)

@@ -195,7 +195,7 @@ def _print_kept_results(output: Path) -> None:
         return
     if (output / LOCAL_MODEL).is_dir():
         hint = f"The trained model is in {output / LOCAL_MODEL}. The same command evaluates it again without training; "
-        hint += "change `evaluation` or `publish` in the spec first if they are the reason."
+        hint += "if `evaluation` or `publish` caused the failure, correct it in the spec first."
     else:
         hint = f"The checkpoints are in {output}. The same command resumes from the last one."
     get_error_console().print(hint, highlight=False, markup=False, soft_wrap=True)
@@ -208,7 +208,8 @@ def evaluate(
     teacher: Annotated[
         str | None,
         typer.Option(
-            help="Teacher: hub id, directory or .gguf file. Default: the student's teacher mode, or its job's teacher."
+            help="Teacher: hub id, directory or .gguf file. Default: the one in the student's files, or of the "
+            "student's job."
         ),
     ] = None,
     tasks: Annotated[
@@ -229,7 +230,7 @@ def evaluate(
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="YAML or JSON file with a list like evaluation.rows of a job spec. Default: the job's.",
+            help="YAML or JSON file with a list in the format of evaluation.rows. Default: that of the student's job.",
         ),
     ] = None,
     row_results: Annotated[

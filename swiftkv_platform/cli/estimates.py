@@ -119,12 +119,12 @@ def print_estimate(estimate: Resource, spec: JobSpec, machine_bytes: int | None)
     """Print a response of `POST /jobs/validate`. `machine_bytes`: as in `describe_estimate`."""
     print_fields(describe_estimate(estimate, spec, machine_bytes))
     if estimate.gates:
-        print_gates(estimate.gates)
+        print_detectable_losses(estimate.gates)
     if estimate.num_hidden_layers is None:
         print_line("The teacher is on the hub: use --config with its config.json to check layers and estimate memory.")
 
 
-def print_gates(gates: Sequence[Mapping[str, Any]]) -> None:
+def print_detectable_losses(gates: Sequence[Mapping[str, Any]]) -> None:
     """Print the smallest loss that each gate's samples can detect, from a response of `POST /jobs/validate`."""
 
     def make_column(name: str, form: str, default: str) -> Callable[[Mapping[str, Any]], str]:
@@ -146,6 +146,6 @@ def print_gates(gates: Sequence[Mapping[str, Any]]) -> None:
     worse = compute_false_pass_probability(gates)
     if worse is not None and worse > MAX_FALSE_PASS_PROBABILITY:
         print_line(
-            f"A student losing {WORSE_STUDENT_LOSS:g} points on every task passes about {worse:.0%} of evaluations: "
-            "use more samples or more tasks."
+            f"A student that loses {WORSE_STUDENT_LOSS:g} points on every task passes these gates with a probability "
+            f"of about {worse:.0%}: use more samples or more tasks."
         )

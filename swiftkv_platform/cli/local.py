@@ -99,7 +99,10 @@ def demo(
         ),
     ] = None,
     short: Annotated[
-        bool, typer.Option("--short", help="With smollm2: minutes instead of an hour, without learning.")
+        bool,
+        typer.Option(
+            "--short", help="With smollm2: run all steps in minutes on very little data; the student learns nothing."
+        ),
     ] = False,
     keep_running: Annotated[bool, typer.Option("--keep-running", help="Keep the platform running.")] = False,
     json: Json = False,

@@ -247,7 +247,7 @@ def compare(
             if name not in tasks:
                 known = ", ".join(tasks) or "none"
                 raise NotFoundError(
-                    f"--task is {name!r}, which is no task with rows of both models; these are: {known}",
+                    f"--task is {name!r}, but only tasks with rows of both models can be compared: {known}",
                     field="task",
                     value=name,
                 )
@@ -283,7 +283,7 @@ def _describe_rows(task: Mapping[str, Any], num_shown: int) -> str:
     total = task["num_worse"] + task["num_better"]
     text = f"{num_shown:,} of {total:,} rows with different scores"
     if task["num_only_a"] or task["num_only_b"]:
-        text += f" ({task['num_only_a']:,} rows only of a and {task['num_only_b']:,} only of b are not compared)"
+        text += f" (not compared: {task['num_only_a']:,} rows that only a has, {task['num_only_b']:,} that only b has)"
     return text
 
 

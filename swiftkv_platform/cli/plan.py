@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 _HEADERS = ("vocab", "K,V", "Q,O", "MLP", "attn", "total", "rel.", "executed", "KV layers", "KV bytes/token", "rel.")
 _TABLE_DESCRIPTION = """\
 {model_type}, {num_hidden_layers} layers, prompt of {sequence_length:,} tokens, {kv_cache_dtype} cache.
-First rel.: counts the logits of every token, as in the paper's table 1. executed: counts those of the last token, as \
-in serving."""
+The first column "rel." counts the logits of every token, as in the paper's table 1. The column "executed" counts only \
+the logits of the last token, as in serving."""
 
 
 def plan(
@@ -349,7 +349,7 @@ def _save_plot(analysis: Analysis, path: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(range(len(analysis.sim_scores)), analysis.sim_scores, "o-", color="C0", label="SimScore")
-    axes.set_xlabel("l: layers below the cut (SimScore: input of layer l)")
+    axes.set_xlabel("l: number of layers that prompts run (SimScore: input of layer l)")
     axes.set_ylabel("SimScore", color="C0")
     axes.set_xticks(range(0, analysis.num_hidden_layers, max(1, analysis.num_hidden_layers // 16)))
     axes.set_ylim(top=1.0)

@@ -18,7 +18,7 @@ from swiftkv_platform.planning import read_config
 from swiftkv_platform.sources import UNRESTRICTED, BuiltinSource, HubSource, PathSource, parse_source
 from swiftkv_platform.sources.gguf import GGUF_SUFFIX
 from swiftkv_platform.sources.loader_rules import ADAPTER_FILE
-from swiftkv_platform.sources.peft import LoraConfig, explain_base_errors, parse_base, parse_lora_config
+from swiftkv_platform.sources.peft import LoraConfig, explain_base_errors, parse_base_model, parse_lora_config
 from swiftkv_platform.sources.teacher_config import TEACHER_FIELD, find_adapter, read_teacher_config
 from swiftkv_platform.sources.untrusted_files import UnusableFileError, read_object, read_small_file
 from swiftkv_platform.specs import JobSpec
@@ -46,7 +46,7 @@ def read_model_config(name: str) -> dict[str, Any]:
     if adapter is None:
         return read_config(_download_config(name))
     with explain_base_errors("model", name):
-        base, base_name = parse_base(adapter, UNRESTRICTED), adapter.base_model_name_or_path
+        base, base_name = parse_base_model(adapter, UNRESTRICTED), adapter.base_model_name_or_path
         if isinstance(base, HubSource):
             return read_config(_download_config(base_name, adapter.revision))
         return read_model_config(base_name)

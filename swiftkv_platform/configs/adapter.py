@@ -16,7 +16,7 @@ import torch
 from pydantic import ValidationError
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.student_shape import StudentShape
 
 ADAPTER_FILE = "swiftkv_adapter.json"
@@ -26,7 +26,7 @@ _MAX_SHOWN_NAMES = 3
 """Max number of tensor names in a message."""
 
 
-class BaseTensor(FrozenModel):
+class BaseTensor(FrozenBaseModel):
     """A tensor of the base model."""
 
     dtype: str
@@ -40,7 +40,7 @@ class BaseTensor(FrozenModel):
         return cls(dtype=get_dtype_name(tensor.dtype), shape=tuple(tensor.shape), sha256=_compute_sha256(tensor))
 
 
-class BaseModelReference(FrozenModel):
+class BaseModelReference(FrozenBaseModel):
     """The model that an adapter is applied to."""
 
     name_or_path: str
@@ -53,7 +53,7 @@ class BaseModelReference(FrozenModel):
     """Tensors in the base model's weight files, by name."""
 
 
-class AdapterConfig(FrozenModel):
+class AdapterConfig(FrozenBaseModel):
     """Content of `swiftkv_adapter.json`."""
 
     format_version: Literal[1] = 1

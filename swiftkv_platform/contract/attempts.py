@@ -31,7 +31,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import to_json
 from ulid import ULID
 
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.job import drop_former_defaults, fill_former_defaults
 
@@ -83,7 +83,7 @@ class AttemptId:
     answers_prefix = _AttemptObjectKey("answers")
     starts_prefix = _AttemptObjectKey("starts")
     evaluation_prefix = _AttemptObjectKey("evaluation")
-    rows_prefix = _AttemptObjectKey("rows")
+    row_results_prefix = _AttemptObjectKey("rows")
     artifact_prefix = _AttemptObjectKey("artifact")
     tracking_prefix = _AttemptObjectKey("tracking")
     logs_key = _AttemptObjectKey("logs.txt")
@@ -94,7 +94,7 @@ class AttemptId:
     def answers_key(self, key: str) -> str:
         return f"{self.answers_prefix}/{key}.jsonl"
 
-    def get_start_prefix(self, name: str) -> str:
+    def get_calibrated_start_prefix(self, name: str) -> str:
         """Return the prefix of the calibrated start. `name`: of the job's spec, or of a sweep trial's spec."""
         return f"{self.starts_prefix}/{name}"
 
@@ -102,9 +102,9 @@ class AttemptId:
         """Return the key of one part of a checkpoint's evaluation. `digest`: of the checkpoint."""
         return f"{self.evaluation_prefix}/{digest}/{part}.json"
 
-    def rows_key(self, name: str) -> str:
+    def row_results_key(self, name: str) -> str:
         """Return the key of the results of a task's rows. `name`: `row_results` of the task in the report."""
-        return f"{self.rows_prefix}/{name}.jsonl"
+        return f"{self.row_results_prefix}/{name}.jsonl"
 
     def list_attempts_so_far(self) -> tuple[AttemptId, ...]:
         """Return the job's attempts from 1 to this one."""
@@ -122,7 +122,7 @@ def trials_prefix(job_id: str) -> str:
     return f"{JOBS_PREFIX}/{job_id}/trials"
 
 
-class AttemptRequest(FrozenModel):
+class AttemptRequest(FrozenBaseModel):
     """Input of an attempt, as stored in `attempt.json`."""
 
     job_id: str
@@ -182,7 +182,7 @@ HELD_OUT_KL = "held_out_kl"
 """Lineage key of a checkpoint: held-out KL of its state in nats, if measured."""
 
 
-class ManifestFile(FrozenModel):
+class ManifestFile(FrozenBaseModel):
     """One file of an artifact or checkpoint."""
 
     size: Annotated[int, Field(ge=0)]
@@ -190,7 +190,7 @@ class ManifestFile(FrozenModel):
     sha256: str
 
 
-class Manifest(FrozenModel):
+class Manifest(FrozenBaseModel):
     """List of the files of a directory in an object store. It is written last: a directory with a manifest is
     complete."""
 
@@ -211,7 +211,7 @@ class Manifest(FrozenModel):
         return sum(file.size for file in self.files.values())
 
 
-class Parent(FrozenModel):
+class Parent(FrozenBaseModel):
     """Model or checkpoint in the jobs' object store that a job continues from."""
 
     name: str
@@ -233,7 +233,7 @@ FILE_SUFFIX = ".jsonl"
 _FILE_ID = re.compile(r"file-[0-7][0-9A-HJKMNP-TV-Z]{25}")
 
 
-class StoredFile(FrozenModel):
+class StoredFile(FrozenBaseModel):
     """An uploaded file of rows: its object in the object store, and its checksum."""
 
     uri: str

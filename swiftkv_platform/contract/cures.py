@@ -71,7 +71,8 @@ _RETRY_CURE = Cure(
     _MORE_RETRIES,
 )
 _ASK_OPERATOR = Cure(
-    "Or ask the operator to allow it for this tenant; then clone the job.", named_field_advice="use an allowed value"
+    "The operator can allow the refused value for this tenant; then clone the job.",
+    named_field_advice="use an allowed value",
 )
 
 CURES: Mapping[str, Cure] = {
@@ -174,7 +175,7 @@ def advise_on_failure(
         limit = None if field is None else _read_field(spec, field)[0]
         changes = dict(_make_quality_changes(_compute_gap(field, value, limit)))
         if _is_number(value) and field is not None:
-            named_field_advice = f"{value:.3g} would accept this student"
+            named_field_advice = f"a limit of {value:.3g} would accept this student"
     if field is not None and field not in changes:
         changes = {field: lambda _value, _spec: named_field_advice, **changes}
     suggestions = []

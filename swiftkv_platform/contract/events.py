@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 
 
 class ReasonCode(StrEnum):
@@ -205,7 +205,7 @@ class ErrorData(TypedDict):
     retryable: bool
 
 
-class _Event(FrozenModel):
+class _Event(FrozenBaseModel):
     time: _EventTime
     """Unix seconds."""
     level: Level = "info"

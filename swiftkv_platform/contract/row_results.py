@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 
 MAX_PROMPT_CHARACTERS = 1000
 """Max characters of a stored prompt, the last ones."""
@@ -40,7 +40,7 @@ Interval = tuple[float, float]
 Answer = Annotated[str, Field(max_length=MAX_ANSWER_CHARACTERS)]
 
 
-class ModeResult(FrozenModel):
+class ModeResult(FrozenBaseModel):
     """Answer of the teacher or the student to a row."""
 
     score: float
@@ -48,7 +48,7 @@ class ModeResult(FrozenModel):
     """Null if the metric generates none, such as a likelihood."""
 
 
-class RowResult(FrozenModel):
+class RowResult(FrozenBaseModel):
     """Results of one row of a task."""
 
     key: Annotated[str, Field(max_length=64)]
@@ -97,7 +97,7 @@ def _has_finite_scores(row: RowResult) -> bool:
     return math.isfinite(row.teacher.score) and math.isfinite(row.student.score)
 
 
-def number_repeated_keys(keys: Sequence[str]) -> list[str]:
+def make_keys_unique(keys: Sequence[str]) -> list[str]:
     """Return unique keys: the second row with a key gets `-2`, and so on."""
     seen: dict[str, int] = {}
     unique = []
@@ -200,7 +200,7 @@ def compare_rows(a: Sequence[RowResult], b: Sequence[RowResult], *, higher_is_be
 
 def _compute_interval(differences: Sequence[float], *, are_shares: bool) -> Interval | None:
     if are_shares and differences:
-        return compute_share_interval(differences)
+        return compute_mean_loss_interval(differences)
     count = len(differences)
     if count < _MIN_UNBOUNDED_ROWS:
         return None
@@ -210,7 +210,7 @@ def _compute_interval(differences: Sequence[float], *, are_shares: bool) -> Inte
     return mean - margin, mean + margin
 
 
-def compute_share_interval(losses: Sequence[float]) -> Interval:
+def compute_mean_loss_interval(losses: Sequence[float]) -> Interval:
     """Return the interval of the mean of losses within -1..1, one per sample.
 
     Agresti and Min's interval adds two samples, half a sample for each of the four outcomes of a pair. So a few samples

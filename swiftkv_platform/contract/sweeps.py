@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftkv_platform.contract.verdicts import Verdict, find_worst_verdict
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.specs import JobSpec
 
 GROUP_SIZE_FIELD = "swiftkv.key_value_group_size"
@@ -69,7 +69,7 @@ def expand_sweep(spec: JobSpec) -> tuple[Trial, ...]:
     return tuple(trials)
 
 
-class TrialResult(FrozenModel):
+class TrialResult(FrozenBaseModel):
     """Outcome of one trial."""
 
     name: str
@@ -101,7 +101,7 @@ class TrialResult(FrozenModel):
         return self.report["prefill_flops_ratio"], self.report["kv_bytes_ratio"], kl
 
 
-class SweepReport(FrozenModel):
+class SweepReport(FrozenBaseModel):
     """Contents of `sweep.json`."""
 
     points: tuple[TrialResult, ...]

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 from ulid import ULID
 
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 
 TRAFFIC_PREFIX = "traffic"
 """Prefix of the captured traffic of all tenants."""
@@ -40,7 +40,7 @@ def is_valid_user(user: str) -> bool:
     return len(user) <= MAX_USER_CHARS and "\0" not in user
 
 
-class CapturedRequest(FrozenModel):
+class CapturedRequest(FrozenBaseModel):
     """A served request with one answer: a conversation (`messages`), or a text (`prompt` and `completion`)."""
 
     id: str
@@ -66,7 +66,7 @@ class CapturedRequest(FrozenModel):
     """Number of passages that `redact` has replaced."""
 
 
-class TrafficDeletion(FrozenModel):
+class TrafficDeletion(FrozenBaseModel):
     """Rows to delete: those that match all given fields. Rows that end after `requested_at` are kept, unless
     `request_id` names them."""
 
@@ -96,23 +96,23 @@ def make_traffic_prefix(tenant: str, deployment_id: str) -> str:
     return f"{TRAFFIC_PREFIX}/{tenant}/{deployment_id}"
 
 
-def remove_route_prefix(response_id: str) -> str:
+def strip_response_id_prefix(response_id: str) -> str:
     """Return the id of a captured request: that of its response without the prefix of a route, such as `chatcmpl-`.
     A prefix alone, which a caller may choose as an id, stays."""
     prefix = next((each for each in _ROUTE_PREFIXES if response_id.startswith(each)), "")
     return response_id[len(prefix) :] or response_id
 
 
-def make_day(time: float) -> str:
+def format_utc_day(time: float) -> str:
     """Return the UTC day, as `2026-11-30`, of a time in Unix seconds."""
     return datetime.fromtimestamp(time, UTC).date().isoformat()
 
 
-def make_part_name(day: str) -> str:
+def make_part_key(day: str) -> str:
     """Return the key of a new part below the deployment's prefix; the parts of a day sort by creation time."""
     return f"{day}/{ULID()}{PART_SUFFIX}"
 
 
-def make_deletion_name() -> str:
+def make_deletion_key() -> str:
     """Return the key of a new deletion below the deployment's prefix."""
     return f"deletions/{ULID()}.json"

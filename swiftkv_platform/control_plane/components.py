@@ -32,7 +32,7 @@ from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
 from swiftkv_platform.storage.traffic import TrafficReader
-from swiftkv_platform.traces import Spans
+from swiftkv_platform.traces import SpanRecorder
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def make_state_dependency(name: str) -> Any:
 
 ComponentsDep = Annotated[Components, make_state_dependency("components")]
 DeletionsDep = Annotated[RetentionRepository, Depends(get_retention_repository)]
-SpansDep = Annotated[Spans, make_state_dependency("spans")]
+SpansDep = Annotated[SpanRecorder, make_state_dependency("spans")]
 NodesDep = Annotated[CachedCall[Sequence[Node] | None], make_state_dependency("nodes")]
 """Nodes of the jobs' cluster; None if Ray does not answer."""
 RayErrorDep = Annotated[CachedCall[str | None], make_state_dependency("ray")]

@@ -60,7 +60,7 @@ class ControlPlaneHistograms:
         labels small."""
         self._requests.labels(method, route, f"{status // 100}xx").observe(seconds)
 
-    def time_step(self, loop: str, step: Callable[[], None]) -> Callable[[], None]:
+    def measure_step_duration(self, loop: str, step: Callable[[], None]) -> Callable[[], None]:
         """Wrap `step` to observe the duration of each run, including failed runs."""
         ticks = self._ticks.labels(loop)
 
@@ -137,7 +137,7 @@ class ControlPlaneMetrics:
         usable = {name: is_usable() for name, is_usable in self.files.items()}
         text = "1 if the newest version of the file is valid and in use."
         yield _make_gauge("swiftkv_operator_file_usable", text, "file", usable)
-        text = "Jobs that failed in the latest round and will be retried."
+        text = "Jobs that the control loop could not process in its latest round and will process again."
         yield GaugeMetricFamily("swiftkv_jobs_put_off", text, value=self.reconciler.num_backed_off_jobs)
         text = "Deployments with unreadable rows; they keep serving unchanged."
         unreadable = len(self.deployments.unreadable)

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, create_model
 from pydantic.fields import FieldInfo
 
 from swiftkv_platform.errors import InvalidInputError, PreconditionFailedError
-from swiftkv_platform.frozen import FiniteModel
+from swiftkv_platform.frozen import FiniteBaseModel
 from swiftkv_platform.specs.deployment import PatchRule
 
 Path = tuple[str, ...]
@@ -80,7 +80,7 @@ class ExpectedVersions:
             )
 
 
-class MergePatch(FiniteModel, use_attribute_docstrings=False):
+class MergePatch(FiniteBaseModel, use_attribute_docstrings=False):
     """Changes of an object: the fields that a body sets."""
 
     def dump_set_fields(self) -> dict[str, Any]:

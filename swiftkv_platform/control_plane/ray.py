@@ -195,7 +195,7 @@ def can_place(nodes: Iterable[Bundle], bundles: Sequence[Bundle]) -> bool:
     return reserve([normalize_resources(node) for node in nodes], bundles)
 
 
-class EmptyNodes:
+class EmptyNodePlacement:
     """Empty nodes, optimized for many queries: of nodes with equal resources, only as many are tried as there are
     bundles."""
 

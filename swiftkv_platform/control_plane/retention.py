@@ -60,7 +60,7 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.base import STORED_CONTEXT
 from swiftkv_platform.specs.deployment import ResolvedCapture
-from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_key
+from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_object_key
 from swiftkv_platform.storage.traffic import TrafficStore
 
 _TERMINAL_STATUSES = [status.value for status in JobStatus if status.is_terminal]
@@ -128,7 +128,7 @@ class RetentionRepository(Repository):
         with self._database.begin_read() as session:
             return {name.partition(":")[0] for name in session.scalars(query.distinct()) if name is not None}
 
-    def mark_swept(self, job_id: str, kind: JobDataKind) -> None:
+    def mark_removed(self, job_id: str, kind: JobDataKind) -> None:
         """Record that the job's data of this kind is removed."""
         swept = JobRow.swept.op("|")(kind.swept_bit)
         with self._database.begin_write() as session:
@@ -453,9 +453,9 @@ class RetentionStore:
 
     def _remove_manifests(self, place: str) -> None:
         """Remove the manifests of the directory and its subdirectories, so that none looks complete during removal."""
-        directories = [place, *(join_key(place, name) for name in self._store.list_directories(place))]
+        directories = [place, *(join_object_key(place, name) for name in self._store.list_directories(place))]
         for directory in directories:
-            self._store.delete(join_key(directory, MANIFEST))
+            self._store.delete(join_object_key(directory, MANIFEST))
 
     def count_objects(self, place: str, *, limit: int, after: str | None) -> ObjectBatch:
         """Count the objects that `remove_objects` would remove."""
@@ -612,7 +612,7 @@ class RetentionSweeper:
                 continue
             self._failures = 0
             if not dry_run:
-                self.rows.mark_swept(job_id, kind)
+                self.rows.mark_removed(job_id, kind)
             yield RemovedAmount(kind)
 
     def _sweep_job(self, job_id: str, kind: JobDataKind, *, dry_run: bool) -> Iterator[RemovedAmount]:

@@ -45,7 +45,7 @@ from swiftkv_platform.security.keys import Credentials
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import open_store
-from swiftkv_platform.traces import Spans, open_provider
+from swiftkv_platform.traces import SpanRecorder, open_provider
 from swiftkv_platform.web.limiters import ConcurrencyLimiter, ConcurrencyLimits, RateLimiter, TenantConcurrencyLimiter
 
 _STOP_TIMEOUT_S = 20.0
@@ -118,7 +118,7 @@ async def run_control_plane(
     await run_in_threadpool(remove_abandoned_workspaces)
     parts = await run_in_threadpool(build_components, settings) if components is None else components
     app.state.components, app.state.settings = parts, settings
-    app.state.spans = Spans(open_provider("swiftkv-control-plane"))
+    app.state.spans = SpanRecorder(open_provider("swiftkv-control-plane"))
     app.state.nodes = CachedCall(lambda: list_reported_nodes(parts.cluster), parts.clock, ttl_s=_NODES_TTL_S)
     _set_request_state(app, settings, credentials, parts)
     holder = f"{socket.gethostname()[:40]}-{uuid4().hex[:12]}"
@@ -155,7 +155,7 @@ async def run_control_plane(
     loops = [
         ControlLoop(
             name,
-            leaderships[name].guard_step(histograms.time_step(name, step)),
+            leaderships[name].guard_step(histograms.measure_step_duration(name, step)),
             interval_s=settings.reconcile_interval_s,
             clock=parts.clock,
         )

@@ -37,7 +37,7 @@ _TEMPLATE_DATE = datetime(2024, 7, 26)  # without a time zone
 _CONTENT_PLACEHOLDER = "\u241e\u2063\u241f"
 """Replaces a message's content to find its offset in a rendered text; no real text contains it."""
 
-_MOVE_REASONING = "write it into content as the model does, e.g. <think>...</think>, or leave it out of the messages"
+_MOVE_REASONING = "move it into `content` in the model's format, e.g. <think>...</think>, or remove it"
 _RENDERED_KEYS = {
     "tool_calls": "use a tokenizer whose template renders them",
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _MOVE_REASONING),
@@ -138,7 +138,7 @@ class ChatRenderer:
         turns = _AssistantTurns(template, messages)
         return turns.render_all_targets(targets) if train_on == "all" else turns.render_assistant_targets(targets)
 
-    def find_uncounted_end(self) -> str | None:
+    def find_excluded_end_marker(self) -> str | None:
         """Return the end of an answer that the template's `{% generation %}` leaves out, such as `<|im_end|>`; None if
         it leaves out nothing, or the template has no such block."""
         template = self._bind_template(Conversation([]))
@@ -155,7 +155,7 @@ class ChatRenderer:
         template = find_chat_template(self.tokenizer, conversation.tools) or PLAIN_TEMPLATE
         special_tokens = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
         date = {} if self.use_current_date else {"date_string": f"{_TEMPLATE_DATE:%d %b %Y}"}
-        template = template if self.use_current_date else _fix_date(template)
+        template = template if self.use_current_date else _replace_current_date(template)
         tools = None if conversation.tools is None else normalize_tools(conversation.tools)
         return _BoundTemplate(template, tools, special_tokens | date)
 
@@ -270,7 +270,7 @@ def _requires_text_arguments(template: str, variables: tuple[tuple[str, str], ..
         return isinstance(error.__cause__, TypeError)
 
 
-def _fix_date(template: str) -> str:
+def _replace_current_date(template: str) -> str:
     """Return the template with calls for today's date replaced by `_TEMPLATE_DATE`."""
     return _STRFTIME_NOW_CALL.sub(lambda call: json.dumps(_TEMPLATE_DATE.strftime(call[2])), template)
 

@@ -84,12 +84,12 @@ class DocumentEncoder:
     @property
     def warning(self) -> str | None:
         """What a data set of conversations should know about the tokenizer; None if there is nothing to say."""
-        end = self._renderer.find_uncounted_end() if self._assistant_only else None
+        end = self._renderer.find_excluded_end_marker() if self._assistant_only else None
         if end is None:
             return None
         return (
             f"the chat template ends {{% generation %}} before {end!r}, so the student is not trained to end its "
-            "answers; move {% endgeneration %} behind it"
+            f"answers; move {{% endgeneration %}} after {end!r}"
         )
 
     def render(self, content: Content) -> RenderedDocument:

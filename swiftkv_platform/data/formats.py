@@ -207,14 +207,14 @@ def _refuse_unsupported_columns(row: Row, *, has_answer: bool) -> None:
             raise RowError(f"{column} is {format_value(value)}; {cure}")
     label = row.get("label")
     if has_answer and (label is False or (isinstance(label, str) and label.strip().lower() == "false")):
-        raise RowError(f"label is {format_value(label)}, a bad answer; leave out rows with this label")
+        raise RowError(f"label is {format_value(label)}, which marks a bad answer; remove rows with this label")
 
 
 def make_rendered_error(label: str, marker: str) -> RowError:
     """Return the error for a message with the text of a chat template, which would render it again."""
     return RowError(
-        f"{label} has {marker!r}, which chat templates write; give messages without it, or the whole rendered text in "
-        "a column text"
+        f"{label} contains {marker!r}, a marker of a chat template; remove it from the messages, or put the whole "
+        "rendered conversation into a column `text`"
     )
 
 

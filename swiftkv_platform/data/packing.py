@@ -44,7 +44,7 @@ class Samples:
     token."""
     starts: IntArray
     """[num_samples + 1]: where each sample begins; the last entry is `num_tokens`."""
-    text_ids: IntArray | None = None
+    content_ids: IntArray | None = None
     """[num_samples]: id of the conversation or text that a sample belongs to, equal for equal content; None: every
     sample is a separate text."""
 
@@ -159,9 +159,9 @@ class PackedRows:
         batch["position_ids"][0, end:] = np.arange(batch["position_ids"].shape[1] - end)
         return batch, None if has_prefixes else lengths
 
-    def get_text_ids(self, index: int) -> IntArray:
+    def get_content_ids(self, index: int) -> IntArray:
         members = self.get_sample_indices(index)
-        return members if self.samples.text_ids is None else self.samples.text_ids[members]
+        return members if self.samples.content_ids is None else self.samples.content_ids[members]
 
     def get_sample_lengths(self, index: int) -> IntArray:
         return self.samples.lengths[self.get_sample_indices(index)]

@@ -123,7 +123,7 @@ def prepare_data(
     # 3. pack the training, reported and validation samples into rows
     pad_token_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     samples = documents.select_samples(chosen)
-    steering = _select_steering(documents, held_out) if with_steering else np.zeros_like(held_out)
+    steering = _select_validation_samples(documents, held_out) if with_steering else np.zeros_like(held_out)
     reported = held_out & ~steering
     train, evaluation, validation = (
         pack(
@@ -171,7 +171,7 @@ def _select_held_out(documents: Documents, fraction: float) -> BoolArray:
 _STEERING_SHARE = 0.25
 
 
-def _select_steering(documents: Documents, held_out: BoolArray) -> BoolArray:
+def _select_validation_samples(documents: Documents, held_out: BoolArray) -> BoolArray:
     """Return the mask [num_samples] of validation samples: a quarter of the held-out texts, by a second hash of their
     content, so that a text is in the same split of every data set. Of a single text, a quarter of its samples; of a
     single sample, none.

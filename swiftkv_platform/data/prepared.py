@@ -1,7 +1,7 @@
 """Prepared rows in memory-mapped files, which training and evaluation read without loading them; statistics of rows.
 
     tokens.bin, counts.bin          `Samples.tokens` (dtype in data.json) and `Samples.loss_mask`
-    samples.npy, texts.npy          `Samples.starts` and `Samples.text_ids`
+    samples.npy, texts.npy          `Samples.starts` and `Samples.content_ids`
     {train,held_out,steering}-*.npy samples of each row, and their shared prefixes if there are any
     data.json                       statistics, fingerprint, and metadata of the arrays
 
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swiftkv_platform.data.packing import BoolArray, IntArray, PackedRows, Samples, TokenArray
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.specs import DataSpec
 
 _BYTES_PER_READ = 1 << 22
@@ -30,7 +30,7 @@ _WARNING_SHARE = 0.1
 """Share of dropped documents, or of truncated tokens, above which a source gets a warning."""
 
 
-class DocumentLengths(FrozenModel):
+class DocumentLengths(FrozenBaseModel):
     """Lengths of a source's documents in tokens, before truncation."""
 
     median: int
@@ -63,7 +63,9 @@ class PreparedData:
         """Write all files to `directory` except the token files, which exist already."""
         samples = self.train.samples
         np.save(directory / "samples.npy", samples.starts)
-        np.save(directory / "texts.npy", np.arange(len(samples)) if samples.text_ids is None else samples.text_ids)
+        np.save(
+            directory / "texts.npy", np.arange(len(samples)) if samples.content_ids is None else samples.content_ids
+        )
         for split in _SPLIT_NAMES:
             rows: PackedRows = getattr(self, split)
             np.save(directory / f"{split}-members.npy", rows.members)
@@ -132,7 +134,7 @@ def compute_fingerprint(spec: DataSpec, directory: Path, *splits: PackedRows) ->
     return digest.hexdigest()
 
 
-class SourceStatistics(FrozenModel):
+class SourceStatistics(FrozenBaseModel):
     name_or_path: str
     formats: dict[str, int]
     """Number of rows by row format."""
@@ -159,7 +161,7 @@ class SourceStatistics(FrozenModel):
     """Number of captured requests that are no rows, by reason."""
 
 
-class RowStatistics(FrozenModel):
+class RowStatistics(FrozenBaseModel):
     documents: int
     """Documents, with the repeats of their source's weight."""
     samples: int
@@ -184,7 +186,7 @@ class RowStatistics(FrozenModel):
         )
 
 
-class DataStatistics(FrozenModel):
+class DataStatistics(FrozenBaseModel):
     train: RowStatistics
     held_out: RowStatistics
     """Statistics of the rows whose metrics are reported."""
@@ -213,7 +215,8 @@ class DataStatistics(FrozenModel):
             )
         if self.steering is not None and not self.steering.rows:
             yield (
-                "validation: no rows, since only one sample is held out, for the report; training keeps its last step",
+                "no validation during training: the only held-out sample is reserved for the report; the last step "
+                "becomes the model",
                 True,
             )
 

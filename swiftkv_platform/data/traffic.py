@@ -164,14 +164,14 @@ def _hash_beginnings(content: Content) -> list[int]:
         return [hash_content(content)]
     hasher = hashlib.blake2b(json.dumps(content.tools, sort_keys=True).encode(), digest_size=8)
     found = []
-    for number, message in enumerate(_number_calls(content.messages), start=1):
+    for number, message in enumerate(_renumber_call_ids(content.messages), start=1):
         hasher.update(json.dumps(message, sort_keys=True).encode() + b"\n")
         if message["role"] == "assistant" or number == len(content.messages):
             found.append(int.from_bytes(hasher.digest(), "big"))
     return found or [int.from_bytes(hasher.digest(), "big")]
 
 
-def _number_calls(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
+def _renumber_call_ids(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
     """Yield the messages with the numbers of calls as their ids, since the ids that replicas choose are random."""
     numbers: dict[str, int] = {}
 

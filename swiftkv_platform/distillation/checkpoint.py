@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from swiftkv_platform.contract.attempts import ManifestFile
 from swiftkv_platform.distillation.partial_reads import INDEX_FILE, RangeReader, ReadRange
-from swiftkv_platform.distillation.steering import Progress, SteeringState
+from swiftkv_platform.distillation.steering import SteeringState, TrainingProgress
 from swiftkv_platform.distillation.strategy import Strategy, TrainingState
 from swiftkv_platform.errors import ArtifactCorruptError, ObjectNotFoundError, StorageError, SwiftKVError
 from swiftkv_platform.logs import get_logger
@@ -56,11 +56,11 @@ class CheckpointStore(Protocol):
     def upload(self, directory: Path, name: str) -> dict[str, ManifestFile]:
         """Add one worker's files to checkpoint `name`. After a failure, another call uploads the remaining files."""
 
-    def commit(self, name: str, files: Mapping[str, ManifestFile], progress: Progress, world_size: int) -> None:
+    def commit(self, name: str, files: Mapping[str, ManifestFile], progress: TrainingProgress, world_size: int) -> None:
         """Mark checkpoint `name` as complete; all `files` are stored. Delete older checkpoints except the newest few
         and the best one according to `progress`."""
 
-    def report_failure(self, name: str, progress: Progress, error: StorageError) -> None:
+    def report_failure(self, name: str, progress: TrainingProgress, error: StorageError) -> None:
         """Report that checkpoint `name` could not be stored; training continues."""
 
     def list_resumable_checkpoints(self) -> list[str]:
@@ -107,7 +107,7 @@ class Checkpointer:
         self._local_rank = local_rank
         self._uploader = Uploader(store, retry_policy or RetryPolicy())
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: TrainingProgress) -> None:
         """Write a checkpoint to local disk and upload it in the background.
 
         After a failed upload, which is reported, the previous checkpoint remains the newest.
@@ -133,12 +133,12 @@ class Checkpointer:
         """Wait until the last checkpoint is stored. Raises `StorageError` if that fails."""
         self._uploader.finish()
 
-    def restore(self) -> Progress:
-        """Load the newest intact checkpoint; return a new `Progress` if there are no checkpoints. Raises `StorageError`
-        if none of the existing ones can be read."""
+    def restore(self) -> TrainingProgress:
+        """Load the newest intact checkpoint; return a new `TrainingProgress` if there are no checkpoints. Raises
+        `StorageError` if none of the existing ones can be read."""
         keys = broadcast_from_rank_0(self._store.list_resumable_checkpoints)
         if not keys:
-            return Progress()
+            return TrainingProgress()
         progress = self._load_first_intact(keys)
         state = progress.steering
         if state.is_measured and not broadcast_from_rank_0(lambda: self._store.find_by_step(state.best_step)):
@@ -158,7 +158,7 @@ class Checkpointer:
             )
         self._load_first_intact(keys)
 
-    def _load_first_intact(self, keys: Sequence[str]) -> Progress:
+    def _load_first_intact(self, keys: Sequence[str]) -> TrainingProgress:
         for key in keys[:-1]:
             try:
                 return self._load_checkpoint(key)
@@ -166,7 +166,7 @@ class Checkpointer:
                 get_logger().warning("checkpoint_damaged", key=key, error=error.message)
         return self._load_checkpoint(keys[-1])
 
-    def _load_checkpoint(self, key: str) -> Progress:
+    def _load_checkpoint(self, key: str) -> TrainingProgress:
         workspace = Path(tempfile.gettempdir()) / broadcast_from_rank_0(lambda: f"checkpoint-{uuid4().hex}")
         if self._local_rank == 0:
             workspace.mkdir(mode=0o700)
@@ -180,7 +180,7 @@ class Checkpointer:
         finally:
             if self._local_rank == 0:
                 shutil.rmtree(workspace, ignore_errors=True)
-        return Progress(int(step), int(tokens), steering)
+        return TrainingProgress(int(step), int(tokens), steering)
 
     def _open_reader(self, key: str, directory: Path) -> FileSystemReader:
         """Open a checkpoint. Rank 0 of a machine downloads the whole checkpoint, or only the index if workers read
@@ -251,7 +251,7 @@ class Uploader:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def start_upload(self, directory: Path, name: str, progress: Progress) -> None:
+    def start_upload(self, directory: Path, name: str, progress: TrainingProgress) -> None:
         """Upload this worker's `directory`, then delete it. Waits for the previous checkpoint first; its error has been
         reported already."""
         self.wait_for_upload()
@@ -272,7 +272,7 @@ class Uploader:
         if self._error is not None and not isinstance(self._error, StorageError):
             raise self._error
 
-    def _run_upload(self, directory: Path, name: str, progress: Progress) -> None:
+    def _run_upload(self, directory: Path, name: str, progress: TrainingProgress) -> None:
         try:
             self._error = self._upload_files(directory, name, progress)
         except BaseException as error:
@@ -280,7 +280,7 @@ class Uploader:
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
-    def _upload_files(self, directory: Path, name: str, progress: Progress) -> StorageError | None:
+    def _upload_files(self, directory: Path, name: str, progress: TrainingProgress) -> StorageError | None:
         """Upload this worker's files. Returns the error of the checkpoint, if any, the same on every worker."""
         own_files: dict[str, ManifestFile] | StorageError
         try:
@@ -302,7 +302,7 @@ class Uploader:
         dist.broadcast_object_list(result, group=self._group)
         return result[0]
 
-    def _commit(self, name: str, files: Mapping[str, ManifestFile], progress: Progress) -> StorageError | None:
+    def _commit(self, name: str, files: Mapping[str, ManifestFile], progress: TrainingProgress) -> StorageError | None:
         try:
             self._retry_policy.retry(lambda: self._store.commit(name, files, progress, dist.get_world_size()))
         except StorageError as error:

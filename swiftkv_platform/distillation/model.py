@@ -390,10 +390,10 @@ class DistillationModel(nn.Module):
         return sums
 
     def _choose_deep_tail(self, input_ids: Tensor, held_out_only: bool) -> int:
-        """Return the deep tail of a pass in tokens: the served one for held-out text, else one of `list_trained_tails`.
-        It depends on the rows alone, so a resumed run chooses the same."""
+        """Return the deep tail of a pass in tokens: the served one for held-out text, else one of
+        `list_training_deep_tails`. It depends on the rows alone, so a resumed run chooses the same."""
         deep_tail: int = self.student.config.shape.swiftkv_deep_tail
-        tails = (deep_tail,) if held_out_only else list_trained_tails(deep_tail, self._spec)
+        tails = (deep_tail,) if held_out_only else list_training_deep_tails(deep_tail, self._spec)
         return tails[0] if len(tails) == 1 else tails[int(input_ids.sum()) % len(tails)]
 
     def _begin_pass(self, input_ids: Tensor, position_ids: Tensor, lengths: Sequence[int] | None) -> DecoderContext:
@@ -501,7 +501,7 @@ def _select_rows(states: Tensor, rows: Tensor) -> Tensor:
     return states.flatten(0, 1).index_select(0, rows)
 
 
-def list_trained_tails(deep_tail: int, spec: DistillationSpec) -> tuple[int, ...]:
+def list_training_deep_tails(deep_tail: int, spec: DistillationSpec) -> tuple[int, ...]:
     """Return the deep tails of training in tokens, which are equally likely. `deep_tail`: the served one."""
     return (
         (1, max(deep_tail // 4, 1), deep_tail // 2, deep_tail)

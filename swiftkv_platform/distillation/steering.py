@@ -25,7 +25,7 @@ MIN_WARMUP_STEPS = 20
 """Adam's second moments average over far more than 5% of a short run, and with fewer steps a handful of gradients
 sizes the first full ones."""
 DEFAULT_WARMUP_RATIO = 0.05
-SEARCH_FACTOR = 3.0
+LEARNING_RATE_SEARCH_FACTOR = 3.0
 """Ratio of neighboring rates in the search."""
 MIN_SHARE_OF_BEST_GAIN = 0.9
 """The search selects the highest rate that reaches this share of the largest fall of KL, because short trials favor
@@ -99,7 +99,7 @@ class SteeringState:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """Progress of a run."""
 
     step: int = 0
@@ -211,7 +211,7 @@ class SteeringNote:
     data: SteeringData
 
 
-def describe_rate(state: SteeringState, trials: list[TriedRate]) -> SteeringNote:
+def describe_learning_rate(state: SteeringState, trials: list[TriedRate]) -> SteeringNote:
     """Describe how the peak rate was found. `trials`: trials of the search; empty if the rate was only lowered to
     `compute_max_stable_rate`."""
     message = f"learning rate lowered to {state.peak_rate:.3g} for stability"
@@ -352,8 +352,9 @@ def search_learning_rate(
 ) -> tuple[float, list[TriedRate]]:
     """Return the rate to train with, and the trials.
 
-    Tries `first`, then lower or higher rates by factors of `SEARCH_FACTOR`, until the KL no longer falls, the next rate
-    exceeds `max_rate`, or `MAX_TRIALS` is reached. If no trial lowers the KL, the lowest rate is returned.
+    Tries `first`, then lower or higher rates by factors of `LEARNING_RATE_SEARCH_FACTOR`, until the KL no longer
+    falls, the next rate exceeds `max_rate`, or `MAX_TRIALS` is reached. If no trial lowers the KL, the lowest rate is
+    returned.
 
     Args:
         start_kl: held-out KL before training.
@@ -368,9 +369,9 @@ def search_learning_rate(
         return kls[rate]
 
     # 1. choose the direction
-    rate, factor = first, SEARCH_FACTOR
-    if measure_kl(first) >= start_kl or measure_kl(first / SEARCH_FACTOR) < measure_kl(first):
-        rate, factor = first / SEARCH_FACTOR, 1.0 / SEARCH_FACTOR
+    rate, factor = first, LEARNING_RATE_SEARCH_FACTOR
+    if measure_kl(first) >= start_kl or measure_kl(first / LEARNING_RATE_SEARCH_FACTOR) < measure_kl(first):
+        rate, factor = first / LEARNING_RATE_SEARCH_FACTOR, 1.0 / LEARNING_RATE_SEARCH_FACTOR
     # 2. follow it while the KL falls
     while (
         len(kls) < MAX_TRIALS

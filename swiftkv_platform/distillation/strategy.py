@@ -95,7 +95,7 @@ class Strategy(ABC):
         sums: dict[str, Tensor] = self.module(**tensors, sample_lengths=sample_lengths)
         return sums
 
-    def mask_own_positions(self, mask: Tensor) -> Tensor:
+    def restrict_mask_to_own_positions(self, mask: Tensor) -> Tensor:
         """Set `mask` [batch, num_tokens] to False outside the positions of which this worker computes the loss."""
         if self._sequence is None:
             return mask

@@ -19,17 +19,17 @@ from swiftkv_platform.data.packing import PackedRows, select_batch_rows, select_
 from swiftkv_platform.distillation.checkpoint import Checkpointer
 from swiftkv_platform.distillation.model import DistillationModel
 from swiftkv_platform.distillation.steering import (
-    Progress,
     SteeringDecision,
     SteeringNote,
     SteeringState,
+    TrainingProgress,
     choose_first_trial_rate,
     choose_model_step,
     compute_max_stable_rate,
     decide_after_measurement,
     decide_rollback,
     describe_decision,
-    describe_rate,
+    describe_learning_rate,
     get_default_warmup_steps,
     get_learning_rate,
     search_learning_rate,
@@ -77,7 +77,7 @@ class StepMetrics:
 class TrainerListener(Protocol):
     """Callbacks of a run, called on every worker; they also deliver stop requests."""
 
-    def on_start(self, progress: Progress) -> None:
+    def on_start(self, progress: TrainingProgress) -> None:
         """Called when the run starts, at step 0 or at its newest checkpoint."""
 
     def on_step(self, metrics: StepMetrics) -> None:
@@ -160,10 +160,10 @@ class Trainer:
         self._checkpointer.finish()
         return StopRequest.NONE if self._is_finished(progress) else stop_request
 
-    def _is_finished(self, progress: Progress) -> bool:
+    def _is_finished(self, progress: TrainingProgress) -> bool:
         return progress.step >= self._total_steps or bool(progress.steering.ended)
 
-    def _validate_and_set_learning_rate(self, progress: Progress) -> Progress:
+    def _validate_and_set_learning_rate(self, progress: TrainingProgress) -> TrainingProgress:
         """Before the first step: validate the student, set warm-up and peak learning rate, and save a checkpoint. Does
         nothing if the run resumes later."""
         if progress.steering.is_measured or self._is_finished(progress):
@@ -193,7 +193,7 @@ class Trainer:
             rate, trials = search_learning_rate(rate, state.start_kl, run_trial, max_rate=max_rate)
         state = replace(state, peak_rate=rate)
         if trials or rate < spec_rate:
-            self._listener.on_steering(describe_rate(state, trials))
+            self._listener.on_steering(describe_learning_rate(state, trials))
         return state
 
     def _make_trial(self, state: SteeringState, num_steps: int, validation: ValidationSet) -> Callable[[float], float]:
@@ -202,7 +202,7 @@ class Trainer:
         restore_weights = self._strategy.snapshot_weights()
 
         def run_trial(rate: float) -> float:
-            trial = Progress(steering=replace(state, peak_rate=rate))
+            trial = TrainingProgress(steering=replace(state, peak_rate=rate))
             try:
                 while trial.step < num_steps:
                     metrics = self.train_step(trial)
@@ -215,7 +215,7 @@ class Trainer:
 
         return run_trial
 
-    def _train_and_validate(self, progress: Progress) -> Progress:
+    def _train_and_validate(self, progress: TrainingProgress) -> TrainingProgress:
         """Take a step, validate if it is due, and act on the held-out KL."""
         training, state = self._spec.training, progress.steering
         # 1. optimizer step; roll back if the loss is not finite
@@ -239,7 +239,7 @@ class Trainer:
         decision = decide_after_measurement(state, kl, step, training, is_last=is_last, has_checkpoint=has_checkpoint)
         return self._apply_decision(decision, kl, progress)
 
-    def _apply_decision(self, decision: SteeringDecision, kl: float, progress: Progress) -> Progress:
+    def _apply_decision(self, decision: SteeringDecision, kl: float, progress: TrainingProgress) -> TrainingProgress:
         """Act on a decision. Collective: all workers make the same decision from the same numbers."""
         state = decision.state
         if decision.rollback is not None:
@@ -250,7 +250,7 @@ class Trainer:
             self._listener.on_steering(note)
         return replace(progress, steering=state, held_out_kl=kl if decision.rollback is None else state.best_kl)
 
-    def train_step(self, progress: Progress) -> StepMetrics:
+    def train_step(self, progress: TrainingProgress) -> StepMetrics:
         """Run one optimizer step of the distillation (paper, section 3.3) over `training.batch_size` rows.
 
         With `objective: logits`, the minimized loss is the mean over the counted positions of the whole batch of
@@ -339,7 +339,7 @@ def build_micro_batches(
         num_counted = max(len(own_rows) - start, 0)
         arrays, lengths = rows.make_padding_free_batch(chosen, multiple=multiple, num_counted=num_counted)
         tensors = to_tensors(arrays)
-        tensors["loss_mask"] = strategy.mask_own_positions(tensors["loss_mask"])
+        tensors["loss_mask"] = strategy.restrict_mask_to_own_positions(tensors["loss_mask"])
         micro_batches.append((tensors, lengths))
     return micro_batches
 

@@ -207,7 +207,7 @@ def _read_parameters(model: nn.Module, weights: StoredWeights) -> None:
     model.load_state_dict({name: read[each] for name, each in named if each in read}, strict=False, assign=True)
 
 
-def find_weight_bytes(model: nn.Module) -> dict[int, int]:
+def map_weight_bytes_by_address(model: nn.Module) -> dict[int, int]:
     """Return the bytes of each tensor of a model by address, without the unused memory of arenas."""
     found: dict[int, int] = {}
     fused = [module.fused.linear for module in model.modules() if isinstance(module, FusedLinearPart)]

@@ -71,18 +71,18 @@ class Batch:
     """First row of each sequence, and the number of all rows."""
     deep_rows: tuple[int, ...]
     """Rows of tokens with their own K and V in layers >= l, which run through all layers < l."""
-    cache_rows: dict[int, list[int]]
+    kv_only_rows: dict[int, list[int]]
     """By index into the schedule: deep rows that run through layers >= l only for their own K and V. These are a
     prompt's deep tail, and generated tokens after a preemption; `next_token_rows` is not included."""
 
     def find_upper_rows(self, exits: Container[int]) -> list[int]:
         """Return the ascending rows that run through layers >= l. `exits`: sequences whose token the exit head
         chose."""
-        return sorted(self.find_logits_rows(exits) | _collect_rows(self.cache_rows))
+        return sorted(self.find_logits_rows(exits) | _collect_rows(self.kv_only_rows))
 
     def find_deep_rows(self, exits: Container[int]) -> set[int]:
         """Return the upper rows with their own K and V, for a student whose deep tokens have their own."""
-        return _collect_rows(self.next_token_rows, exits) | _collect_rows(self.cache_rows)
+        return _collect_rows(self.next_token_rows, exits) | _collect_rows(self.kv_only_rows)
 
     def find_logits_rows(self, exits: Container[int]) -> set[int]:
         """Return the upper rows whose logits are needed."""
@@ -110,7 +110,7 @@ def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache) -> Batch:
     spans: list[SequenceSpan] = []
     next_token_rows: dict[int, range] = {}
     prompt_rows: dict[int, range] = {}
-    cache_rows: dict[int, list[int]] = {}
+    kv_only_rows: dict[int, list[int]] = {}
     deep_rows: list[int] = []
     first_rows = [0]
     for index, item in enumerate(scheduled):
@@ -129,14 +129,14 @@ def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache) -> Batch:
         deep_rows += [row + at - first for at in deep]
         only_cached = [row + at - first for at in deep if at not in sequence.exited_positions]
         only_cached = [each for each in only_cached if each not in own_next]
-        cache_rows |= {index: only_cached} if only_cached else {}
+        kv_only_rows |= {index: only_cached} if only_cached else {}
         if sequence.is_missing_prompt_logprobs:
             known = len(sequence.prompt_logprobs)  # position of the next token without a log-probability
             begin, stop = max(known - 1, first), min(end, sequence.num_prompt_tokens - 1)
             prompt_rows[index] = range(row + begin - first, row + stop - first)
-    rows = _collect_rows(next_token_rows) | _collect_rows(cache_rows) | _collect_rows(prompt_rows)
+    rows = _collect_rows(next_token_rows) | _collect_rows(kv_only_rows) | _collect_rows(prompt_rows)
     inputs = make_inputs(spans, cache, sorted(rows))
-    return Batch(inputs, next_token_rows, prompt_rows, tuple(first_rows), tuple(deep_rows), cache_rows)
+    return Batch(inputs, next_token_rows, prompt_rows, tuple(first_rows), tuple(deep_rows), kv_only_rows)
 
 
 def make_inputs(spans: Sequence[SequenceSpan], cache: KVCache, selected: Sequence[int] = ()) -> ModelInputs:

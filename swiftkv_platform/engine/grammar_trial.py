@@ -94,7 +94,7 @@ class TrialCompilerError(Exception):
     """A grammar cannot be compiled; the message has the reason."""
 
 
-class TrialCompiler:
+class GrammarCheckProcess:
     """Compiles grammars in a process that may be killed, to find out whether they compile. For one thread at a time."""
 
     def __init__(self) -> None:

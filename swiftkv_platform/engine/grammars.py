@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from swiftkv_platform.engine.grammar_trial import TrialCompiler, TrialCompilerError, make_matcher, start_thread
+from swiftkv_platform.engine.grammar_trial import GrammarCheckProcess, TrialCompilerError, make_matcher, start_thread
 from swiftkv_platform.errors import InvalidInputError, QueueFullError, RateLimitedError
 from swiftkv_platform.limits import GRAMMAR_SECONDS_PER_MINUTE
 from swiftkv_platform.specs.engine import EngineConfig
@@ -224,7 +224,7 @@ GrammarKey = tuple[str, str, bool]
 
 MAX_CONCURRENT_COMPILATIONS = 2
 _compile_slots = threading.Semaphore(MAX_CONCURRENT_COMPILATIONS)
-_idle_trial_compilers = [TrialCompiler() for _ in range(MAX_CONCURRENT_COMPILATIONS)]
+_idle_trial_compilers = [GrammarCheckProcess() for _ in range(MAX_CONCURRENT_COMPILATIONS)]
 """Idle trial compilers, one per slot. Their processes start on demand and end with this process."""
 MAX_CACHED_GRAMMARS = 64
 """Max number of compiled grammars that are cached for later requests."""

@@ -38,7 +38,7 @@ def attach_stored_integers(model: Any, checkpoint: Checkpoint, ranks: TensorPara
             linear.integers = stored if ranks is None else _slice_integers(stored, weight, linear, ranks, model.config)
 
 
-def round_weights(model: Any, form: WeightFormat) -> None:
+def quantize_weights(model: Any, form: WeightFormat) -> None:
     """Round the projections of a model's layers to integers, and its heads to int8, in place. Integers stay as they
     are.
 
@@ -50,7 +50,7 @@ def round_weights(model: Any, form: WeightFormat) -> None:
         is_int4 = form == "int4" and not is_mixed_int8(name.removesuffix(".part"), num_layers)
         if getattr(linear, "is_rounded", False):  # a weight of the base, which an adapter shares
             continue
-        if (stored := get_integers(linear)) is not None:
+        if (stored := get_integer_weight(linear)) is not None:
             if is_int4 and stored.form == "int8":
                 raise ModelError.for_field(
                     "weights",
@@ -65,20 +65,20 @@ def round_weights(model: Any, form: WeightFormat) -> None:
             _round_linear(head, "int8", keeps_floats=head.weight is embedding)
 
 
-def get_integers(linear: nn.Module) -> IntegerWeight | None:
+def get_integer_weight(linear: nn.Module) -> IntegerWeight | None:
     return getattr(linear, "integers", None)
 
 
 def get_common_weights(linears: Sequence[Any]) -> list[IntegerWeight] | list[torch.Tensor]:
     """Return the weights of modules that are fused: integers if all have them in one supported format, else floats."""
-    found = [get_integers(linear) for linear in linears]
+    found = [get_integer_weight(linear) for linear in linears]
     integers = [one for one in found if one is not None and packing.can_pack(one)]
     if len(integers) == len(linears) and len({(one.form, one.group_size) for one in integers}) == 1:
         return integers
     return [linear.weight.detach() for linear in linears]
 
 
-def drop_integers(model: nn.Module) -> None:
+def drop_integer_weights(model: nn.Module) -> None:
     for module in model.modules():
         module.__dict__.pop("integers", None)
 

@@ -20,7 +20,7 @@ import torch
 
 from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.varlen import VarlenSettings
-from swiftkv_platform.model.cache import SCALE_DTYPE, pack_rows, unpack_rows
+from swiftkv_platform.model.cache import SCALE_DTYPE, dequantize_from_bytes, quantize_to_bytes
 from swiftkv_platform.model.packed_attention import VarlenOperator
 
 MIN_EVICTED_BLOCKS = 8
@@ -235,7 +235,7 @@ LayerShape = tuple[TokenShape, TokenShape]
 
 
 @dataclass(frozen=True)
-class StorageFormat:
+class KVCacheFormat:
     """Dtypes of a cache: the model's, the stored one, and the quantized one."""
 
     compute_dtype: torch.dtype
@@ -268,7 +268,7 @@ class PagedTensor:
         self,
         shape: TokenShape,
         num_slots: int,
-        format_: StorageFormat,
+        format_: KVCacheFormat,
         device: torch.device,
         *,
         uses_kernels: bool = False,
@@ -293,7 +293,7 @@ class PagedTensor:
         if self.uses_kernels:
             kernels.write_slots(self.rows, slots, x, quantized_dtype)
             return
-        rows = x.to(self.rows.dtype) if quantized_dtype is None else pack_rows(x, quantized_dtype)
+        rows = x.to(self.rows.dtype) if quantized_dtype is None else quantize_to_bytes(x, quantized_dtype)
         self.rows.index_copy_(1, slots, rows)
 
     def view_blocks(self, block_size: int) -> torch.Tensor:
@@ -309,7 +309,11 @@ class PagedTensor:
         views = [self.rows[:, first:end] for first, end in runs]
         rows = views[0] if len(views) == 1 else torch.cat(views, dim=1)
         quantized_dtype, compute_dtype = self._format.quantized_dtype, self._format.compute_dtype
-        return rows.to(compute_dtype) if quantized_dtype is None else unpack_rows(rows, quantized_dtype, compute_dtype)
+        return (
+            rows.to(compute_dtype)
+            if quantized_dtype is None
+            else dequantize_from_bytes(rows, quantized_dtype, compute_dtype)
+        )
 
 
 class KVCache:
@@ -321,7 +325,7 @@ class KVCache:
         *,
         num_blocks: int,
         block_size: int,
-        format_: StorageFormat,
+        format_: KVCacheFormat,
         device: torch.device,
         expands_contexts: bool = False,
         uses_kernels: bool = False,
@@ -385,6 +389,6 @@ class StepCache:
         return stored.read(self.contexts)
 
 
-def get_bytes_per_block(shapes: Sequence[LayerShape], block_size: int, format_: StorageFormat) -> int:
+def get_bytes_per_block(shapes: Sequence[LayerShape], block_size: int, format_: KVCacheFormat) -> int:
     """Return the bytes of a block over all layers, including scales."""
     return block_size * sum(shape.num_heads * format_.get_row_bytes(shape.dim) for layer in shapes for shape in layer)

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from ulid import ULID
 
-from swiftkv_platform.engine.adapters import find_weight_bytes
+from swiftkv_platform.engine.adapters import map_weight_bytes_by_address
 from swiftkv_platform.engine.frontend import AdmittedRequest, EngineFrontend
 from swiftkv_platform.engine.grammars import Constraint, GrammarCompiler
 from swiftkv_platform.engine.kv_cache import BlockManager, KVCache
@@ -441,8 +441,8 @@ def _count_adapter_bytes(base: LoadedModel, adapters: Mapping[str, LoadedModel])
     """Return the bytes of the adapters' weights that the base does not have."""
     weights: dict[int, int] = {}
     for adapter in adapters.values():
-        weights |= find_weight_bytes(adapter.model)
-    return sum(size for address, size in weights.items() if address not in find_weight_bytes(base.model))
+        weights |= map_weight_bytes_by_address(adapter.model)
+    return sum(size for address, size in weights.items() if address not in map_weight_bytes_by_address(base.model))
 
 
 def _expand_params(

@@ -16,7 +16,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, 
 from swiftkv_platform.configs.adapter import ADAPTER_FILE
 from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.adapters import WeightsOrigin, open_adapter_model, read_origin, read_resident_adapter
-from swiftkv_platform.engine.integer_weights import attach_stored_integers, drop_integers, round_weights
+from swiftkv_platform.engine.integer_weights import attach_stored_integers, drop_integer_weights, quantize_weights
 from swiftkv_platform.engine.native_layers import NativeLinear
 from swiftkv_platform.engine.ranks import TensorParallelGroup, get_rank_device
 from swiftkv_platform.engine.sharding import check_divisible, load_shard
@@ -322,14 +322,14 @@ def prepare_model(
     module.to(device)
     # 2. choose the operators, and round the weights
     unsupported = _find_unsupported_option(model, config)
-    problem = kernels.find_problem() if unsupported is None else unsupported
+    problem = kernels.find_kernel_obstacle() if unsupported is None else unsupported
     if config.weights in BITS:
-        round_weights(model, config.weights)
+        quantize_weights(model, config.weights)
     if problem is not None:
         _widen_slow_dtype(model, config)
     # 3. fuse and pack weights, and use the native kernels
     if problem is not None:
-        drop_integers(model)
+        drop_integer_weights(model)
     if config.fuse_weights:
         fuse_weights(model, native=problem is None, is_adapter=is_adapter)
     if problem is None:
@@ -350,7 +350,7 @@ def _find_unsupported_option(model: Any, config: EngineConfig) -> str | None:
         return "fuse_weights is false"
     if model.dtype != torch.bfloat16:
         dtype = str(model.dtype).removeprefix("torch.")
-        return f"the model's dtype is {dtype}; dtype 'bfloat16' stores half of the bytes and uses them"
+        return f"the model's dtype is {dtype}; dtype 'bfloat16' uses the native kernels and half the memory"
     return None
 
 

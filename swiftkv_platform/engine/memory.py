@@ -15,8 +15,8 @@ from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.kv_cache import (
     BlockManager,
     KVCache,
+    KVCacheFormat,
     LayerShape,
-    StorageFormat,
     TokenShape,
     get_bytes_per_block,
 )
@@ -59,7 +59,7 @@ def make_cache(
         InvalidInputError: `kv_cache_bytes` is less than one block, or attention on a GPU does not support
             `kv_cache_dtype` or `block_size`.
     """
-    device, format_ = torch.device(loaded.model.device), get_storage_format(config.kv_cache_dtype, loaded.model.dtype)
+    device, format_ = torch.device(loaded.model.device), get_kv_cache_format(config.kv_cache_dtype, loaded.model.dtype)
     model_config = loaded.model.config
     if device.type == "cuda" and format_.storage_dtype != loaded.model.dtype:
         raise InvalidInputError(
@@ -92,15 +92,15 @@ def make_cache(
 def compute_cache_bytes(config: Any, dtype: torch.dtype, lengths: Iterable[int]) -> int:
     """Return the bytes of a cache for concurrent texts of `lengths`, in the model's dtype and with the default
     blocks."""
-    block_bytes = get_bytes_per_block(get_layer_shapes(config), DEFAULT_BLOCK_SIZE, get_storage_format("auto", dtype))
+    block_bytes = get_bytes_per_block(get_layer_shapes(config), DEFAULT_BLOCK_SIZE, get_kv_cache_format("auto", dtype))
     return block_bytes * sum(-(-length // DEFAULT_BLOCK_SIZE) for length in lengths)
 
 
-def get_storage_format(kv_cache_dtype: str, model_dtype: torch.dtype) -> StorageFormat:
+def get_kv_cache_format(kv_cache_dtype: str, model_dtype: torch.dtype) -> KVCacheFormat:
     """Return the cache's format for `kv_cache_dtype` and a model of the dtype `model_dtype`."""
     if kv_cache_dtype in PAYLOAD_DTYPES:
-        return StorageFormat(model_dtype, torch.uint8, PAYLOAD_DTYPES[kv_cache_dtype])
-    return StorageFormat(model_dtype, model_dtype if kv_cache_dtype == "auto" else getattr(torch, kv_cache_dtype))
+        return KVCacheFormat(model_dtype, torch.uint8, PAYLOAD_DTYPES[kv_cache_dtype])
+    return KVCacheFormat(model_dtype, model_dtype if kv_cache_dtype == "auto" else getattr(torch, kv_cache_dtype))
 
 
 def _is_latent(config: Any) -> bool:

@@ -90,7 +90,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
         """Compute the scheduled tokens' KV and the next tokens. Returns one result per sequence."""
-        with kernels.use_all_threads() if self._uses_native_layers else nullcontext():
+        with kernels.reserve_threads_for_kernels() if self._uses_native_layers else nullcontext():
             return self._run_step(scheduled)
 
     def _run_step(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:

@@ -47,9 +47,9 @@ class NativeLinear(nn.Module):
         """[..., in_features] -> [..., out_features]."""
         return kernels.linear(x, self.weight, self.bias, self.out_features)
 
-    def project_rows(self, x: torch.Tensor, norm: NativeRMSNorm) -> torch.Tensor:
+    def project_normalized(self, x: torch.Tensor, norm: NativeRMSNorm) -> torch.Tensor:
         """Project norm(x): [num_tokens, in_features] -> [num_tokens, out_features]."""
-        return kernels.linear_rows(x, self.weight, self.bias, self.out_features, norm=norm)
+        return kernels.linear_with_norm(x, self.weight, self.bias, self.out_features, norm=norm)
 
 
 class NativeHead(NativeLinear):
@@ -215,7 +215,7 @@ class SharedKeyValueWriter:
         if any(one[0] is not rotations[0][0] or one[0].dtype != x.dtype for one in rotations):
             return False
         kernels.write_projected(
-            self._linear.project_rows(x[0], self._norm),
+            self._linear.project_normalized(x[0], self._norm),
             cache.slots,
             [(keys.rows, values.rows) for keys, values in layers],
             norms=self._head_norms,
@@ -231,7 +231,7 @@ def get_output_projection(attention: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _HeadProjection:
+class _QKVProjection:
     """The product that computes a layer's queries, keys and values, and their offsets in its output."""
 
     linear: NativeLinear
@@ -282,7 +282,7 @@ class NativeLayer(nn.Module):
     operands: LayerOperands
     rotates: bool
 
-    def __init__(self, layer: Any, heads: _HeadProjection) -> None:
+    def __init__(self, layer: Any, heads: _QKVProjection) -> None:
         super().__init__()
         self._modules.update(layer._modules)
         attention, mlp = layer.self_attn, layer.mlp
@@ -329,7 +329,7 @@ class NativeLayer(nn.Module):
             isinstance(norm, NativeRMSNorm | nn.Identity | None) for norm in (attention.q_norm, attention.k_norm)
         ):
             return None
-        heads = _HeadProjection.from_attention(attention)
+        heads = _QKVProjection.from_attention(attention)
         return None if heads is None else cls(layer, heads)
 
     def forward(self, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:

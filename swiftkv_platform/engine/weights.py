@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import SiLUActivation
 
-from swiftkv_platform.engine.integer_weights import get_common_weights, get_integers
+from swiftkv_platform.engine.integer_weights import get_common_weights, get_integer_weight
 from swiftkv_platform.engine.kernels.packing import TENSOR_ALIGNMENT, Arena, SeparateArenas
 from swiftkv_platform.engine.native_layers import (
     NativeAttention,
@@ -82,7 +82,9 @@ def fuse_weights(model: Any, *, native: bool = False, is_adapter: bool = False) 
         embedding = decoder.embed_tokens.weight
         _replace_modules(
             model,
-            lambda child: type(child) is nn.Linear and not (child.weight is embedding and get_integers(child) is None),
+            lambda child: (
+                type(child) is nn.Linear and not (child.weight is embedding and get_integer_weight(child) is None)
+            ),
             lambda linear: NativeLinear(get_common_weights([linear])[0], linear.bias, arena),
         )
 
@@ -110,7 +112,7 @@ def _pack_heads(model: Any, arena: Arena) -> None:
         if type(head) is not nn.Linear:
             continue
         packed = NativeHead(get_common_weights([head])[0], head.bias, arena)
-        if head.weight is embedding.weight and get_integers(head) is None:
+        if head.weight is embedding.weight and get_integer_weight(head) is None:
             model.model.embed_tokens = NativeEmbedding(embedding, packed)
         setattr(model, name, packed)
 

@@ -25,7 +25,7 @@ from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.evaluation.harness.builtin import MAX_ANSWER_TOKENS, MIN_TEACHER_SHARE_FOUND, make_needle_prompt
 from swiftkv_platform.evaluation.quality import Quality, evaluate, select_evaluation_rows
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.model.calibration import TokenBatch
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.conversion import load_teacher, make_student
@@ -33,7 +33,7 @@ from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.model.tokenizers import load_tokenizer
 from swiftkv_platform.planning import plan
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
-from swiftkv_platform.student_shape import ShapeRequest, format_layers
+from swiftkv_platform.student_shape import RequestedStudentShape, format_layers
 
 MIN_SIMSCORE = 0.5
 """SimScore that all of the paper's models exceed at around half of their depth (section 3.2)."""
@@ -111,7 +111,7 @@ def _sum_cosines(states: torch.Tensor) -> Similarity:
 _NEEDLE_BATCH_SIZE = 20
 
 
-class UntrainedReport(FrozenModel):
+class UntrainedReport(FrozenBaseModel):
     """Quality of an untrained student with the calibrated start, against its teacher on held-out text."""
 
     prefill_layers: tuple[int, ...]
@@ -138,7 +138,7 @@ class _StudentMeasurement:
     teacher_perplexity: float | None = None
     """Set by the first measurement."""
 
-    def measure_student(self, shape: ShapeRequest) -> UntrainedReport:
+    def measure_student(self, shape: RequestedStudentShape) -> UntrainedReport:
         """Measure a student of `shape` with the calibrated start. Raises `DataError` if nothing is held out,
         `ModelError` if the family is unknown or its prompts cannot bypass layers."""
         student = make_student(self.teacher, shape, calibration=self.calibration)
@@ -159,11 +159,13 @@ class _StudentMeasurement:
         return totals.student
 
 
-def make_prefill_layers_shape(layers: Sequence[int], num_layers: int, key_value_group_size: int) -> ShapeRequest:
+def make_prefill_layers_shape(
+    layers: Sequence[int], num_layers: int, key_value_group_size: int
+) -> RequestedStudentShape:
     """Return the shape in which prompts run `layers` and deep tokens keep their own K and V. If fewer than g layers are
     left, they form one group."""
     group_size = min(key_value_group_size, num_layers - layers[-1] - 1)
-    return ShapeRequest(prefill_layers=layers, key_value_group_size=group_size, decode_key_value="own")
+    return RequestedStudentShape(prefill_layers=layers, key_value_group_size=group_size, decode_key_value="own")
 
 
 def select_prefill_layers(
@@ -247,7 +249,7 @@ _MAX_NEEDLE_LOSS = 0.05
 """Maximum difference of the shares of needles that the teacher and a recommended depth find."""
 
 
-class DepthReport(FrozenModel):
+class DepthReport(FrozenBaseModel):
     """Costs and quality of one depth l."""
 
     num_key_value_layers: int
@@ -263,7 +265,7 @@ class DepthReport(FrozenModel):
     """Share of the needles that the untrained student finds; None without needles."""
 
 
-class Analysis(FrozenModel):
+class Analysis(FrozenBaseModel):
     """Report of `swiftkv analyze`."""
 
     model: str
@@ -364,7 +366,7 @@ def analyze(
     group_size, starts = options.key_value_group_size, dict[int, UntrainedReport]()
     for depth in (options.depths or range(1, num_layers)) if options.measure else ():
         starts[depth] = measurement.measure_student(
-            ShapeRequest(num_key_value_layers=depth, key_value_group_size=min(group_size, num_layers - depth))
+            RequestedStudentShape(num_key_value_layers=depth, key_value_group_size=min(group_size, num_layers - depth))
         )
         progress(f"Depth l = {depth}: KL {starts[depth].kl:.3f} nats")
     # 4. untrained students whose prompts bypass layers
@@ -409,7 +411,7 @@ def _recommend(
         return recommend_depth(
             scores
         ), f"smallest l in the upper half of the layers with a SimScore of at least {MIN_SIMSCORE}"
-    rule = f"smallest l such that it and all larger depths have an untrained KL of at most {max_kl} nats"
+    rule = f"smallest l for which this and all larger l have a KL of at most {max_kl} nats before training"
     if teacher_share is None:
         return find_smallest_depth(starts, max_kl=max_kl), rule
     min_found = teacher_share - _MAX_NEEDLE_LOSS

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.evaluation.quality import DEFAULT_WORKERS, run_in_evaluation_mode
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.model.tokenizers import get_end_ids
 from swiftkv_platform.model.workers import Workers
@@ -25,7 +25,7 @@ _PADDING_ID = 0
 _NUM_EXAMPLES = 4
 
 
-class ContinuationExample(FrozenModel):
+class ContinuationExample(FrozenBaseModel):
     """A prompt with the greedy continuations of teacher and student."""
 
     prompt: str
@@ -33,7 +33,7 @@ class ContinuationExample(FrozenModel):
     student: str
 
 
-class ContinuationQuality(FrozenModel):
+class ContinuationQuality(FrozenBaseModel):
     """Agreement of greedy continuations of held-out prompts."""
 
     num_prompts: int

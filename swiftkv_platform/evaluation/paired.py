@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from swiftkv_platform.contract.row_results import Interval
 from swiftkv_platform.evaluation.quality import SampleSums
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 
 MIN_SAMPLES = 30
 """Minimum samples for the interval of an unbounded score, by normal theory."""
@@ -100,8 +100,8 @@ def estimate_samples_to_decide(
     interval: Interval, value: float, limit: float, num_samples: int, *, share: float | None = None
 ) -> int | None:
     """Estimate the number of samples that would decide whether `value` is below `limit`, if it stays the same. None if
-    `value` equals the limit. `share`: for a `compute_share_interval`, the value of all samples (such as 100 points);
-    the part of the margin from its two added samples shrinks faster than the rest."""
+    `value` equals the limit. `share`: for a `compute_mean_loss_interval`, the value of all samples (such as 100
+    points); the part of the margin from its two added samples shrinks faster than the rest."""
     distance = abs(limit - value)
     if not distance or not math.isfinite(distance):
         return None
@@ -113,7 +113,7 @@ def estimate_samples_to_decide(
     return max(math.ceil(round(needed, 6)), num_samples + 1)
 
 
-class HeldOutIntervals(FrozenModel):
+class HeldOutIntervals(FrozenBaseModel):
     """95% intervals of a student's figures on held-out text, by resampling."""
 
     unit: Literal["text", "row"]

@@ -14,7 +14,7 @@ import torch
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.engine import kernels
 from swiftkv_platform.errors import DataError
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.model.context import PACKED_ATTENTION, TokenSelection
 from swiftkv_platform.model.packed_attention import (
     DeepSpanWriter,
@@ -36,13 +36,13 @@ NUM_EXIT_BINS = 20
 """Bins of equal width over the exit head's maximum probability; the last begins at 0.95, the paper's threshold."""
 
 
-class TeacherQuality(FrozenModel):
+class TeacherQuality(FrozenBaseModel):
     """The teacher on held-out text."""
 
     perplexity: float
 
 
-class Quality(FrozenModel):
+class Quality(FrozenBaseModel):
     """A student against its teacher on held-out text."""
 
     perplexity: float
@@ -201,7 +201,7 @@ class _SampleLayout:
             own[-1] += rows.max_length - sum(own)
             layout.lengths.extend(own)
             layout.samples.extend(map(int, rows.get_sample_indices(index)))
-            layout.texts.extend(map(int, rows.get_text_ids(index)))
+            layout.texts.extend(map(int, rows.get_content_ids(index)))
         return layout
 
 

@@ -26,7 +26,7 @@ from swiftkv_platform.evaluation.quality import (
     Quality,
     TeacherQuality,
 )
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.planning.gates import (
     DEFAULT_DROP_RANGE,
     compute_default_limit,
@@ -42,14 +42,14 @@ MAX_KL = 0.2
 MIN_TOP1_AGREEMENT = 0.8
 
 
-class BothModes(FrozenModel):
+class TeacherStudentPair(FrozenBaseModel):
     """A figure of the forward passes of teacher (dense) and student."""
 
     dense: float
     swiftkv: float
 
 
-class ExitBin(FrozenModel):
+class ExitBin(FrozenBaseModel):
     """Held-out positions in a range of the exit head's maximum probability."""
 
     low: float
@@ -61,7 +61,7 @@ class ExitBin(FrozenModel):
     bin."""
 
 
-class QualityBin(FrozenModel):
+class QualityBin(FrozenBaseModel):
     """Quality on the held-out positions of a bin."""
 
     low: int
@@ -74,7 +74,7 @@ class QualityBin(FrozenModel):
     top1_agreement: float
 
 
-class Gate(FrozenModel):
+class Gate(FrozenBaseModel):
     """A limit of the spec and the measured value."""
 
     field: str
@@ -118,7 +118,7 @@ class Gate(FrozenModel):
         return f"{text}: undecided, because there are not enough samples{needed}"
 
 
-class TrainingOutcome(FrozenModel):
+class TrainingOutcome(FrozenBaseModel):
     """Training state that became the model."""
 
     step: int
@@ -139,7 +139,7 @@ class ParentTotals:
     """Scores on `evaluation.rows`."""
 
 
-class Report(FrozenModel):
+class Report(FrozenBaseModel):
     """Contents of `evaluation.json`. `demo-report.json` has the same keys."""
 
     teacher: TeacherQuality
@@ -167,10 +167,10 @@ class Report(FrozenModel):
     """SwiftKV / dense, in the KV caches."""
     prompt_length: int
     """Tokens of the prompt for the figures of both modes."""
-    prefill_flops_per_token: BothModes
-    kv_bytes_per_token: BothModes
+    prefill_flops_per_token: TeacherStudentPair
+    kv_bytes_per_token: TeacherStudentPair
     """Bytes in the caches, in the model's dtype."""
-    ttft_ms: BothModes
+    ttft_ms: TeacherStudentPair
     """Median time to first token, in milliseconds."""
     tokens_trained: int | None
     training: TrainingOutcome | None = None
@@ -263,8 +263,8 @@ class Report(FrozenModel):
         )
 
 
-def _pair_modes(cost: PrefillCost, figure: str) -> BothModes:
-    return BothModes(dense=getattr(cost.dense, figure), swiftkv=getattr(cost.swiftkv, figure))
+def _pair_modes(cost: PrefillCost, figure: str) -> TeacherStudentPair:
+    return TeacherStudentPair(dense=getattr(cost.dense, figure), swiftkv=getattr(cost.swiftkv, figure))
 
 
 def build_quality_bins(sums: BinnedSums) -> tuple[QualityBin, ...]:
@@ -331,7 +331,7 @@ def _build_parent_gates(spec: EvaluationSpec, parent: HeldOutTotals | None, dist
     if parent is None or limit is None:
         return []
     value, num_units, interval = compute_kl_reduction(parent.samples, distilled.samples)
-    subject = "share by which held-out KL is below that of training.from"
+    subject = "relative reduction of held-out KL compared with training.from"
     return [_build_gate("min_kl_reduction", subject, value, limit, interval, num_units, is_minimum=True)]
 
 
@@ -400,10 +400,10 @@ def _build_task_gate(score: TaskScore, spec: EvaluationSpec, num_gates: int) -> 
         limit = spec_limit
     elif is_needle:
         limit = compute_default_needle_limit(score.num_samples)
-    elif score.is_share:
+    elif score.uses_percentage_points:
         limit = compute_default_limit(score.num_samples, num_gates=num_gates)
     else:
         limit = DEFAULT_DROP_RANGE[0]
-    field, share = "max_needle_drop" if is_needle else "max_drop", 100.0 if score.is_share else None
+    field, share = "max_needle_drop" if is_needle else "max_drop", 100.0 if score.uses_percentage_points else None
     subject = f"points lost on {score.task}"
     return _build_gate(field, subject, score.drop, limit, score.drop_interval, score.num_samples, share=share)

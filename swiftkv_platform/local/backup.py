@@ -33,7 +33,7 @@ from swiftkv_platform.errors import (
     ObjectNotFoundError,
     StorageError,
 )
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.storage.object_store import CHUNK_SIZE, PROBE_KEY, ObjectInfo, ObjectStore
 
 _SUMMARY_FILE = "backup.json"
@@ -46,14 +46,14 @@ _TABLES_WITHOUT_BACKUP = {LeaseRow.__tablename__, SessionRow.__tablename__}
 """Tables with short-lived rows: leases and sessions."""
 
 
-class ListedFile(FrozenModel):
+class ListedFile(FrozenBaseModel):
     """Line count and checksum of a file in the backup."""
 
     lines: int
     sha256: str
 
 
-class Backup(FrozenModel):
+class Backup(FrozenBaseModel):
     """Summary of a backup."""
 
     format_version: Literal[1] = 1
@@ -68,7 +68,7 @@ class Backup(FrozenModel):
     """Whether the objects are in the backup, or only listed."""
 
 
-class ListedObject(FrozenModel):
+class ListedObject(FrozenBaseModel):
     key: str
     size: int
     sha256: str | None = None
@@ -281,10 +281,10 @@ def _insert_rows(database: Database, rows: Mapping[str, Iterable[Mapping[str, An
             while batch := [dict(row) for row in islice(left, _ROWS_PER_BATCH)]:
                 session.execute(insert(table), batch)
             if not database.is_sqlite:
-                _set_sequence(session, table)
+                _set_id_sequence(session, table)
 
 
-def _set_sequence(session: Session, table: Table) -> None:
+def _set_id_sequence(session: Session, table: Table) -> None:
     """Set PostgreSQL's sequence to the highest inserted number; SQLite needs no such step."""
     column = table.autoincrement_column
     highest = None if column is None else session.scalar(select(func.max(column)))

@@ -77,7 +77,7 @@ class RayHead:
             **HIDE_UNRESERVED_GPUS,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_JOB_STOP_WAIT_TIME_S": str(_JOB_STOP_WAIT_S),
-            "RAY_START_HOOK": f"{__name__}.prepare_head",
+            "RAY_START_HOOK": f"{__name__}.patch_ray_start",
             _START_TIMEOUT_VARIABLE: f"{self.start_timeout_s:g}",
             # Attempts of a second each to reach the GCS; Ray's default of 20 is too few on a busy machine.
             "RAY_NUM_REDIS_GET_RETRIES": f"{self.start_timeout_s:.0f}",
@@ -108,7 +108,7 @@ class RayHead:
         return True
 
 
-def prepare_head(parameters: Any, head: bool) -> None:  # noqa: ARG001 (Ray's signature)
+def patch_ray_start(parameters: Any, head: bool) -> None:  # noqa: ARG001 (Ray's signature)
     """Disable the unused Ray Client server, and extend Ray's wait for its node; a hook of `ray start`."""
     from ray._private import services
 

@@ -467,7 +467,7 @@ class Stack:
         ]
         cause = next((line for line in reversed(lines) if _ERROR_LINE.match(line)), lines[-1] if lines else "no output")
         return StartError(
-            f"{name} {problem}. Last error in {log}: {cause}. {describe_load()}. `swiftkv doctor` shows more"
+            f"{name} {problem}. Last error in {log}: {cause}. {describe_system_load()}. `swiftkv doctor` shows more"
         )
 
     def _stop_newly_started(self, before: StackState) -> None:
@@ -543,7 +543,7 @@ class Stack:
         return self.logs / f"{name}.log"
 
 
-def describe_load() -> str:
+def describe_system_load() -> str:
     """Return e.g. `Load 5.1 on 2 CPUs, 3.4 GiB of memory available`."""
     available = format_size(psutil.virtual_memory().available)
     return f"Load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs, {available} of memory available"

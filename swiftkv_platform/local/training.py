@@ -46,7 +46,7 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import is_complete, read_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.object_store import ObjectStore, join_key, open_store
+from swiftkv_platform.storage.object_store import ObjectStore, join_object_key, open_store
 
 LOCAL_STORE, LOCAL_MODEL, LOCAL_FAILURE = "job", "model", "failure.json"
 """Names in the output directory of a run that is unfinished; see `run_job_locally`."""
@@ -183,7 +183,10 @@ def _plan_local_attempt(spec: JobSpec, store: ObjectStore, output: Path) -> Atte
 def _has_training_progress(store: ObjectStore, job_id: str) -> bool:
     """Whether the job has an artifact, or it or a trial of its sweep a checkpoint after a step."""
     trials = trials_prefix(job_id)
-    stores = [store, *(open_store(join_key(store.uri, f"{trials}/{name}")) for name in store.list_directories(trials))]
+    stores = [
+        store,
+        *(open_store(join_object_key(store.uri, f"{trials}/{name}")) for name in store.list_directories(trials)),
+    ]
     numbers = map(int, store.list_directories(attempts_prefix(job_id)))
     return any(is_complete(store, AttemptId(job_id, number).artifact_prefix) for number in numbers) or any(
         each.step for one in stores for each in AttemptStore(one).list_checkpoints(job_id)
@@ -215,7 +218,7 @@ def _copy_rows(store: ObjectStore, attempt: AttemptId, output: Path) -> None:
     """Copy the results of single rows that the attempt has stored, in place of those of an earlier one."""
     directory = output / _ROWS
     shutil.rmtree(directory, ignore_errors=True)
-    for info in store.list(attempt.rows_prefix):
+    for info in store.list(attempt.row_results_prefix):
         directory.mkdir(exist_ok=True)
         store.download_file(info.key, directory / info.key.rpartition("/")[2])
 

@@ -59,7 +59,7 @@ class SwiftKVAttentionMixin(nn.Module):
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)  # the family's own projections
         self.shared_heads = None
-        twins = {f"{name}_swiftkv": name for name in self.list_twin_modules(config)}
+        twins = {f"{name}_swiftkv": name for name in self.list_copied_modules(config)}
         if layer_idx in config.layer_map.leaders:
             twins |= {f"{name}_swiftkv": name for name in self.key_value_modules}
             if config.layer_map.deep_leaders:
@@ -75,7 +75,7 @@ class SwiftKVAttentionMixin(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def list_twin_modules(cls, config: Any, /) -> tuple[str, ...]:
+    def list_copied_modules(cls, config: Any, /) -> tuple[str, ...]:
         """Return the names of the teacher's modules that every layer >= l copies to `{name}_swiftkv`."""
         return cls.list_query_modules(config) + (("o_proj",) if config.own_output_projection else ())
 
@@ -88,7 +88,7 @@ class SwiftKVAttentionMixin(nn.Module):
     @classmethod
     def list_teacher_modules(cls, config: Any, /) -> tuple[str, ...]:
         """Return the names of the modules that only the teacher uses."""
-        names = cls.list_twin_modules(config) + cls.key_value_modules
+        names = cls.list_copied_modules(config) + cls.key_value_modules
         return tuple(dict.fromkeys(cls.locate_teacher_rows(config, name)[0] for name in names))
 
     def get_teacher_module(self, name: str) -> Any:

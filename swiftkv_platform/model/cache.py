@@ -81,14 +81,14 @@ def dequantize(payload: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
     return elements.mul_(scale).to(dtype)
 
 
-def pack_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def quantize_to_bytes(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Quantize to bytes: [..., d] -> uint8 [..., d + 2], each row's payload followed by its scale."""
     payload, scale = quantize(x, dtype)
     return torch.cat((payload.view(torch.uint8), scale.unsqueeze(-1).view(torch.uint8)), dim=-1)
 
 
-def unpack_rows(packed: torch.Tensor, dtype: torch.dtype, output_dtype: torch.dtype) -> torch.Tensor:
-    """Dequantize the result of `pack_rows(x, dtype)`: uint8 [..., d + 2] -> `output_dtype` [..., d]."""
+def dequantize_from_bytes(packed: torch.Tensor, dtype: torch.dtype, output_dtype: torch.dtype) -> torch.Tensor:
+    """Dequantize the result of `quantize_to_bytes(x, dtype)`: uint8 [..., d + 2] -> `output_dtype` [..., d]."""
     size = packed.shape[-1] - SCALE_DTYPE.itemsize
     scale = packed[..., size:].contiguous().view(SCALE_DTYPE).squeeze(-1)
     return dequantize(packed[..., :size].view(dtype), scale, output_dtype)
@@ -174,11 +174,13 @@ class StoredKeyValue:
     dtype: torch.dtype
 
     def read(self) -> KeyValue:
-        return unpack_rows(self.keys, self.payload, self.dtype), unpack_rows(self.values, self.payload, self.dtype)
+        return dequantize_from_bytes(self.keys, self.payload, self.dtype), dequantize_from_bytes(
+            self.values, self.payload, self.dtype
+        )
 
 
 class _QuantizedLayerMixin:
-    """Mixin for a cache layer that stores each row as packed bytes (`pack_rows`).
+    """Mixin for a cache layer that stores each row as packed bytes (`quantize_to_bytes`).
 
     Attention reads the stored values even of new tokens, so that outputs do not depend on the chunks of a prompt or on
     its cached part.
@@ -194,7 +196,9 @@ class _QuantizedLayerMixin:
     def store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> StoredKeyValue:
         """Append like `update`, but return the context quantized."""
         layer: Any = super()
-        keys, values = layer.update(pack_rows(key_states, self.payload), pack_rows(value_states, self.payload))
+        keys, values = layer.update(
+            quantize_to_bytes(key_states, self.payload), quantize_to_bytes(value_states, self.payload)
+        )
         return StoredKeyValue(keys, values, self.payload, key_states.dtype)
 
 

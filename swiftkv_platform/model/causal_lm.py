@@ -28,7 +28,7 @@ from swiftkv_platform.model.weights.adapters import open_checkpoint
 from swiftkv_platform.model.weights.checkpoint import Checkpoint, select_hub_arguments
 from swiftkv_platform.model.weights.loading import StoredWeights, load_checked, open_checked
 from swiftkv_platform.planning.config import check_no_student_keys
-from swiftkv_platform.student_shape import ShapeRequest, StudentShape, find_deep_start
+from swiftkv_platform.student_shape import RequestedStudentShape, StudentShape, find_deep_start
 
 _IGNORED_LABEL = -100
 """Label of a position that the loss ignores."""
@@ -334,7 +334,7 @@ def get_student_classes(model_type: str) -> StudentClasses:
     return STUDENT_CLASSES[find_family({"model_type": model_type}).model_type]
 
 
-def make_student_config(teacher: Any, request: ShapeRequest) -> Any:
+def make_student_config(teacher: Any, request: RequestedStudentShape) -> Any:
     """Make a student's configuration from its teacher's. Raises the errors of `convert` that need no weights."""
     refuse_student(teacher.model_type, teacher.name_or_path, "model.name_or_path")
     classes = get_student_classes(teacher.model_type)

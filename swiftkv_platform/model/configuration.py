@@ -24,7 +24,7 @@ from swiftkv_platform.errors import ModelError, SwiftKVError
 from swiftkv_platform.families import FAMILIES, get_teacher_type
 from swiftkv_platform.planning import check_generation_values, has_quantized_weights, read_architecture
 from swiftkv_platform.planning.config import MODEL_FIELD
-from swiftkv_platform.sources.loader_rules import ADAPTER_FILE, CONFIG, clean_config, clean_generation
+from swiftkv_platform.sources.loader_rules import ADAPTER_FILE, CONFIG, clean_config, clean_generation_config
 from swiftkv_platform.sources.peft import refuse_peft_adapter
 from swiftkv_platform.sources.untrusted_files import read_object
 
@@ -98,7 +98,7 @@ def read_generation_config(
         values = read_object(file)
         try:
             check_generation_values(values)
-            cleaned = clean_generation(values)
+            cleaned = clean_generation_config(values)
         except ModelError as error:
             raise ModelError.for_field(field, str(source), f": its {error.message}") from error
         return GenerationConfig.from_dict(cleaned)

@@ -39,7 +39,7 @@ from swiftkv_platform.model.weights.writing import (
 )
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.sources.model_directories import fetch_model_directory
-from swiftkv_platform.student_shape import DecodeKeyValue, ShapeRequest, Sharing, StudentShape
+from swiftkv_platform.student_shape import DecodeKeyValue, RequestedStudentShape, Sharing, StudentShape
 
 
 def convert(
@@ -86,7 +86,7 @@ def convert(
         ModelError: unreadable model, unknown family, or `sharing` for a family without heads to share (MLA).
         InvalidInputError: l or g out of range, naming what is accepted; raised before weights are read.
     """
-    shape = ShapeRequest(
+    shape = RequestedStudentShape(
         num_key_value_layers=num_key_value_layers,
         prefill_reduction=prefill_reduction,
         key_value_group_size=key_value_group_size,
@@ -102,7 +102,7 @@ def convert(
 
 def make_student(
     teacher: PreTrainedModel | str | Path,
-    shape: ShapeRequest,
+    shape: RequestedStudentShape,
     *,
     calibration: Iterable[TokenBatch] | None = None,
     dtype: torch.dtype | None = None,
@@ -117,7 +117,8 @@ def make_student(
         teacher = load_teacher(teacher, config, revision=revision, dtype=dtype)
     elif getattr(config, "quantization_config", None):
         raise ModelError(
-            "this teacher is quantized in memory; give its path, and its weights are dequantized as they are read",
+            "this teacher was loaded with quantized weights; pass its path instead, so that they are dequantized on "
+            "loading",
             field="model.name_or_path",
             value=str(config.name_or_path),
         )
@@ -233,7 +234,7 @@ def convert_checkpoint(
             larger.
         files: how the teacher's weight files get there. A link falls back to a copy if the file system has no links.
             Links to the hub's cache are safe: its files never change.
-        shape: fields of `ShapeRequest`, as for `convert`.
+        shape: fields of `RequestedStudentShape`, as for `convert`.
 
     Raises:
         InvalidInputError: l or g out of range.
@@ -242,7 +243,7 @@ def convert_checkpoint(
     """
     target = Path(target)
     check_target_is_empty(target)
-    teacher, request = read_config(source, revision=revision), ShapeRequest(**shape)
+    teacher, request = read_config(source, revision=revision), RequestedStudentShape(**shape)
     # 1. check shape, files and tokenizer before a weight is read
     make_student_config(teacher, request)
     quantization = get_quantization_fields(teacher)

@@ -32,7 +32,7 @@ from swiftkv_platform.model.cache import (
     select_rows,
 )
 from swiftkv_platform.model.context import DecoderContext, Masks, TokenSelection, make_masks
-from swiftkv_platform.model.deep_tokens import Bypass, DeepGroup, DeepSuffix, DeepWriter, run_bypassed_layer
+from swiftkv_platform.model.deep_tokens import Bypass, DeepGroup, DeepSuffixWriter, DeepWriter, run_bypassed_layer
 from swiftkv_platform.student_shape import LayerMap
 
 LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
@@ -358,7 +358,7 @@ class SwiftKVDecoderMixin(nn.Module):
         context: DecoderContext,
         first: int | torch.Tensor,
         selection: TokenSelection | None = None,
-    ) -> DeepSuffix:
+    ) -> DeepSuffixWriter:
         """Make the `DeepWriter` of a pass whose rows end with their deep tokens.
 
         Args:
@@ -367,7 +367,7 @@ class SwiftKVDecoderMixin(nn.Module):
         """
         all_deep = isinstance(first, int) and first == 0 and selection is None
         shared = [] if all_deep else self.project_key_values(x, context.rotation)
-        return DeepSuffix(
+        return DeepSuffixWriter(
             shared, first, context.num_tokens, selection, context.past_key_values, self.layer_map.num_key_value_layers
         )
 

@@ -54,7 +54,7 @@ class DeepGroup:
 
 
 @dataclass(frozen=True)
-class DeepSuffix:
+class DeepSuffixWriter:
     """A `DeepWriter` for a pass whose rows end with their deep tokens."""
 
     shared_key_values: Sequence[KeyValue]

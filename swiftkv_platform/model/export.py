@@ -18,7 +18,7 @@ from swiftkv_platform.configs import SwiftKVConfigMixin
 from swiftkv_platform.configs.adapter import ADAPTER_FILE, AdapterConfig
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.calibration import TokenBatch
-from swiftkv_platform.model.calibration.rounding import round_layerwise
+from swiftkv_platform.model.calibration.rounding import quantize_layerwise
 from swiftkv_platform.model.causal_lm import get_student_classes
 from swiftkv_platform.model.configuration import read_config, refuse_prefill_only
 from swiftkv_platform.model.weights.adapters import open_merged_model, write_adapter
@@ -87,8 +87,8 @@ def export(
             scale per row (W8A8); `int4` with a scale per group of 128 inputs, or fewer (W4A16); or `mixed`, with the
             projections of queries, keys and values and the last eighth of the MLPs in int8 and the others in int4 by
             groups of 32. Heads, embeddings, norms and routers stay unquantized. The directory is read tensor by tensor.
-        calibration: rows of tokens for the rounding of `quantize`, see `round_layerwise`; the directory is read layer
-            by layer. None: each weight is rounded to nearest.
+        calibration: rows of tokens for the rounding of `quantize`, see `quantize_layerwise`; the directory is read
+            layer by layer. None: each weight is rounded to nearest.
         base_model: directory or hub id of an adapter's base; None: as named in the adapter.
         progress: called with the number of files written and the total; only if `student` is a directory or hub id.
     """
@@ -265,7 +265,7 @@ def _export_quantized(
             if model.config.swiftkv_teacher_weights:
                 drop_teacher(model)
             lazy = LazyStudent(model, weights, {})
-            for name, values in round_layerwise(lazy, calibration, formats, dtype=dtype):
+            for name, values in quantize_layerwise(lazy, calibration, formats, dtype=dtype):
                 rounded.add(name)
                 yield make_stored_tensors(name, *values, formats[name][0])
         for name in names:
@@ -323,7 +323,7 @@ def _check_prefill_only(config: SwiftKVConfigMixin, source: str, teacher: bool) 
     """Raise `ModelError` if prefill runs all layers of the student, or vLLM does not serve its family."""
     refused = config.family.vllm_obstacle
     if teacher or refused or not config.layer_map.leaders:
-        why = "its teacher also decodes" if teacher else refused or "all layers compute their own K and V"
+        why = "teacher is true, and teacher mode also decodes" if teacher else refused or "its prompts run all layers"
         raise ModelError(
             f"{source!r} cannot be exported for prefill only: {why}; omit prefill_only",
             field="prefill_only",

@@ -133,7 +133,7 @@ class SwiftKVGenerationMixin(nn.Module):
         elif not self.config.shape.has_exit_head:
             refusal = "needs an exit head, which this model lacks; convert it with early_exit=True"
         elif not self.model.swiftkv_enabled:
-            refusal = "is the student's; call model.swiftkv(True)"
+            refusal = "works only in student mode; call model.swiftkv(True)"
         elif not supports_selection(self.config, TokenSelection(1)):
             refusal = f"needs eager, sdpa or flash attention, not {self.config._attn_implementation}"
         elif generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):

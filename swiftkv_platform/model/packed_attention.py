@@ -66,7 +66,7 @@ VarlenOperator = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Span:
+class DeepTokenSpan:
     """Consecutive deep tokens in a sample, such as an assistant message of a conversation and the deep tail of its
     prompt. All but `sample` are positions in the sample."""
 
@@ -125,7 +125,7 @@ class PackedLayout:
     """Cumulative lengths of the samples, int32 on the device; set if an operator is set."""
     query_tokens: Tensor | None = None
     """Tokens with queries, int64 [num_queries]; None: all."""
-    spans: tuple[Span, ...] | None = None
+    spans: tuple[DeepTokenSpan, ...] | None = None
     """Spans whose tokens have queries, for a student whose deep tokens have their own K and V; None: all tokens have
     queries. `query_tokens` then begins with the tokens of all spans."""
     num_tokens: int = 0
@@ -328,7 +328,7 @@ def _make_index_tensor(indices: list[int], device: torch.device) -> Tensor:
 
 def find_conversation_spans(
     counted: Sequence[bool | int], samples: Sequence[Sequence[int]], deep_tail: int = 1, *, overlapping: bool = False
-) -> list[Span]:
+) -> list[DeepTokenSpan]:
     """Return the spans of deep tokens in samples.
 
     Args:
@@ -337,14 +337,16 @@ def find_conversation_spans(
         deep_tail: number of the prompt's last tokens in each span; the last of them is counted.
         overlapping: whether a deep tail may begin inside an earlier answer, as in serving; else it begins after it.
     """
-    spans: list[Span] = []
+    spans: list[DeepTokenSpan] = []
     for sample in samples:
         # where an answer begins or ends: the flag differs from the previous token's
         flags = [False, *(bool(counted[token]) for token in sample), False]
         edges = [at for at, (before, here) in enumerate(pairwise(flags)) if before != here]
         previous_end = 0
         for first, stop in zip(edges[::2], edges[1::2], strict=True):
-            spans.append(Span(sample, max(first - deep_tail + 1, 0 if overlapping else previous_end), first, stop))
+            spans.append(
+                DeepTokenSpan(sample, max(first - deep_tail + 1, 0 if overlapping else previous_end), first, stop)
+            )
             previous_end = stop
     return spans
 

@@ -22,7 +22,7 @@ from swiftkv_platform.student_shape import LayerMap, StudentShape
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearShape:
     """A linear map, or the equal maps of a mixture of experts: `copies` in total, `active` per token."""
 
     in_features: int
@@ -53,12 +53,12 @@ class CacheEntry:
 class AttentionShape:
     """Shape of an attention module."""
 
-    query: tuple[Linear, ...]
-    key_value: tuple[Linear, ...]
+    query: tuple[LinearShape, ...]
+    key_value: tuple[LinearShape, ...]
     """Projections that make the cache entries."""
-    expansion: tuple[Linear, ...]
+    expansion: tuple[LinearShape, ...]
     """Projections from cache entries to keys and values at attention time (MLA only)."""
-    output: tuple[Linear, ...]
+    output: tuple[LinearShape, ...]
     num_heads: int
     """Query heads."""
     query_size: int
@@ -102,7 +102,7 @@ class Layer:
     """One decoder layer."""
 
     attention: AttentionShape
-    mlp: tuple[Linear, ...]
+    mlp: tuple[LinearShape, ...]
     """Router (if any), then gate, up and down projections of routed and shared experts."""
     window: int | None
     """Sliding window in tokens, including the query itself; None: no window."""
@@ -148,10 +148,10 @@ def _read_head_attention(family: Family, fields: ConfigFields, num_key_value_hea
     bias = fields.get_family_flag(family.input_bias)
     norms = {"head": (size, size), "all heads": (heads * size, kv_heads * size), None: (0, 0)}[family.query_key_norms]
     return AttentionShape(
-        query=(Linear(hidden, heads * size, bias),),
-        key_value=(Linear(hidden, kv_heads * size, bias),) * 2,
+        query=(LinearShape(hidden, heads * size, bias),),
+        key_value=(LinearShape(hidden, kv_heads * size, bias),) * 2,
         expansion=(),
-        output=(Linear(heads * size, hidden, fields.get_family_flag(family.output_bias)),),
+        output=(LinearShape(heads * size, hidden, fields.get_family_flag(family.output_bias)),),
         num_heads=heads,
         query_size=size,
         value_size=size,
@@ -168,14 +168,14 @@ def _read_latent_attention(family: Family, fields: ConfigFields, _num_key_value_
     value, rank = fields.get_count("v_head_dim", default=128), fields.get_count("kv_lora_rank", default=512)
     query_rank = fields.get_optional_count("q_lora_rank") if fields.has_key("q_lora_rank") else 1536
     bias = fields.get_family_flag(family.input_bias)
-    query: tuple[Linear, ...] = (Linear(hidden, heads * (nope + rope)),)
+    query: tuple[LinearShape, ...] = (LinearShape(hidden, heads * (nope + rope)),)
     if query_rank is not None:
-        query = (Linear(hidden, query_rank, bias), Linear(query_rank, heads * (nope + rope)))
+        query = (LinearShape(hidden, query_rank, bias), LinearShape(query_rank, heads * (nope + rope)))
     return AttentionShape(
         query=query,
-        key_value=(Linear(hidden, rank + rope, bias),),
-        expansion=(Linear(rank, heads * (nope + value)),),
-        output=(Linear(heads * value, hidden, fields.get_family_flag(family.output_bias)),),
+        key_value=(LinearShape(hidden, rank + rope, bias),),
+        expansion=(LinearShape(rank, heads * (nope + value)),),
+        output=(LinearShape(heads * value, hidden, fields.get_family_flag(family.output_bias)),),
         num_heads=heads,
         query_size=nope + rope,
         value_size=value,
@@ -187,22 +187,22 @@ def _read_latent_attention(family: Family, fields: ConfigFields, _num_key_value_
 
 def _make_gated_mlp(
     hidden: int, intermediate: int, *, bias: bool = False, copies: int = 1, active: int = 1
-) -> tuple[Linear, ...]:
-    into = Linear(hidden, intermediate, bias, copies, active)
-    return into, into, Linear(intermediate, hidden, bias, copies, active)
+) -> tuple[LinearShape, ...]:
+    into = LinearShape(hidden, intermediate, bias, copies, active)
+    return into, into, LinearShape(intermediate, hidden, bias, copies, active)
 
 
-def _read_gated_mlp(family: Family, fields: ConfigFields, _layer: int) -> tuple[Linear, ...]:
+def _read_gated_mlp(family: Family, fields: ConfigFields, _layer: int) -> tuple[LinearShape, ...]:
     hidden, intermediate = fields.get_count("hidden_size"), fields.get_count("intermediate_size")
     bias = fields.get_family_flag(family.mlp_bias)
     if family.has_fused_projections:
-        return Linear(hidden, 2 * intermediate, bias), Linear(intermediate, hidden, bias)
+        return LinearShape(hidden, 2 * intermediate, bias), LinearShape(intermediate, hidden, bias)
     return _make_gated_mlp(hidden, intermediate, bias=bias)
 
 
 def _read_experts(
     fields: ConfigFields, intermediate: int, *counts: str, defaults: tuple[int, int | None]
-) -> tuple[Linear, ...]:
+) -> tuple[LinearShape, ...]:
     """Router and experts of a layer."""
     hidden = fields.get_count("hidden_size")
     copies = fields.get_count(*counts, default=defaults[0])
@@ -213,15 +213,15 @@ def _read_experts(
             field="num_experts_per_tok",
             value=active,
         )
-    return (Linear(hidden, copies), *_make_gated_mlp(hidden, intermediate, copies=copies, active=active))
+    return (LinearShape(hidden, copies), *_make_gated_mlp(hidden, intermediate, copies=copies, active=active))
 
 
-def _read_mixtral_mlp(_family: Family, fields: ConfigFields, _layer: int) -> tuple[Linear, ...]:
+def _read_mixtral_mlp(_family: Family, fields: ConfigFields, _layer: int) -> tuple[LinearShape, ...]:
     intermediate = fields.get_count("intermediate_size")
     return _read_experts(fields, intermediate, "num_local_experts", "num_experts", defaults=(8, 2))
 
 
-def _read_qwen3_moe_mlp(family: Family, fields: ConfigFields, layer: int) -> tuple[Linear, ...]:
+def _read_qwen3_moe_mlp(family: Family, fields: ConfigFields, layer: int) -> tuple[LinearShape, ...]:
     dense = layer in (fields.get_sequence("mlp_only_layers") or ())
     if dense or (layer + 1) % fields.get_count("decoder_sparse_step", default=1):
         return _read_gated_mlp(family, fields, layer)
@@ -229,7 +229,7 @@ def _read_qwen3_moe_mlp(family: Family, fields: ConfigFields, layer: int) -> tup
     return _read_experts(fields, intermediate, "num_experts", "num_local_experts", defaults=(128, 8))
 
 
-def _read_deepseek_mlp(family: Family, fields: ConfigFields, layer: int) -> tuple[Linear, ...]:
+def _read_deepseek_mlp(family: Family, fields: ConfigFields, layer: int) -> tuple[LinearShape, ...]:
     if layer < (fields.get_optional_count("first_k_dense_replace", minimum=0) or 0):
         return _read_gated_mlp(family, fields, layer)
     intermediate = fields.get_count("moe_intermediate_size", default=1407)
@@ -326,7 +326,7 @@ _ATTENTION_READERS: Mapping[str, Callable[[Family, ConfigFields, int | None], At
     "head": _read_head_attention,
     "latent": _read_latent_attention,
 }
-_FEED_FORWARD_READERS: Mapping[str, Callable[[Family, ConfigFields, int], tuple[Linear, ...]]] = {
+_FEED_FORWARD_READERS: Mapping[str, Callable[[Family, ConfigFields, int], tuple[LinearShape, ...]]] = {
     "gated": _read_gated_mlp,
     "gated_gelu": _read_gated_mlp,
     "mixtral": _read_mixtral_mlp,
@@ -367,7 +367,7 @@ def read_architecture(source: ConfigSource, shape: StudentShape | None = None) -
 
 
 @dataclass(frozen=True)
-class Parameters:
+class ParameterCounts:
     """Parameter counts of a student. Tied embeddings count once."""
 
     frozen: int
@@ -395,7 +395,7 @@ def count_dense_parameters(model: Architecture) -> int:
     return layers + _count_embedding_parameters(model) + model.hidden_size
 
 
-def count_student_parameters(model: Architecture, layer_map: LayerMap, trainable: Trainable = "qkv") -> Parameters:
+def count_student_parameters(model: Architecture, layer_map: LayerMap, trainable: Trainable = "qkv") -> ParameterCounts:
     """Count the parameters of a student during distillation, with its teacher's projections."""
     # 1. new tensors: query and output projections per layer, KV projections per group, norm, exit head
     hidden, vocabulary = model.hidden_size, model.vocab_size * model.hidden_size
@@ -434,7 +434,7 @@ def count_student_parameters(model: Architecture, layer_map: LayerMap, trainable
     )
     projecting = own.decode_parameters + own.key_norms
     runs = split_by_size([projecting] * len(layer_map.leaders), largest)
-    return Parameters(
+    return ParameterCounts(
         frozen=total - trained,
         trained=trained,
         root=_count_embedding_parameters(model) + hidden + norm + exit_head,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import Any
 
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec, RowTaskSpec
 from swiftkv_platform.specs.evaluation import get_task_name_and_data_dir
 
@@ -57,7 +57,7 @@ _MMLU_GROUPS = frozenset({"builtin:mmlu", "mmlu", "mmlu_llama", "mmlu_cot_llama"
 """MMLU groups. `task_limit` applies to each of their subjects."""
 
 
-class TaskForecast(FrozenModel):
+class TaskForecast(FrozenBaseModel):
     """Losses that the gate on one task can detect."""
 
     task: str
@@ -68,14 +68,14 @@ class TaskForecast(FrozenModel):
     limit: float | None
     """Limit in points (0 to 100); None if it depends on an unknown number of samples."""
     excluded: float | None
-    """Smallest true loss in points that the samples can exclude, see `find_excludable_loss`."""
+    """Smallest true loss in points that the samples can exclude, see `compute_min_detectable_drop`."""
     samples_needed: int | None
     """Samples that a student without a loss needs to pass; None if the task has enough, or if unknown."""
     passes_worse: float | None
     """Probability that the gate passes a student that loses `WORSE_STUDENT_LOSS` points; None if unknown."""
 
 
-def find_excludable_loss(num_samples: int, *, num_gates: int = 1) -> float:
+def compute_min_detectable_drop(num_samples: int, *, num_gates: int = 1) -> float:
     """Return the smallest true loss that `num_samples` paired samples can exclude, in points (0 to 100).
 
     A gate passes if the whole 95% interval (Agresti and Min's, `evaluation.paired`) is within the limit. With this loss
@@ -112,13 +112,15 @@ def compute_false_pass_probability(gates: Sequence[Mapping[str, Any]]) -> float 
 
 def compute_default_limit(num_samples: int, *, num_gates: int) -> float:
     """Return the limit of `auto` in points for a task that scores shares. `num_gates`: see `count_task_gates`."""
-    return _clamp_limit(DEFAULT_DROP_RANGE, find_excludable_loss(num_samples, num_gates=num_gates))
+    return _clamp_limit(DEFAULT_DROP_RANGE, compute_min_detectable_drop(num_samples, num_gates=num_gates))
 
 
 def compute_default_needle_limit(num_samples: int) -> float:
     """Return the default limit for one length of needle prompts, in points. Needles do not count as gates on tasks,
     since only a tokenizer decides whether they exist. They have few samples, so the limit is wide."""
-    return _clamp_limit(DEFAULT_NEEDLE_DROP_RANGE, find_excludable_loss(num_samples, num_gates=_MAX_NEEDLE_GATES))
+    return _clamp_limit(
+        DEFAULT_NEEDLE_DROP_RANGE, compute_min_detectable_drop(num_samples, num_gates=_MAX_NEEDLE_GATES)
+    )
 
 
 def _clamp_limit(bounds: tuple[float, float], loss: float) -> float:
@@ -131,11 +133,11 @@ def find_min_samples_to_exclude(loss: float, *, num_gates: int = 1) -> int | Non
     if loss <= 0.0:
         return None
     low, high = 0, 1
-    while find_excludable_loss(high, num_gates=num_gates) > loss:
+    while compute_min_detectable_drop(high, num_gates=num_gates) > loss:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        if find_excludable_loss(middle, num_gates=num_gates) > loss:
+        if compute_min_detectable_drop(middle, num_gates=num_gates) > loss:
             low = middle
         else:
             high = middle
@@ -177,7 +179,7 @@ def _forecast_needle_gate(length: int, spec: EvaluationSpec) -> TaskForecast:
 def _make_forecast(name: str, field: str, samples: int | None, limit: float | None, num_gates: int) -> TaskForecast:
     excluded = needed = worse = None
     if samples is not None:
-        excluded = round(find_excludable_loss(samples, num_gates=num_gates), 2)
+        excluded = round(compute_min_detectable_drop(samples, num_gates=num_gates), 2)
         if limit is not None and excluded > limit:
             needed = find_min_samples_to_exclude(limit, num_gates=num_gates)
         if limit is not None:

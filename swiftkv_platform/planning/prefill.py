@@ -19,10 +19,10 @@ from dataclasses import astuple, dataclass
 from typing import Any, Literal, get_args
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.planning.architecture import Architecture, AttentionShape, Linear, read_architecture
+from swiftkv_platform.frozen import FrozenBaseModel
+from swiftkv_platform.planning.architecture import Architecture, AttentionShape, LinearShape, read_architecture
 from swiftkv_platform.planning.config import ConfigSource
-from swiftkv_platform.student_shape import LayerMap, ShapeRequest, StudentShape, refuse_bypass_with_latents
+from swiftkv_platform.student_shape import LayerMap, RequestedStudentShape, StudentShape, refuse_bypass_with_latents
 
 KVCacheDtype = Literal["float32", "bfloat16", "float16", "fp8", "int8"]
 
@@ -114,7 +114,7 @@ def count_forward_flops(
         past: cached tokens.
         square: count attention over all cached keys, as in plain matrix products.
     """
-    total = Flops(vocabulary=num_logits * Linear(model.hidden_size, model.vocab_size).flops)
+    total = Flops(vocabulary=num_logits * LinearShape(model.hidden_size, model.vocab_size).flops)
     leaders, bypassed_layers = frozenset(layer_map.leaders), frozenset(layer_map.bypassed_layers)
     cache = list_cache_layers(model, layer_map)
     for i, layer in enumerate(model.layers):
@@ -157,7 +157,7 @@ def count_prefill_flops(
     layers = count_forward_flops(
         model, layer_map, num_tokens=sequence_length, num_selected=num_deep - 1, num_logits=0, square=square
     )
-    embedding_and_head = 2 * Linear(model.hidden_size, model.vocab_size).flops
+    embedding_and_head = 2 * LinearShape(model.hidden_size, model.vocab_size).flops
     return layers + Flops(vocabulary=sequence_length * embedding_and_head)
 
 
@@ -169,11 +169,11 @@ def count_attention_pairs(num_queries: int, past: int, window: int | None) -> in
     return num_unlimited * past + num_unlimited * (num_unlimited + 1) // 2 + (num_queries - num_unlimited) * window
 
 
-def sum_linear_flops(maps: tuple[Linear, ...]) -> int:
+def sum_linear_flops(maps: tuple[LinearShape, ...]) -> int:
     return sum(linear.flops for linear in maps)
 
 
-class Components(FrozenModel):
+class Components(FrozenBaseModel):
     """FLOPs per token by component."""
 
     vocabulary: float
@@ -190,7 +190,7 @@ class Components(FrozenModel):
         return cls(**vars(flops), total=flops.total)
 
 
-class PrefillComparison(FrozenModel):
+class PrefillComparison(FrozenBaseModel):
     """FLOPs per token of teacher and student."""
 
     dense: Components
@@ -201,7 +201,7 @@ class PrefillComparison(FrozenModel):
         return self.swiftkv.total / self.dense.total
 
 
-class Plan(FrozenModel):
+class Plan(FrozenBaseModel):
     """Cost of a student against its teacher on a prompt of `sequence_length` tokens."""
 
     model_type: str
@@ -264,7 +264,7 @@ def plan(
             num_key_value_layers, prefill_layers = shape.num_key_value_layers, shape.swiftkv_prefill_layers
         if key_value_group_size is None:
             key_value_group_size = 1 if shape is None else shape.key_value_group_size
-        shape = ShapeRequest(
+        shape = RequestedStudentShape(
             num_key_value_layers=num_key_value_layers,
             key_value_group_size=key_value_group_size,
             prefill_layers=prefill_layers,
@@ -329,7 +329,7 @@ def resolve_layer_map(model: Architecture, shape: StudentShape | None = None) ->
     """Return the layer map of `shape`; None: of the student in `model`, or of the default shape with l = L / 2. Raises
     `InvalidInputError` for a shape that does not fit the model."""
     num_layers = len(model.layers)
-    layer_map = LayerMap(num_layers, shape or model.student or ShapeRequest().resolve(num_layers))
+    layer_map = LayerMap(num_layers, shape or model.student or RequestedStudentShape().resolve(num_layers))
     if layer_map.bypassed_layers and model.shared_attention.expansion:
         refuse_bypass_with_latents(layer_map.prefill_layers, model.model_type)
     return layer_map

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.planning.architecture import (
     Architecture,
     AttentionShape,
@@ -47,7 +47,7 @@ class ServingSetup:
     """Share of the memory for activations, kernels and the allocator."""
 
 
-class Capacity(FrozenModel):
+class Capacity(FrozenBaseModel):
     """Capacity of one GPU, in bytes, blocks, tokens and sequences."""
 
     weights_bytes: int
@@ -61,7 +61,7 @@ class Capacity(FrozenModel):
     """Concurrent sequences of `sequence_length` tokens."""
 
 
-class ServingPlan(FrozenModel):
+class ServingPlan(FrozenBaseModel):
     """Capacity for a student exported without its teacher's projections, and for its teacher."""
 
     num_key_value_layers: int

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.planning.architecture import (
     Architecture,
     Layer,
-    Linear,
-    Parameters,
+    LinearShape,
+    ParameterCounts,
     count_student_parameters,
     read_architecture,
 )
@@ -154,7 +154,7 @@ class TrainingSetup:
         return self.sequence_parallel_size == 1 and not self.compiled
 
     @property
-    def entering_share(self) -> float:
+    def deep_position_share(self) -> float:
         """Share of positions that run the student's layers >= l as deep tokens."""
         return self.counted_share if self.deep_share is None else self.deep_share
 
@@ -184,7 +184,7 @@ _NUM_HIDDEN_STATES = 5
 """Hidden states around a layer in a forward pass: input, output, x, the teacher's result, the residual."""
 
 
-class TrainingFlops(FrozenModel):
+class TrainingFlops(FrozenBaseModel):
     """FLOPs per trained token."""
 
     lower: float
@@ -200,7 +200,7 @@ class TrainingFlops(FrozenModel):
     total: float
 
 
-class TrainingPlan(FrozenModel):
+class TrainingPlan(FrozenBaseModel):
     """Cost of distilling a student."""
 
     num_key_value_layers: int
@@ -292,7 +292,7 @@ def count_training_flops(model: Architecture, layer_map: LayerMap, setup: Traini
     student = backward = recomputed = 0.0
     own, tail, only_shared = model.shared_attention, setup.trainable in TRAINABLE_LAYERS, setup.trainable == "kv"
     trains_x = setup.trainable == "all"
-    share = setup.entering_share if setup.skips_uncounted else 1.0
+    share = setup.deep_position_share if setup.skips_uncounted else 1.0
     if setup.trainable == "all" or layer_map.bypassed_layers:  # the teacher runs these layers itself
         teacher += needs_teacher * lower
     # Prompt tokens run through bypassed layers too, but only their K and V are used. Deep tokens run separately.
@@ -305,7 +305,7 @@ def count_training_flops(model: Architecture, layer_map: LayerMap, setup: Traini
     lower += deep_lower
     for i, layer in enumerate(model.layers[first:], start=first):
         query = share * sum_linear_flops(own.query)
-        attention = _count_attention_flops(layer, setup, setup.entering_share if layer_map.deep_leaders else 1.0)
+        attention = _count_attention_flops(layer, setup, setup.deep_position_share if layer_map.deep_leaders else 1.0)
         leads, written = i in layer_map.leaders, (i in layer_map.deep_leaders) * share
         key_value = leads * sum_linear_flops(own.key_value)
         expansion = leads * (1 + written) * sum_linear_flops(own.expansion)
@@ -323,7 +323,7 @@ def count_training_flops(model: Architecture, layer_map: LayerMap, setup: Traini
         projections += (2 if trains_x or model.has_input_norm else 1) * key_value
         backward += projections + 2 * attention - into_query + (1 + tail) * rest
         recomputed += query + deep + attention + rest
-    head = Linear(model.hidden_size, model.vocab_size).flops
+    head = LinearShape(model.hidden_size, model.vocab_size).flops
     logits = 3 if setup.objective == "logits" else 2  # student, its gradient, teacher
     # The exit head is trained, and computes the teacher's logits again.
     heads = setup.counted_share * (logits + 4 * layer_map.shape.has_exit_head) * head
@@ -349,7 +349,7 @@ def _count_deep_layer_flops(layer: Layer, setup: TrainingSetup, share: float) ->
     """Return the FLOPs per token of a layer for deep tokens, the last ones of their sample."""
     attention = layer.attention
     maps = (*attention.query, *attention.key_value, *attention.output, *layer.mlp)
-    return share * sum_linear_flops(maps) + _count_attention_flops(layer, setup, setup.entering_share)
+    return share * sum_linear_flops(maps) + _count_attention_flops(layer, setup, setup.deep_position_share)
 
 
 def _count_attention_flops(layer: Layer, setup: TrainingSetup, query_share: float = 1.0) -> float:
@@ -360,7 +360,7 @@ def _count_attention_flops(layer: Layer, setup: TrainingSetup, query_share: floa
     return pairs * layer.attention.flops_per_pair / sum(number * length for length, number in samples)
 
 
-class WorkerMemory(FrozenModel):
+class WorkerMemory(FrozenBaseModel):
     """Bytes on one worker's device; without a GPU, in its host memory."""
 
     frozen: int
@@ -386,7 +386,7 @@ class WorkerMemory(FrozenModel):
 
 
 def compute_worker_memory(
-    model: Architecture, layer_map: LayerMap, parameters: Parameters, setup: TrainingSetup
+    model: Architecture, layer_map: LayerMap, parameters: ParameterCounts, setup: TrainingSetup
 ) -> WorkerMemory:
     dtype_bytes = 2 if setup.dtype == "bfloat16" else FLOAT32_BYTES
     shards = setup.num_workers
@@ -457,7 +457,7 @@ def compute_worker_memory(
     )
 
 
-def compute_gathered_bytes(parameters: Parameters, dtype_bytes: int, *, units: int) -> int:
+def compute_gathered_bytes(parameters: ParameterCounts, dtype_bytes: int, *, units: int) -> int:
     """Bytes of the weights that a sharded worker has whole: those outside the layers for a whole pass, and of layers
     `units` at a time.
 
@@ -494,7 +494,7 @@ def compute_activation_bytes(model: Architecture, layer_map: LayerMap, setup: Tr
     if setup.trainable == "all":  # deep tokens run once more through the layers from the first gap on
         for i in range(layer_map.first_bypassed_layer, first):
             layer_bytes = _compute_layer_bytes(model, model.layers[i], setup, dtype_bytes, has_gradient=True)
-            per_token += round(setup.entering_share * (layer_bytes + dtype_bytes * cached)) + dtype_bytes * cached
+            per_token += round(setup.deep_position_share * (layer_bytes + dtype_bytes * cached)) + dtype_bytes * cached
             # of prompts that bypass the layer, only its normalized input remains
             if i in layer_map.bypassed_layers:
                 per_token -= layer_bytes - (dtype_bytes + FLOAT32_BYTES) * hidden

@@ -109,7 +109,8 @@ def _format_origin(lineage: Mapping[str, Any], report: Mapping[str, Any]) -> str
     lines = ["## Training", "", f"- data: {data or 'unknown'}"]
     lines.append(f"- prompts run {shape}; {swiftkv.get('key_value_group_size', 1)} layers share a KV cache layer")
     if swiftkv.get("decode_key_value") == "own":
-        lines.append("- skipped layers compute their own KV for generated tokens; quality is measured after a prompt")
+        generated = "layers that prompts skip compute K and V of generated tokens"
+        lines.append(f"- {generated}; quality is measured on text after a prompt")
     if (deep_tail := swiftkv.get("deep_tail", 1)) > 1:
         lines.append(f"- the last {deep_tail} tokens of a prompt run all layers")
     if report.get("tokens_trained") is not None:

@@ -28,7 +28,7 @@ from swiftkv_platform.security.operator_files import ReloadedFile
 from swiftkv_platform.security.principals import MAX_TIME, NAME_PATTERN, Principal, Scope
 
 if TYPE_CHECKING:
-    from swiftkv_platform.security.tokens import TokenVerifier
+    from swiftkv_platform.security.tokens import JWTVerifier
 
 
 KEY_PREFIX = "skv_"
@@ -229,7 +229,7 @@ class Credentials:
     """Accepted credentials: API keys, OIDC tokens, or both."""
 
     key_ring: KeyRing | None
-    tokens: TokenVerifier | None
+    tokens: JWTVerifier | None
 
     @property
     def operator_files(self) -> Mapping[str, Callable[[], bool]]:
@@ -239,7 +239,7 @@ class Credentials:
 
     def authenticate(self, authorization: str | None) -> Principal:
         """Return the caller. May wait for a token's issuer. Raises `UnauthenticatedError`."""
-        if self.tokens is not None and has_token(authorization):
+        if self.tokens is not None and is_jwt_header(authorization):
             token = parse_bearer_token(authorization)
             if self.key_ring is None or self.key_ring.find_key(token) is None:
                 return self.tokens.authenticate(token)
@@ -261,13 +261,13 @@ def open_credentials(
         return None
     tokens = None
     if oidc_file is not None:
-        from swiftkv_platform.security.tokens import TokenVerifier  # imports libraries that only tokens need
+        from swiftkv_platform.security.tokens import JWTVerifier  # imports libraries that only tokens need
 
-        tokens = TokenVerifier(oidc_file)
+        tokens = JWTVerifier(oidc_file)
     return Credentials(None if api_keys_file is None else KeyRing(api_keys_file, clock=clock), tokens)
 
 
-def has_token(authorization: str | None) -> bool:
+def is_jwt_header(authorization: str | None) -> bool:
     """Whether a header contains a JSON Web Token rather than an API key."""
     token = parse_bearer_token(authorization)
     return token.count(".") == 2 and not token.startswith(KEY_PREFIX)

@@ -8,7 +8,7 @@ from typing import Annotated, Protocol
 from pydantic import Field
 
 from swiftkv_platform.errors import ForbiddenError
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 """Pattern of the names of keys, tenants and issuers."""
@@ -31,7 +31,7 @@ class Scope(StrEnum):
     """All scopes."""
 
 
-class Principal(FrozenModel):
+class Principal(FrozenBaseModel):
     """A caller, authenticated by a key or a token."""
 
     name: str

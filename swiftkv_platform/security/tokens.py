@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from pydantic import AfterValidator, Field, model_validator
 
 from swiftkv_platform.errors import UnauthenticatedError
-from swiftkv_platform.frozen import FiniteModel
+from swiftkv_platform.frozen import FiniteBaseModel
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.operator_files import ReloadedFile
 from swiftkv_platform.security.principals import MAX_TIME, NAME_PATTERN, Principal, Scope
@@ -48,7 +48,7 @@ def _validate_address(url: str) -> str:
 IssuerAddress = Annotated[str, AfterValidator(_validate_address)]
 
 
-class Issuer(FiniteModel):
+class Issuer(FiniteBaseModel):
     """A trusted issuer, and the mapping of its claims to tenant and scopes."""
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -109,7 +109,7 @@ class Issuer(FiniteModel):
         return frozenset(word for word in words if isinstance(word, str)) if isinstance(words, list) else frozenset()
 
 
-class Issuers(FiniteModel):
+class Issuers(FiniteBaseModel):
     """Content of the file at `SWIFTKV_OIDC_FILE`."""
 
     issuers: Annotated[tuple[Issuer, ...], Field(min_length=1)]
@@ -297,7 +297,7 @@ class TokenHolder(Principal):
         return self.name
 
 
-class TokenVerifier:
+class JWTVerifier:
     """Verifies tokens of the issuers in the last valid version of a file.
 
     Raises `InvalidInputError` if its first version is invalid. An issuer is contacted only when its first token
@@ -330,7 +330,7 @@ class TokenVerifier:
         issuer, keys = self._file.content.get(issuer_claim if isinstance(issuer_claim, str) else "", (None, None))
         if issuer is None or keys is None:
             raise _make_error("the token's issuer is not trusted here")
-        return _make_principal(_verify_token(token, header, issuer, keys), issuer)
+        return _make_principal(_verify_jwt(token, header, issuer, keys), issuer)
 
     def _parse(self, content: bytes) -> dict[str, tuple[Issuer, SigningKeys]]:
         try:
@@ -347,7 +347,7 @@ class TokenVerifier:
         return self._keys[cache_key]
 
 
-def _verify_token(token: str, header: dict[str, Any], issuer: Issuer, keys: SigningKeys) -> dict[str, Any]:
+def _verify_jwt(token: str, header: dict[str, Any], issuer: Issuer, keys: SigningKeys) -> dict[str, Any]:
     """Check signature, times and audience of a token and return its claims. Raises `UnauthenticatedError`."""
     algorithm, key_id = header.get("alg"), header.get("kid")
     if algorithm not in issuer.algorithms:

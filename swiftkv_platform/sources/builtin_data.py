@@ -26,7 +26,7 @@ _SKIPPED_DIRECTORIES = frozenset(
 
 
 @dataclass(frozen=True)
-class Module:
+class LibraryModule:
     """One source file of the standard library."""
 
     name: str
@@ -46,7 +46,7 @@ def is_held_out_module(module_name: str) -> bool:
     return int.from_bytes(digest[:8], "big") % 100 < HELD_OUT_PERCENT
 
 
-def read_standard_library(*, root: Path | None = None) -> Iterator[Module]:
+def read_standard_library(*, root: Path | None = None) -> Iterator[LibraryModule]:
     """Yield the modules below `root` (default: the interpreter's standard library) in sorted order of path."""
     directory = Path(sysconfig.get_path("stdlib")) if root is None else root
     for path in sorted(directory.rglob("*.py")):
@@ -58,7 +58,7 @@ def read_standard_library(*, root: Path | None = None) -> Iterator[Module]:
         except UnicodeDecodeError:
             continue  # codec test data in another encoding is not text for this tokenizer
         if text.strip():
-            yield Module(".".join(relative.with_suffix("").parts).removesuffix(".__init__"), text)
+            yield LibraryModule(".".join(relative.with_suffix("").parts).removesuffix(".__init__"), text)
 
 
 HELD_OUT_TOPIC_DIVISOR = 5

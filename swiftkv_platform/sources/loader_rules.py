@@ -279,12 +279,12 @@ def clean_config(values: Mapping[str, Any]) -> dict[str, Any]:
     return cleaned | ({"transformers_version": version} if isinstance(version, str) and is_word(version) else {})
 
 
-def clean_generation(values: Mapping[str, Any]) -> dict[str, Any]:
+def clean_generation_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a cleaned `generation_config.json`: numbers and names of modes. Raises `ModelError`."""
     return _GENERATION_RULES.clean_values(GENERATION, values)
 
 
-def clean_tokenizer(values: Mapping[str, Any], *, has_file: bool) -> dict[str, Any]:
+def clean_tokenizer_config(values: Mapping[str, Any], *, has_file: bool) -> dict[str, Any]:
     """Return a cleaned `tokenizer_config.json`. `has_file`: whether there is a `tokenizer.json`, which then defines the
     tokenizer. Raises `ModelError` if it names files or an unsupported class."""
     cleaned = _select_custom_tokens(values) | _TOKENIZER_RULES.clean_values(TOKENIZER_CONFIG, values)

@@ -37,7 +37,7 @@ CleanFile = Callable[[Mapping[str, Any]], dict[str, Any]]
 _PICKLED_INDEX = "pytorch_model.bin.index.json"
 _CLEAN_BY_FILE: Mapping[str, CleanFile] = {
     rules.CONFIG: rules.clean_config,
-    rules.GENERATION: rules.clean_generation,
+    rules.GENERATION: rules.clean_generation_config,
     rules.SPECIAL_TOKENS: rules.clean_special_tokens,
     rules.ADDED_TOKENS: rules.clean_added_tokens,
     rules.INDEX: rules.clean_index,
@@ -132,7 +132,7 @@ def _clean_files(directory: Path, names: tuple[str, ...] | None) -> dict[str, st
     has_file = (directory / rules.TOKENIZER).is_file()
     values = _read_json(directory, rules.TOKENIZER_CONFIG)
     if has_file or values is not None:
-        documents[rules.TOKENIZER_CONFIG] = rules.clean_tokenizer(values or {}, has_file=has_file)
+        documents[rules.TOKENIZER_CONFIG] = rules.clean_tokenizer_config(values or {}, has_file=has_file)
     kind = documents.get(rules.CONFIG, {}).get("model_type")
     if names is None and get_teacher_type(kind) not in FAMILIES:
         for name in _PREPROCESSORS:

@@ -287,7 +287,7 @@ def refuse_relative_paths(spec: JobSpec, *, relative_paths: bool) -> None:
     _map_names(spec, require_absolute)
 
 
-def make_windows_absolute(spec: JobSpec, now: float) -> JobSpec:
+def resolve_traffic_windows(spec: JobSpec, now: float) -> JobSpec:
     """Return the spec with absolute times for all captured traffic, see `DataSourceSpec.resolve_window`. Raises
     `InvalidInputError` for an empty window.
 

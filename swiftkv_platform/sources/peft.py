@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import ConfigDict, PositiveInt, ValidationError, field_validator
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
-from swiftkv_platform.frozen import FiniteModel
+from swiftkv_platform.frozen import FiniteBaseModel
 from swiftkv_platform.sources.loader_rules import ADAPTER_FILE
 from swiftkv_platform.sources.names import Access, ModelSource, PathSource, check_revision, is_relative
 from swiftkv_platform.sources.untrusted_files import UNBOUNDED, Boundary, UnusableFileError, read_object
@@ -37,7 +37,7 @@ _IGNORED_FIELDS = frozenset(
 change the model, so it is refused."""
 
 
-class LoraConfig(FiniteModel):
+class LoraConfig(FiniteBaseModel):
     """The fields of a LoRA adapter that its merge depends on."""
 
     model_config = ConfigDict(extra="ignore")
@@ -132,7 +132,7 @@ def refuse_peft_adapter(directory: Path, name: str, *, field: str) -> None:
         )
 
 
-def parse_base(lora: LoraConfig, access: Access) -> ModelSource:
+def parse_base_model(lora: LoraConfig, access: Access) -> ModelSource:
     """Return where an adapter's base model is. Raises `InvalidInputError` for a relative path, which depends on the
     process, for an invalid revision, and as `Access.parse_model`."""
     if lora.revision is not None:

@@ -19,7 +19,7 @@ from swiftkv_platform.sources.peft import (
     BASE_FIELD,
     LoraConfig,
     explain_base_errors,
-    parse_base,
+    parse_base_model,
     parse_lora_config,
     read_lora_config,
     refuse_peft_adapter,
@@ -49,7 +49,7 @@ def read_teacher_config(
     if adapter is None:
         return _read_config(source, read_object, field=field, access=access)
     with explain_base_errors(field, name):
-        return _read_config(parse_base(adapter, access), read_object, field=BASE_FIELD, access=access)
+        return _read_config(parse_base_model(adapter, access), read_object, field=BASE_FIELD, access=access)
 
 
 def find_adapter(

@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from swiftkv_platform.frozen import FiniteModel
+from swiftkv_platform.frozen import FiniteBaseModel
 from swiftkv_platform.limits import KEPT_CHECKPOINTS
 
 MAX_SEED = (1 << 63) - 1
@@ -210,7 +210,7 @@ Label = Annotated[str, Field(min_length=1, max_length=128, pattern=r'^[^"\\\x00-
 LabelValue = Annotated[str, Field(max_length=4096)]
 
 
-class Spec(FiniteModel):
+class Spec(FiniteBaseModel):
     """Section of a spec. Every number and text has bounds (`tests/unit/specs/test_limits.py`)."""
 
     @field_validator("*")

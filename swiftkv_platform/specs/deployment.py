@@ -11,7 +11,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 
 from pydantic import ConfigDict, Field, model_validator
 
-from swiftkv_platform.frozen import FiniteModel
+from swiftkv_platform.frozen import FiniteBaseModel
 from swiftkv_platform.specs.base import (
     CaptureBytes,
     DelaySeconds,
@@ -40,7 +40,7 @@ ToolCallParser = Literal["hermes", "smollm2", "llama3", "mistral", "mistral_v11"
 ModelName = Annotated[str, Field(min_length=1)]
 
 
-class CandidateSpec(FiniteModel):
+class CandidateSpec(FiniteBaseModel):
     """A second model in every replica, with its own weights and KV cache."""
 
     model: ModelName
@@ -53,7 +53,7 @@ RedactedKind = Literal["email", "phone", "credit_card", "ip_address", "secret"]
 """Kinds of passages in captured texts. `secret`: API keys, bearer tokens, passwords and PEM blocks."""
 
 
-class CaptureSpec(FiniteModel):
+class CaptureSpec(FiniteBaseModel):
     """Storage of a share of the requests with their answers, to train and compare models on."""
 
     share: Share
@@ -67,13 +67,13 @@ class CaptureSpec(FiniteModel):
     """Kinds of passages to replace by `[email]` and so on before storage; `[]`: none. Finds usual forms only."""
 
 
-class AdapterSpec(FiniteModel):
+class AdapterSpec(FiniteBaseModel):
     """A student that shares the base of a deployment's model."""
 
     model: ModelName
     """`mdl_` id, `job_` id, unique name or alias of a model that is an adapter. Responses contain the `mdl_` id."""
     name: Annotated[str, Field(min_length=1, max_length=100)] | None = None
-    """Another value of a request's `model` for this adapter."""
+    """Additional name by which requests can select this adapter in `model`."""
 
 
 MAX_ADAPTERS = 256
@@ -89,7 +89,7 @@ Capture = TypeVar("Capture", bound=CaptureSpec)
 Adapter = TypeVar("Adapter", bound=AdapterSpec | str)
 
 
-class ServedSpec(FiniteModel, Generic[Engine, Candidate, Adapter, Capture]):
+class ServedSpec(FiniteBaseModel, Generic[Engine, Candidate, Adapter, Capture]):
     """Models and options that running replicas can change without downtime."""
 
     model: Annotated[ModelName, PatchRule("Loaded next to the running model, then swapped in; no request fails.")]
@@ -98,8 +98,8 @@ class ServedSpec(FiniteModel, Generic[Engine, Candidate, Adapter, Capture]):
     engine: Annotated[
         Engine,
         PatchRule(
-            "Only given options change; null resets an option, or all. Reloads the model without downtime; another "
-            "device or number of cores replaces the replicas."
+            "Changes only the given options. Null for an option resets it; null for `engine` resets all options. "
+            "Reloads the model without downtime; a change of device or number of cores replaces the replicas."
         ),
     ] = Field(default={}, validate_default=True)
     """Engine options."""
@@ -117,8 +117,8 @@ class ServedSpec(FiniteModel, Generic[Engine, Candidate, Adapter, Capture]):
         tuple[Adapter, ...] | None,
         Field(max_length=MAX_ADAPTERS),
         PatchRule(
-            "Replaces the list. Adapters are loaded and unloaded while the model serves; only the first list and "
-            "null reload it."
+            "Replaces the list. Adapters are loaded and unloaded while the model serves. The model itself is reloaded "
+            "only when the first list is set, or when the list is set to null."
         ),
     ] = None
     """Further students of the same base model, named by `model` in requests: ids, or objects with `model` and `name`.
@@ -174,7 +174,7 @@ _ADAPTER_OPTIONS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 """Engine options with adapters: name, accepted values, reason."""
 
 
-class ScalingSpec(FiniteModel):
+class ScalingSpec(FiniteBaseModel):
     """Autoscaling of replicas; names as in Ray Serve's `autoscaling_config`."""
 
     min_replicas: MinReplicas = 1

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ValidationInfo, field_validator
 
-from swiftkv_platform.frozen import FiniteModel
+from swiftkv_platform.frozen import FiniteBaseModel
 from swiftkv_platform.limits import WAITING_SEQUENCES
 from swiftkv_platform.specs.base import (
     MAX_GRAMMAR_BYTES,
@@ -38,7 +38,7 @@ NATIVE_ONLY_VALUES: dict[str, tuple[Any, ...]] = {
 """Option values that vLLM does not support, by option."""
 
 
-class EngineConfig(FiniteModel):
+class EngineConfig(FiniteBaseModel):
     """Options for loading and running a model. Unknown options are refused."""
 
     backend: Literal["auto", "native", "vllm"] = "auto"
@@ -84,8 +84,8 @@ class EngineConfig(FiniteModel):
     """On a CPU in bfloat16, use this project's kernels for matrix products, attention, norms, RoPE and SiLU, compiled
     on first use. False, without a C++ compiler or without AVX2: use PyTorch's."""
     max_num_waiting: NumWaiting = WAITING_SEQUENCES.default
-    """Max waiting sequences per caller, less half of all other callers' waiting ones; further ones are refused. Each of
-    a request's `n` samples counts."""
+    """Max waiting sequences per caller, minus half of the waiting sequences of all other callers; further requests are
+    refused. Each of a request's `n` samples is a sequence."""
     max_waiting_prompt_tokens: NumTokens | None = None
     """Max waiting prompt tokens per caller, less half of all other callers' waiting ones; further requests are refused.
     Null: only `max_num_waiting` limits the queue."""

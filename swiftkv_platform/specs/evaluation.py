@@ -226,8 +226,8 @@ class EvaluationSpec(Spec):
     """Gate: min share of held-out positions where teacher and student have the same most likely token. `auto`: 0.8 for
     instruction-tuned models, none for others."""
     min_kl_reduction: Annotated[float, Field(ge=-1.0, lt=1.0)] | None = None
-    """Gate: min share by which held-out KL is below that of `training.from` on the same text, such as 0.1; 0: not
-    above. Null: no gate."""
+    """Gate: min relative reduction of held-out KL compared with `training.from` on the same text, e.g. 0.1 for 10%
+    lower; 0: not higher. Null: no gate."""
     max_needle_drop: NonNegative | Literal["auto"] | None = "auto"
     """Gate: `max_drop` for `needle_lengths` at which the teacher finds 80% or more; `auto`: 5 to 20 points."""
     max_drop: NonNegative | Literal["auto"] | None = "auto"
@@ -268,11 +268,11 @@ def compute_points_lost(teacher: float, student: float, *, higher_is_better: boo
 def compute_points_per_unit(teacher: float, student: float, *, higher_is_better: bool) -> float:
     """Return the points of `compute_points_lost` for each unit by which the student's score is below the teacher's;
     negative if lower is better."""
-    whole = 1.0 if is_share(teacher, student, higher_is_better=higher_is_better) else abs(teacher) or 1.0
+    whole = 1.0 if uses_percentage_points(teacher, student, higher_is_better=higher_is_better) else abs(teacher) or 1.0
     return (100.0 if higher_is_better else -100.0) / whole
 
 
-def is_share(teacher: float, student: float, *, higher_is_better: bool) -> bool:
+def uses_percentage_points(teacher: float, student: float, *, higher_is_better: bool) -> bool:
     """Whether losses are in percentage points: higher is better, and both scores are within 0..1."""
     return higher_is_better and 0.0 <= teacher <= 1.0 and 0.0 <= student <= 1.0
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.specs.base import (
     STORED_CONTEXT,
     Count,
@@ -46,7 +46,7 @@ Status = Literal[
 ]
 
 
-class WebhookSpec(FrozenModel):
+class WebhookSpec(FrozenBaseModel):
     """Webhook for a job's status changes."""
 
     url: HttpUrl
@@ -94,7 +94,7 @@ def _validate_target(target: str) -> str:
 Target = Annotated[str, Field(max_length=1024), AfterValidator(_validate_target)]
 Private = Annotated[
     bool,
-    Field(description="Visibility of a newly created hub repository; that of an existing one does not change."),
+    Field(description="Create a new hub repository as private. The visibility of an existing one does not change."),
 ]
 
 

@@ -29,7 +29,7 @@ from swiftkv_platform.specs.base import (
     Word,
     make_field_error,
 )
-from swiftkv_platform.student_shape import MAX_DEEP_TAIL, MAX_LIST_LENGTH, ShapeRequest, parse_layers
+from swiftkv_platform.student_shape import MAX_DEEP_TAIL, MAX_LIST_LENGTH, RequestedStudentShape, parse_layers
 
 _MAX_SHOWN_LENGTH = 120
 
@@ -73,20 +73,22 @@ class SwiftKVSpec(Spec):
     """g (AcrossKV): number of consecutive layers >= l that share one KV cache layer; 1: no sharing."""
     sharing: Literal["gqa", "mqa", "mha"] = "gqa"
     """Key-value heads of layers >= l (paper, appendix C). `gqa`: as in the teacher; `mqa`: one; `mha`: one per query
-    head. The cache size is proportional; `planning.equal_cache_group_size` returns the g of equal size."""
+    head. The KV cache size is proportional to this number; `planning.equal_cache_group_size` returns the g at which the
+    cache is as large as with `gqa`."""
     early_exit: bool = False
     """Train an early-exit head after layer l - 1."""
     own_output_projection: bool = False
     """Add a trained output projection `o_proj_swiftkv` to layers >= l, calibrated to the values that a group shares. It
-    recovers most of the quality loss of sharing at no serving cost. Not supported by other engines."""
+    recovers most of the quality loss of sharing at no serving cost. Supported only by this project's engine and vLLM
+    plugin."""
     initialization: Literal["calibrated", "copied"] = "calibrated"
     """Initialization of `{k,v}_proj_swiftkv`. `calibrated`: ridge regression on the teacher's K and V; `copied`: mean
     of the teacher's weights."""
     decode_key_value: Literal["shared", "own"] = "own"
     """Input of K and V in layers >= l for tokens that run these layers (a prompt's last token and generated tokens).
     `own`: the hidden state of the first layer of each group, as in the teacher; prefill costs the same and quality is
-    much higher. In training, texts whose tokens all count are split at random into a prompt, which does not count, and
-    a completion. `shared`: the output of layer l - 1, as for other prompt tokens (the paper's form)."""
+    much higher. In training, texts whose tokens are all loss targets are split at random into a prompt without loss
+    targets and a completion. `shared`: the output of layer l - 1, as for other prompt tokens (the paper's form)."""
     prefill_layers: _PrefillLayers = None
     """Layers that prompts run, instead of the first l: an ascending list, or text such as `0-2,4,6-16`. l is then the
     last of them + 1. In skipped layers below l, only K and V are computed, so the same compute is spent on the more
@@ -136,9 +138,9 @@ class SwiftKVSpec(Spec):
         return self
 
     @property
-    def request(self) -> ShapeRequest:
+    def request(self) -> RequestedStudentShape:
         """The student's shape, as far as it is known without a teacher."""
-        return ShapeRequest.from_spec(self)
+        return RequestedStudentShape.from_spec(self)
 
     def inherit_from(self, parent: Self) -> Self:
         """Return the section of a job that continues from `parent`: the fields of the shape that are not set are the
@@ -148,7 +150,7 @@ class SwiftKVSpec(Spec):
             given |= _DEPTH_FIELDS
         if "decode_key_value" in given and self.decode_key_value != parent.decode_key_value:
             given.add("deep_tail")
-        names = {field.name for field in fields(ShapeRequest)} - given
+        names = {field.name for field in fields(RequestedStudentShape)} - given
         return self.model_copy(update={name: getattr(parent, name) for name in names})
 
     def make_layer_list_error(self, problem: str) -> PydanticCustomError:
@@ -239,8 +241,8 @@ class ValidationSpec(Spec):
     """Validation during training: held-out KL on a few fixed rows."""
 
     every_steps: Count | None = None
-    """Optimizer steps between validations. Default: a twentieth of the run, but 40 rows or more. The last step is
-    always validated."""
+    """Optimizer steps between validations. Default: a twentieth of the run, but at least 40 trained rows. The last step
+    is always validated."""
     max_tokens: Count = 16384
     """Max held-out tokens per validation; also at most a tenth of the tokens trained on between two validations, but at
     least one row."""
@@ -278,7 +280,7 @@ class TrainingSpec(Spec):
     max_steps: Annotated[int, Range(0, 10**12)] | None = None
     """Number of optimizer steps; overrides `num_epochs`. 0: only evaluate and publish the checkpoint `from`."""
     batch_size: Size | None = None
-    """Rows per optimizer step, over all workers. Default: 32, halved while the epochs are fewer than 400 steps."""
+    """Rows per optimizer step, over all workers. Default: 32, halved until the epochs have at least 400 steps."""
     micro_batch_size: Size = 1
     """Rows per forward pass and worker; must divide batch_size / num_workers."""
     gradient_checkpointing: bool = False

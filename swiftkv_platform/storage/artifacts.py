@@ -28,7 +28,13 @@ from swiftkv_platform.errors import (
 )
 from swiftkv_platform.limits import MANIFEST_BYTES, MANIFEST_STRINGS, MANIFEST_VALUES
 from swiftkv_platform.sources.untrusted_files import UnusableFileError, check_length
-from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore, join_key, read_small_file, validate_key
+from swiftkv_platform.storage.object_store import (
+    CHUNK_SIZE,
+    ObjectStore,
+    join_object_key,
+    read_small_object,
+    validate_object_key,
+)
 from swiftkv_platform.web.safe_json import exceeds_limits
 
 _MAX_CONCURRENT_FILES = 4
@@ -88,7 +94,7 @@ def upload_files(
     done, total = 0, sum(file.size for file in files.values())
     progress(done, total)
     with ThreadPoolExecutor(_MAX_CONCURRENT_FILES) as pool:
-        uploads = pool.map(lambda name: store.upload_file(directory / name, join_key(prefix, name)), files)
+        uploads = pool.map(lambda name: store.upload_file(directory / name, join_object_key(prefix, name)), files)
         for file, _ in zip(files.values(), uploads, strict=True):
             done += file.size
             progress(done, total)
@@ -114,7 +120,7 @@ def write_manifest(
     )
     _check_names(manifest)
     try:
-        store.put_bytes(join_key(prefix, MANIFEST), to_canonical_json(manifest), if_absent=True)
+        store.put_bytes(join_object_key(prefix, MANIFEST), to_canonical_json(manifest), if_absent=True)
     except ConflictError:
         return _require_same_files(read_manifest(store, prefix), files, prefix)
     return manifest
@@ -122,15 +128,15 @@ def write_manifest(
 
 def is_complete(store: ObjectStore, prefix: str) -> bool:
     """Whether the directory has a manifest, and so all files."""
-    return store.head(join_key(prefix, MANIFEST)) is not None
+    return store.head(join_object_key(prefix, MANIFEST)) is not None
 
 
 def read_manifest(store: ObjectStore, prefix: str) -> Manifest:
     """Return the manifest of a complete directory. Raises `ObjectNotFoundError` for an incomplete or missing directory,
     and `ArtifactCorruptError` for an invalid manifest."""
-    key = join_key(prefix, MANIFEST)
+    key = join_object_key(prefix, MANIFEST)
     try:
-        return parse_manifest(read_small_file(store, key, MANIFEST_BYTES.default))
+        return parse_manifest(read_small_object(store, key, MANIFEST_BYTES.default))
     except UnusableFileError as error:
         raise ArtifactCorruptError(f"manifest {key!r} in {store.uri} {error}", field="key", value=key) from error
 
@@ -159,7 +165,7 @@ def hash_manifest(manifest: Manifest) -> str:
 
 def delete_directory(store: ObjectStore, prefix: str) -> None:
     """Delete a directory, manifest first, so that it is incomplete at once."""
-    store.delete(join_key(prefix, MANIFEST))
+    store.delete(join_object_key(prefix, MANIFEST))
     store.delete_prefix(prefix)
 
 
@@ -204,7 +210,7 @@ class StoredDirectory:
         self.manifest = read_manifest(store, prefix)
         sizes = {info.key: info.size for info in store.list(prefix)}
         for name, file in self.manifest.files.items():
-            key = join_key(prefix, name)
+            key = join_object_key(prefix, name)
             if key not in sizes:
                 raise _make_missing_error(store, key, file)
             if sizes[key] != file.size:
@@ -232,7 +238,7 @@ class StoredDirectory:
         return data
 
     def _find_file(self, name: str) -> tuple[str, ManifestFile]:
-        key = join_key(self._prefix, name)
+        key = join_object_key(self._prefix, name)
         if name not in self.manifest.files:
             raise _make_corrupt_error(self._store, key, "it is not in the manifest")
         return key, self.manifest.files[name]
@@ -247,7 +253,7 @@ def _download_and_replace(destination: Path, store: ObjectStore, prefix: str, ma
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=destination.parent) as workspace:
         fresh = Path(workspace) / "new"
         fresh.mkdir()
-        files = [(store, join_key(prefix, name), fresh / name, file) for name, file in manifest.files.items()]
+        files = [(store, join_object_key(prefix, name), fresh / name, file) for name, file in manifest.files.items()]
         for _ in _call_in_parallel(_MAX_CONCURRENT_FILES, fetch_file, files):
             pass
         (fresh / MANIFEST).write_bytes(to_canonical_json(manifest))
@@ -346,14 +352,14 @@ def _require_same_files(existing: Manifest, files: Mapping[str, ManifestFile], p
         name for name in existing.files.keys() | files.keys() if existing.files.get(name) != files.get(name)
     )
     if differing:
-        why = f", which is complete with other files ({', '.join(differing[:3])}); use another prefix"
+        why = f", which already has an artifact with different files ({', '.join(differing[:3])}); use another prefix"
         raise ConflictError.for_field("prefix", prefix, why)
     return existing
 
 
 def _check_names(manifest: Manifest) -> None:
     for name in manifest.files:
-        validate_key(name)
+        validate_object_key(name)
         if name == MANIFEST:
             raise InvalidInputError(
                 f"{MANIFEST!r} is reserved for the manifest; rename the file",

@@ -32,19 +32,19 @@ from swiftkv_platform.contract.attempts import (
 )
 from swiftkv_platform.contract.events import AttemptEvent, MessageEvent, parse_event
 from swiftkv_platform.errors import ObjectNotFoundError, ProtocolError, StorageError
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.limits import EVENT_BYTES
 from swiftkv_platform.logs import redact
 from swiftkv_platform.sources.untrusted_files import UnusableFileError
 from swiftkv_platform.storage.artifacts import delete_directory, hash_manifest, is_complete, read_manifest
-from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_key, read_small_file
+from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_object_key, read_small_object
 
 _BLOCK_BYTES = 1 << 16
 _NOTICE_BYTES = 200
 """Bytes reserved for the line that reports the bytes left out."""
 
 
-class LogLayout(FrozenModel):
+class LogLayout(FrozenBaseModel):
     """Which bytes of the original log are saved. All sizes in bytes."""
 
     size: int
@@ -314,7 +314,7 @@ class AttemptStore:
 
     def _read_event(self, key: str) -> AttemptEvent:
         try:
-            data = read_small_file(self._store, key, EVENT_BYTES.default)
+            data = read_small_object(self._store, key, EVENT_BYTES.default)
         except UnusableFileError as error:
             return MessageEvent(time=time.time(), level="warn", message=f"event {key!r} {error}")
         return parse_event(data, name=key, now=time.time())
@@ -389,7 +389,7 @@ class AttemptStore:
             for name in self._store.list_directories(prefix):
                 match = _CHECKPOINT_NAME.match(name)
                 if match:
-                    names.append(CheckpointName(int(match.group(1)), attempt.number, join_key(prefix, name)))
+                    names.append(CheckpointName(int(match.group(1)), attempt.number, join_object_key(prefix, name)))
         return sorted(names)
 
     def _list_attempts(self, job_id: str) -> list[AttemptId]:
@@ -417,7 +417,7 @@ class AttemptStore:
 
     def get_artifact_uri(self, attempt: AttemptId) -> str:
         """Return the URI of the attempt's model; `fetch_directory(open_store(uri), "", destination)` fetches it."""
-        return join_key(self._store.uri, attempt.artifact_prefix)
+        return join_object_key(self._store.uri, attempt.artifact_prefix)
 
     def save_logs(self, attempt: AttemptId, pieces: Iterable[bytes]) -> None:
         """Save the log of an ended attempt, without its middle if it exceeds `max_log_bytes`."""

@@ -32,7 +32,7 @@ from swiftkv_platform.storage.object_store import (
     PROBE_KEY,
     ObjectInfo,
     open_temporary,
-    validate_key,
+    validate_object_key,
     validate_prefix,
 )
 
@@ -206,7 +206,7 @@ class BucketStore:
         return f"{scheme}://{bucket}/{prefix}".removesuffix("/")
 
     def put_bytes(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
-        validate_key(key)
+        validate_object_key(key)
         with self._translate_errors("write", key):
             if if_absent:
                 self._create(key, data)
@@ -241,7 +241,7 @@ class BucketStore:
 
     def _head(self, key: str) -> Any:
         with self._translate_errors("inspect", key):
-            return self._client.head(validate_key(key))
+            return self._client.head(validate_object_key(key))
 
     def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
         directory = validate_prefix(prefix)
@@ -289,7 +289,7 @@ class BucketStore:
 
     def _put(self, content: Path | Iterator[bytes], key: str, size: int) -> None:
         part_size = max(_PART_SIZE, -(-size // _MAX_PARTS))
-        self._client.put(validate_key(key), content, chunk_size=part_size, max_concurrency=4)
+        self._client.put(validate_object_key(key), content, chunk_size=part_size, max_concurrency=4)
 
     def download_file(self, key: str, path: Path) -> None:
         with self._translate_errors("download", key), open_temporary(path) as temporary:
@@ -314,7 +314,7 @@ class BucketStore:
     def _stream_blocks(self, key: str, size: int, bounds: tuple[int, int] | None) -> Iterator[bytes]:
         """Yield blocks of at least `size` bytes; the client continues after connection errors."""
         try:
-            found = self._client.get(validate_key(key), options={"range": bounds} if bounds else {})
+            found = self._client.get(validate_object_key(key), options={"range": bounds} if bounds else {})
         except BaseError as error:
             if bounds is None or "non-partial" not in str(error):
                 raise
@@ -344,12 +344,12 @@ class BucketStore:
 
     def delete(self, key: str) -> None:
         with self._translate_errors("delete", key):
-            self._delete(validate_key(key))
+            self._delete(validate_object_key(key))
 
     def delete_many(self, keys: builtins.list[str]) -> None:
         with self._translate_errors("delete", ", ".join(keys[:1])):
             try:
-                self._client.delete([validate_key(key) for key in keys])
+                self._client.delete([validate_object_key(key) for key in keys])
             except FileNotFoundError:  # a missing object may have stopped the deletion of others
                 for key in keys:
                     self._delete(key)
@@ -369,7 +369,7 @@ class BucketStore:
     def create_presigned_url(self, key: str, expires_s: int) -> str | None:
         """Return a signed URL; None if the credentials cannot sign, which is remembered. Workload identities need a
         separate permission."""
-        validate_key(key)
+        validate_object_key(key)
         if not self._may_sign:
             return None
         try:

@@ -100,7 +100,7 @@ class ObjectStore(Protocol):
         """Write, read and delete a small object, without retries. Raises `StorageError`."""
 
 
-def validate_key(key: str) -> str:
+def validate_object_key(key: str) -> str:
     """Return `key` if it is a relative path without `.` and `..`. Raises `InvalidInputError`."""
     reason = find_key_fault(key)
     if reason is not None:
@@ -113,15 +113,15 @@ def validate_key(key: str) -> str:
 def validate_prefix(prefix: str) -> str:
     """Return `prefix` without a trailing slash, if it is empty or a valid key. Raises `InvalidInputError`."""
     trimmed = prefix.removesuffix("/")
-    return validate_key(trimmed) if trimmed else ""
+    return validate_object_key(trimmed) if trimmed else ""
 
 
-def join_key(prefix: str, name: str) -> str:
+def join_object_key(prefix: str, name: str) -> str:
     """Return the key of `name` below `prefix`, which may be empty."""
     return f"{prefix.removesuffix('/')}/{name}" if prefix else name
 
 
-def read_small_file(store: ObjectStore, key: str, max_bytes: int) -> bytes:
+def read_small_object(store: ObjectStore, key: str, max_bytes: int) -> bytes:
     """Return the content of an object of at most `max_bytes` bytes; no more are read. Raises `ObjectNotFoundError`, and
     `UnusableFileError` if it is longer."""
     data = bytearray()
@@ -243,7 +243,7 @@ class LocalObjectStore:
                 shutil.rmtree(self._root / trimmed)
 
     def create_presigned_url(self, key: str, expires_s: int) -> str | None:  # noqa: ARG002 (a directory serves no URLs)
-        validate_key(key)
+        validate_object_key(key)
         return None
 
     def ping(self) -> None:
@@ -259,7 +259,7 @@ class LocalObjectStore:
             ) from error
 
     def _get_path(self, key: str) -> Path:
-        return self._root / validate_key(key)
+        return self._root / validate_object_key(key)
 
     def _walk(self, directory: str, start_after: str | None) -> Iterator[ObjectInfo]:
         """Yield objects below `directory` ('', or with a trailing slash) in key order, after `start_after`."""
@@ -347,7 +347,7 @@ def _parse_bucket(uri: str) -> tuple[str, str]:
 def _parse_file(uri: str) -> Path:
     parts = urlsplit(uri)
     if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/"):
-        raise _make_error(uri, "a file URI has no host and an absolute path")
+        raise _make_error(uri, "a file URI must have an absolute path and no host")
     return Path(unquote(parts.path))
 
 

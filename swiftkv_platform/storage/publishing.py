@@ -20,7 +20,7 @@ from swiftkv_platform.logs import redact
 from swiftkv_platform.sources import UNBOUNDED, Boundary
 from swiftkv_platform.specs.job import get_repository_name, parse_target_kind
 from swiftkv_platform.storage.artifacts import fetch_file, parse_manifest, read_manifest, to_canonical_json
-from swiftkv_platform.storage.object_store import ObjectStore, open_store, read_small_file
+from swiftkv_platform.storage.object_store import ObjectStore, open_store, read_small_object
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -121,7 +121,7 @@ def _publish_to_store(
 
 def _read_manifest(store: ObjectStore, key: str) -> Manifest | None:
     try:
-        return parse_manifest(read_small_file(store, key, MANIFEST_BYTES.default))
+        return parse_manifest(read_small_object(store, key, MANIFEST_BYTES.default))
     except ObjectNotFoundError:
         return None
     except ValueError as error:

@@ -20,11 +20,11 @@ from swiftkv_platform.contract.traffic import (
     PART_SUFFIX,
     CapturedRequest,
     TrafficDeletion,
-    make_day,
-    make_deletion_name,
+    format_utc_day,
+    make_deletion_key,
 )
 from swiftkv_platform.errors import InvalidInputError, ObjectNotFoundError, OverloadedError, StorageError
-from swiftkv_platform.storage.object_store import ObjectStore, join_key
+from swiftkv_platform.storage.object_store import ObjectStore, join_object_key
 
 MAX_ROW_BYTES = 16 << 20
 """Max bytes of a row as JSON; longer ones are not stored."""
@@ -158,8 +158,8 @@ class TrafficReader:
         """Yield the parts that may have rows of requests that ended within [since, until): days in order, and within a
         day by creation time."""
         # Some servers leave out a directory after its own name.
-        first_day = None if since is None else join_key(self._prefix, f"{make_day(since)}/0")
-        last_day = None if until is None else make_day(until)
+        first_day = None if since is None else join_object_key(self._prefix, f"{format_utc_day(since)}/0")
+        last_day = None if until is None else format_utc_day(until)
         for part in self._list_parts(self._prefix, start_after=first_day):
             if last_day is not None and part.day > last_day:
                 return
@@ -169,7 +169,7 @@ class TrafficReader:
     def list_deletions(self) -> dict[str, TrafficDeletion]:
         """Return the pending deletions by their keys, oldest first."""
         found = {}
-        for info in self._store.list(join_key(self._prefix, _DELETIONS)):
+        for info in self._store.list(join_object_key(self._prefix, _DELETIONS)):
             try:
                 found[info.key] = TrafficDeletion.model_validate_json(self._store.get_bytes(info.key))
             except ObjectNotFoundError:  # applied meanwhile
@@ -183,10 +183,12 @@ class TrafficReader:
     ) -> Iterator[TrafficPart]:
         """Yield the parts that may have such rows, newest first, from the cursor's part on."""
         for day in reversed(self._store.list_directories(self._prefix)):
-            is_outside = (since is not None and day < make_day(since)) or (until is not None and day > make_day(until))
+            is_outside = (since is not None and day < format_utc_day(since)) or (
+                until is not None and day > format_utc_day(until)
+            )
             if day == _DELETIONS or is_outside or (cursor is not None and day > cursor.name.partition("/")[0]):
                 continue
-            for part in reversed([*self._list_parts(join_key(self._prefix, day))]):
+            for part in reversed([*self._list_parts(join_object_key(self._prefix, day))]):
                 if (cursor is None or part.name <= cursor.name) and _may_have_rows(part, since, until):
                     yield part
 
@@ -224,20 +226,20 @@ class TrafficStore(TrafficReader):
     """Captured traffic that its owner also writes, deletes and removes."""
 
     def write_part(self, lines: Iterable[bytes], *, name: str) -> None:
-        """Store rows of one day, as `encode_row` returns them, as the part `name` (see `make_part_name`)."""
-        self._store.put_bytes(join_key(self._prefix, name), _compress_rows(lines))
+        """Store rows of one day, as `encode_row` returns them, as the part `name` (see `make_part_key`)."""
+        self._store.put_bytes(join_object_key(self._prefix, name), _compress_rows(lines))
 
     def delete(self, deletion: TrafficDeletion) -> None:
         """Store a deletion, which hides its rows at once; `apply_deletions` then removes them. Raises `OverloadedError`
         if too many are pending."""
-        directory = join_key(self._prefix, _DELETIONS)
+        directory = join_object_key(self._prefix, _DELETIONS)
         if sum(1 for _ in self._store.list(directory)) >= MAX_PENDING_DELETIONS:
             raise OverloadedError(
                 f"{MAX_PENDING_DELETIONS} deletions of captured traffic are pending; retry in some minutes",
                 retry_after_s=_DELETION_DELAY_S,
             )
         self._store.put_bytes(
-            join_key(self._prefix, make_deletion_name()), deletion.model_dump_json(exclude_none=True).encode()
+            join_object_key(self._prefix, make_deletion_key()), deletion.model_dump_json(exclude_none=True).encode()
         )
 
     def apply_deletions(self, now: float) -> Iterator[RewrittenPart]:
@@ -271,7 +273,7 @@ class TrafficStore(TrafficReader):
         """Yield the parts of days that ended more than `retention_days` ago, and then the oldest ones by which all
         others exceed `max_bytes`."""
         excess = sum(part.size for part in self.list_parts()) - max_bytes
-        oldest_day = make_day(now - retention_days * _DAY_S)
+        oldest_day = format_utc_day(now - retention_days * _DAY_S)
         for part in self.list_parts():
             if part.day >= oldest_day and excess <= 0:
                 return

@@ -23,7 +23,7 @@ _SCHEDULER_PATH = "swiftkv_platform.vllm.scheduler.make_scheduler"
 _SUPPORTED_CONNECTORS = ("ExampleConnector", "NixlConnector")
 _BIDIRECTIONAL = "bidirectional_kv_xfer"
 """Option of NIXL by which instances that decode also send their caches back to instances that prefill."""
-_NATIVE_ENGINE = "this project's own engine"
+_NATIVE_ENGINE = "SwiftKV's native engine (`swiftkv serve`)"
 
 
 class SwiftKVChecks(VerifyAndUpdateConfig):
@@ -245,13 +245,13 @@ def _check_connector_of_own_kv(transfer: KVTransferConfig, deep_tail: int) -> No
         raise ModelError.for_field(
             "swiftkv_deep_tail",
             deep_tail,
-            ", but ExampleConnector gives a prompt the cache of a longer one, in which other tokens are deep; use "
-            "NixlConnector",
+            ", but ExampleConnector may reuse the KV cache of a longer prompt, in which other tokens ran all layers; "
+            "use NixlConnector",
         )
     if transfer.get_from_extra_config(_BIDIRECTIONAL, False):
         raise _make_error(
-            "swiftkv_decode_key_value is 'own', and the next prompt of a chat would read the K and V that its answer's "
-            f"tokens had as deep tokens; leave {_BIDIRECTIONAL} out",
+            "swiftkv_decode_key_value is 'own', so generated tokens have other K and V than the same tokens in the "
+            f"next prompt of the chat, and {_BIDIRECTIONAL} would reuse them; leave {_BIDIRECTIONAL} out",
             f"kv_transfer_config.kv_connector_extra_config.{_BIDIRECTIONAL}",
             True,
         )

@@ -80,7 +80,7 @@ class ConcurrencyLimiter:
                 if held + amount > (limit if held or not holder else limits.total):
                     raise OverloadedError(
                         f"{name} would have {held + amount} {self._resource} at a time; the limit is {limit}. Retry "
-                        "when one has ended",
+                        "when another request has ended",
                         retry_after_s=self._retry_after_s,
                     )
             for holder in limit_by_holder:

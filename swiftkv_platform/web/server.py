@@ -25,11 +25,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from swiftkv_platform.limits import (
     CONNECTIONS,
     DRAINED_BODY_BYTES,
-    HEAD_BYTES,
-    HEAD_FIELDS,
-    HEAD_SECONDS,
     KEEP_ALIVE_SECONDS,
     PIPELINED_REQUESTS,
+    REQUEST_HEAD_BYTES,
+    REQUEST_HEAD_FIELDS,
+    REQUEST_HEAD_SECONDS,
     STALLED_CLIENT_SECONDS,
 )
 from swiftkv_platform.settings import Settings
@@ -50,7 +50,7 @@ _CONNECTIONS_PER_FILE = 0.5
 class ConnectionLimits:
     max_connections: int = CONNECTIONS.default
     """Max open connections of all clients; one address may have half of them."""
-    head_s: float = HEAD_SECONDS.default
+    head_s: float = REQUEST_HEAD_SECONDS.default
     """Max seconds for receiving a request's head."""
     keep_alive_s: float = KEEP_ALIVE_SECONDS.default
     unread_s: float = STALLED_CLIENT_SECONDS.default
@@ -153,7 +153,7 @@ class Connection(HttpToolsProtocol):
             self._start_timer(self.limits.head_s)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if len(self.headers) >= HEAD_FIELDS.default:
+        if len(self.headers) >= REQUEST_HEAD_FIELDS.default:
             raise ValueError("too many fields")  # uvicorn responds with 400, as to all errors of the parser
         super().on_header(name, value)
 
@@ -188,9 +188,11 @@ class Connection(HttpToolsProtocol):
         """Close the connection if it has sent too many bytes of a head, or of a body after its response."""
         if self.transport.is_closing():
             return
-        if self._overhead_bytes > HEAD_BYTES.default and self._is_new:
+        if self._overhead_bytes > REQUEST_HEAD_BYTES.default and self._is_new:
             self.send_400_response("The head of the request is too long.")
-        elif self._overhead_bytes > HEAD_BYTES.default or (self.is_idle and self._late_bytes > self._max_late_bytes):
+        elif self._overhead_bytes > REQUEST_HEAD_BYTES.default or (
+            self.is_idle and self._late_bytes > self._max_late_bytes
+        ):
             self.transport.abort()
 
     @property
@@ -203,7 +205,7 @@ class Connection(HttpToolsProtocol):
         """Max bytes to skip after a response, since a client may read it only after sending its body. Less for chunked
         bodies, which cost more to skip."""
         if self._is_new or not self._in_message or b"transfer-encoding" in dict(self.cycle.scope["headers"]):
-            return HEAD_BYTES.default
+            return REQUEST_HEAD_BYTES.default
         return DRAINED_BODY_BYTES.default
 
     # Responses

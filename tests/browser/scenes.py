@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
-from swiftkv_platform.contract.traffic import CapturedRequest, make_day, make_part_name, make_traffic_prefix
+from swiftkv_platform.contract.traffic import CapturedRequest, format_utc_day, make_part_key, make_traffic_prefix
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.repository import DeploymentStatus
 from swiftkv_platform.control_plane.ray import SubmissionStatus
@@ -272,7 +272,7 @@ def capture(server: Server, deployment: str, number: int = 3) -> TrafficStore:
             completion_tokens=34,
             **usual,
         )
-        traffic.write_part([encode_row(row)], name=make_part_name(make_day(time_)))
+        traffic.write_part([encode_row(row)], name=make_part_key(format_utc_day(time_)))
     return traffic
 
 

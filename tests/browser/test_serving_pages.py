@@ -139,7 +139,7 @@ def store_rows(server: Server, model: str, passed: range) -> None:
         )
         for i in range(30)
     ]
-    server.parts.objects.put_bytes(AttemptId(job, 1).rows_key("000-own"), dump_rows(rows)[0])
+    server.parts.objects.put_bytes(AttemptId(job, 1).row_results_key("000-own"), dump_rows(rows)[0])
 
 
 def test_rows_that_went_from_pass_to_fail_are_side_by_side(

@@ -12,7 +12,7 @@ from swiftkv_platform.control_plane.jobs.estimates import read_object
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.source_rows import RemoteFile, read_source_rows
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
-from swiftkv_platform.jobs.worker.setup import StoreFiles, resolve_teacher
+from swiftkv_platform.jobs.worker.setup import ObjectStoreFiles, resolve_teacher
 from swiftkv_platform.sources import Access, S3Source
 from swiftkv_platform.sources.teacher_config import read_config_file, read_teacher_config
 from swiftkv_platform.specs import DataSourceSpec, DataSpec, ModelSpec
@@ -46,14 +46,14 @@ def test_a_prefix_is_read_and_what_is_streamed_is_not_kept(prefix: str, streamin
     rows, objects = tmp_path / "rows", tmp_path / "objects"
     rows.mkdir()
     spec = DataSpec(sources=(source,), max_length=64, validation_fraction=0.0)
-    prepared = prepare_data(spec, byte_tokenizer(), rows, seed=0, remote=StoreFiles(objects))
+    prepared = prepare_data(spec, byte_tokenizer(), rows, seed=0, remote=ObjectStoreFiles(objects))
     assert prepared.statistics.sources[0].formats == {"text": 21}
     kept = sorted(path.name for path in objects.rglob("*") if path.is_file())
     assert kept == ([] if streaming else ["a.jsonl", "b.txt"])
 
 
 def test_one_object_is_read_by_its_name(prefix: str, tmp_path: Path) -> None:
-    remote, place = StoreFiles(tmp_path), S3Source(prefix)
+    remote, place = ObjectStoreFiles(tmp_path), S3Source(prefix)
     file = RemoteFile(f"s3://{place.bucket}", f"{place.key}/deep/a.jsonl")
     assert remote.list_files(S3Source(f"{prefix}/deep/a.jsonl")) == [file]
     assert remote.list_files(S3Source(f"{prefix}/deep/")) == [file]
@@ -66,7 +66,7 @@ ODD = ("a#1.jsonl", "b?x=1#y.jsonl", "c%20d e.jsonl", "[f]*.jsonl", "d#1/g.jsonl
 
 def test_a_key_is_taken_character_by_character(prefix: str, tmp_path: Path) -> None:
     place = S3Source(f"{prefix}/odd?#%")
-    store, remote = open_store(f"s3://{place.bucket}"), StoreFiles(tmp_path)
+    store, remote = open_store(f"s3://{place.bucket}"), ObjectStoreFiles(tmp_path)
     for key in ODD:
         store.put_bytes(f"{place.key}/{key}", json.dumps({"text": key}).encode())
     assert sorted(file.key for file in remote.list_files(place)) == sorted(f"{place.key}/{key}" for key in ODD)
@@ -108,7 +108,7 @@ def test_an_adapter_and_its_base_come_from_a_store(
 def test_a_bucket_that_is_not_there_is_a_fault_of_the_name(prefix: str, tmp_path: Path) -> None:
     name = f"s3://no-such-{S3Source(prefix).bucket}/rows"
     for kind, work in (
-        (DataError, lambda: StoreFiles(tmp_path).list_files(S3Source(name))),
+        (DataError, lambda: ObjectStoreFiles(tmp_path).list_files(S3Source(name))),
         (ModelError, lambda: download_prefix(name, tmp_path / "model", ModelError, field="model")),
         (ModelError, lambda: read_teacher_config(name, read_object)),
     ):
@@ -119,7 +119,7 @@ def test_a_bucket_that_is_not_there_is_a_fault_of_the_name(prefix: str, tmp_path
 
 def test_a_key_that_no_client_can_name_is_refused_and_not_tried_again(prefix: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="has an empty segment"):
-        StoreFiles(tmp_path).list_files(S3Source(f"{prefix}//deep/a.jsonl"))
+        ObjectStoreFiles(tmp_path).list_files(S3Source(f"{prefix}//deep/a.jsonl"))
 
 
 @pytest.mark.slow("starts an S3 server")
@@ -133,7 +133,7 @@ def test_an_object_that_no_client_can_name_is_told_of(
     with pytest.raises(
         InvalidInputError, match=r'"unnamed//a.jsonl" contained empty path segment; keys must not contain empty'
     ):
-        StoreFiles(tmp_path).list_files(S3Source(moto_server.uri("unnamed")))
+        ObjectStoreFiles(tmp_path).list_files(S3Source(moto_server.uri("unnamed")))
     client.delete_object(Bucket=moto_server.bucket, Key="unnamed//a.jsonl")  # other tests list the whole bucket
 
 
@@ -148,7 +148,7 @@ def test_an_uploaded_file_is_read_from_its_bucket(prefix: str, tmp_path: Path) -
     spec = DataSpec(sources=(DataSourceSpec(name_or_path=file_id),), max_length=64, validation_fraction=0.0)
     access = Access(roots=(), files={file_id: stored})
     prepared = prepare_data(
-        spec, byte_tokenizer(), rows, seed=0, remote=StoreFiles(tmp_path / "objects"), access=access
+        spec, byte_tokenizer(), rows, seed=0, remote=ObjectStoreFiles(tmp_path / "objects"), access=access
     )
     assert prepared.statistics.sources[0].formats == {"text": 20}
 
@@ -163,6 +163,6 @@ def test_captured_traffic_is_read_from_its_bucket(prefix: str, tmp_path: Path) -
     source = DataSourceSpec(name_or_path=SOURCE, since="2024-10-04T12:00:05Z", until="2024-10-05")
     spec = DataSpec(sources=(source,), max_length=64, validation_fraction=0.0)
     prepared = prepare_data(
-        spec, byte_tokenizer(), rows, seed=0, remote=StoreFiles(tmp_path / "objects"), access=traffic.access
+        spec, byte_tokenizer(), rows, seed=0, remote=ObjectStoreFiles(tmp_path / "objects"), access=traffic.access
     )
     assert prepared.statistics.sources[0].formats == {"messages": 12}

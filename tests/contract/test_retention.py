@@ -55,8 +55,8 @@ def test_jobs_that_ended_are_found_until_they_are_marked(rows: RetentionReposito
     assert rows.list_ended_jobs(JobDataKind.LOGS, before=200, limit=9, after=None) == [first.id, second.id]
     assert rows.list_ended_jobs(JobDataKind.LOGS, before=200, limit=1, after=None) == [first.id]
     assert rows.list_ended_jobs(JobDataKind.LOGS, before=200, limit=9, after=first.id) == [second.id]
-    rows.mark_swept(first.id, JobDataKind.LOGS)
-    rows.mark_swept(first.id, JobDataKind.EVENTS)
+    rows.mark_removed(first.id, JobDataKind.LOGS)
+    rows.mark_removed(first.id, JobDataKind.EVENTS)
     assert rows.list_ended_jobs(JobDataKind.LOGS, before=200, limit=9, after=None) == [second.id]
     assert rows.list_ended_jobs(JobDataKind.TRACKING, before=200, limit=9, after=None) == [first.id, second.id]
 

@@ -55,7 +55,7 @@ def add_file(database: Database, _models: list[Model], policy: TenantPolicy) -> 
 
 def add_import(database: Database, models: list[Model], policy: TenantPolicy) -> object:
     registry, model = ModelRepository(database), replace(models[0], id=new_id("mdl"), job_id=None, size=10)
-    registry.begin_import(model.prefix, by="ann", now=1.0)
+    registry.schedule_import_cleanup(model.prefix, by="ann", now=1.0)
     return registry.register_import(model, policy=policy, now=1.0)
 
 

@@ -10,10 +10,10 @@ from swiftkv_platform.contract.traffic import (
     MAX_WRITE_DELAY_S,
     CapturedRequest,
     TrafficDeletion,
-    make_day,
-    make_part_name,
+    format_utc_day,
+    make_part_key,
     make_traffic_prefix,
-    remove_route_prefix,
+    strip_response_id_prefix,
 )
 from swiftkv_platform.errors import InvalidInputError, OverloadedError, StorageError
 from swiftkv_platform.storage import traffic as traffic_module
@@ -61,7 +61,7 @@ def make_row(number: int, time: float, *, user: str | None = None) -> CapturedRe
 
 def write_part(traffic: TrafficStore, clock: Clock, rows: Sequence[CapturedRequest], *, delay_s: float = 10.0) -> None:
     clock.now = rows[-1].time + delay_s
-    traffic.write_part(map(encode_row, rows), name=make_part_name(make_day(rows[-1].time)))
+    traffic.write_part(map(encode_row, rows), name=make_part_key(format_utc_day(rows[-1].time)))
 
 
 def list_ids(rows: Iterator[CapturedRequest]) -> list[str]:
@@ -80,15 +80,15 @@ def read_all_pages(traffic: TrafficReader, limit: int, **filters: object) -> lis
 def test_rows_come_back_in_the_order_of_their_parts(traffic: TrafficStore, clock: Clock, store: ObjectStore) -> None:
     rows = [make_row(number, NOON + 3600.0 * number) for number in range(30)]  # until the next evening
     for first in range(0, 30, 4):
-        for day in sorted({make_day(row.time) for row in rows[first : first + 4]}):
-            write_part(traffic, clock, [row for row in rows[first : first + 4] if make_day(row.time) == day])
+        for day in sorted({format_utc_day(row.time) for row in rows[first : first + 4]}):
+            write_part(traffic, clock, [row for row in rows[first : first + 4] if format_utc_day(row.time) == day])
     TrafficStore(store, make_traffic_prefix("acme", "dep_10")).write_part(
-        [encode_row(make_row(99, NOON))], name=make_part_name(make_day(NOON))
+        [encode_row(make_row(99, NOON))], name=make_part_key(format_utc_day(NOON))
     )
     assert [*traffic.iterate_rows()] == rows
     assert [*traffic.iterate_rows(since=rows[5].time, until=rows[20].time)] == rows[5:20]
     assert [*traffic.iterate_rows(since=rows[29].time + 1)] == []
-    assert [day.day for day in traffic.list_days()] == [make_day(NOON), make_day(NOON + DAY_S)]
+    assert [day.day for day in traffic.list_days()] == [format_utc_day(NOON), format_utc_day(NOON + DAY_S)]
     assert sum(day.bytes for day in traffic.list_days()) == sum(info.size for info in store.list(PREFIX))
 
 
@@ -205,7 +205,7 @@ def test_an_id_of_nothing_but_a_prefix_names_no_other_request(traffic: TrafficSt
     rows = [make_row(number, NOON + number).model_copy(update={"id": each}) for number, each in enumerate("ab")]
     write_part(traffic, clock, rows)
     for response_id in ("chatcmpl-", "cmpl-", "resp_", "msg_", "gen_"):
-        traffic.delete(TrafficDeletion(requested_at=NOON + 100, request_id=remove_route_prefix(response_id)))
+        traffic.delete(TrafficDeletion(requested_at=NOON + 100, request_id=strip_response_id_prefix(response_id)))
     with pytest.raises(ValidationError, match="at least 1 character"):
         TrafficDeletion(requested_at=NOON + 100, request_id="")
     assert list_ids(traffic.iterate_rows()) == ["a", "b"]
@@ -246,7 +246,7 @@ def test_old_days_and_then_the_oldest_parts_beyond_the_size_limit_expire(traffic
     now = NOON + 5 * DAY_S
     total = sum(part.size for part in parts)
     expired = [*traffic.list_expired_parts(now=now, retention_days=2, max_bytes=total)]
-    assert [part.day for part in expired] == [part.day for part in parts if part.day < make_day(now - 2 * DAY_S)]
+    assert [part.day for part in expired] == [part.day for part in parts if part.day < format_utc_day(now - 2 * DAY_S)]
     assert 0 < len(expired) < 10
     assert [*traffic.list_expired_parts(now=now, retention_days=30, max_bytes=total)] == []
     kept_bytes = sum(part.size for part in parts[-3:])

@@ -33,7 +33,7 @@ def test_deployments_move_to_another_cluster_without_a_request_lost(tmp_path: Pa
     rows = DeploymentRepository(sqlite_database)
     registered = Model("mdl_one", "default", "one", None, 0, 1, str(artifact), "d" * 64, 7, {}, {})
     registry = ModelRepository(sqlite_database)
-    registry.begin_import(registered.prefix, by="default", now=1.0)
+    registry.schedule_import_cleanup(registered.prefix, by="default", now=1.0)
     registry.register_import(registered, now=1.0)
     spec = ResolvedDeployment(id="dep_one", model="mdl_one", artifact_uri=str(artifact), engine={"num_threads": 1})
     rows.create_deployment(Deployment(spec, "default", 1))

@@ -72,7 +72,7 @@ def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, t
         "tiny-lr0.001",
     )
     [task] = manifest.metrics["tasks"]
-    assert len(load_rows(store.get_bytes(FIRST.rows_key(task["row_results"])))) == 3
+    assert len(load_rows(store.get_bytes(FIRST.row_results_key(task["row_results"])))) == 3
     _assert_it_is_the_trained_student(tmp_path, manifest.metrics["distilled"]["kl"], corpus)
     _assert_steps_count_through_the_trials(attempts)
 
@@ -81,8 +81,8 @@ def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, t
     again = [stored.event for stored in attempts.read_events(SECOND, {})]
     assert not [event for event in again if event.type == "metrics"], "a trial ran again"
     second = attempts.read_artifact_manifest(SECOND)
-    assert store.get_bytes(SECOND.rows_key(task["row_results"])) == store.get_bytes(
-        FIRST.rows_key(task["row_results"])
+    assert store.get_bytes(SECOND.row_results_key(task["row_results"])) == store.get_bytes(
+        FIRST.row_results_key(task["row_results"])
     ), "the model's attempt has them, wherever the trial was measured"
     assert second is not None
     assert second.metrics == manifest.metrics

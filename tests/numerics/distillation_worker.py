@@ -17,7 +17,7 @@ from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.checkpoint import Checkpointer, load_training_state
 from swiftkv_platform.distillation.model import DistillationModel
 from swiftkv_platform.distillation.partial_reads import CheckpointTensors
-from swiftkv_platform.distillation.steering import Progress, SteeringNote
+from swiftkv_platform.distillation.steering import SteeringNote, TrainingProgress
 from swiftkv_platform.distillation.strategy import Strategy
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, parallelize
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
@@ -26,7 +26,7 @@ from swiftkv_platform.model.weights import checkpoint
 from swiftkv_platform.model.weights.lazy_student import LazyStudent
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import open_store
-from swiftkv_platform.student_shape import ShapeRequest
+from swiftkv_platform.student_shape import RequestedStudentShape
 from tests.numerics.spawning import run_in_group
 from tests.support.tiny_models import family_teacher, random_teacher
 
@@ -133,7 +133,7 @@ class Recorder:
         self.notes: list[SteeringNote] = []
         self._stop_after, self._stop_requests = stop_after, stop_requests or {}
 
-    def on_start(self, progress: Progress) -> None:
+    def on_start(self, progress: TrainingProgress) -> None:
         """Ignore the start: the first step's metrics say the same."""
 
     def on_step(self, metrics: StepMetrics) -> None:
@@ -166,7 +166,7 @@ def run(scenario: Run) -> Outcome:
         shape |= {"prefill_reduction": None, "early_exit": scenario.early_exit, "sharing": "gqa"}
         student = convert(scenario.teacher, **shape, dtype=dtype)
         if spec.sharding.shards_parameters:
-            lazy = LazyStudent.open(scenario.teacher, ShapeRequest(**shape), {}, dtype=dtype)
+            lazy = LazyStudent.open(scenario.teacher, RequestedStudentShape(**shape), {}, dtype=dtype)
     before = {name: p.detach().clone() for name, p in student.named_parameters()}
     student = student if lazy is None else lazy.model
     distillation_model = DistillationModel.from_spec(student, spec, device=torch.device("cpu"))

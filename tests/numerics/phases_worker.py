@@ -134,7 +134,7 @@ def in_this_process() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "return_freed_memory", lambda: None)
         for module, name in (
-            (evaluation, "MAX_MODEL_SHARE"),
+            (evaluation, "MAX_MODEL_MEMORY_FRACTION"),
             (measure, "_PREFILL_ROUNDS"),
             (weights, "write_model_shards"),
         ):
@@ -185,7 +185,7 @@ def run_evaluation(case: Case) -> Outcome:
     request, directory = case.request, Path(case.directory)
     rows, store = tiny_rows(case.num_samples), open_store(str(directory / "store"))
     workers, memory = Workers(), AnonymousMemory()
-    evaluation.MAX_MODEL_SHARE = 0.0 if case.sharded else 1.0
+    evaluation.MAX_MODEL_MEMORY_FRACTION = 0.0 if case.sharded else 1.0
     measure._PREFILL_ROUNDS = case.prefill_rounds
     weights.write_model_shards = partial(write_model_shards, max_shard_bytes=case.max_file_bytes)
     prepared = PreparedInputs(

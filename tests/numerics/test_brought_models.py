@@ -30,7 +30,7 @@ from swiftkv_platform.planning import plan
 from swiftkv_platform.sources.model_directories import TOKENIZER_VIEW, create_model_view
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.engine import EngineConfig
-from swiftkv_platform.student_shape import STUDENT_KEYS, ShapeRequest
+from swiftkv_platform.student_shape import STUDENT_KEYS, RequestedStudentShape
 from tests.support.checkpoints import rewrite, save
 from tests.support.fakes.peft import CONFIG
 from tests.support.parameters import few
@@ -372,7 +372,7 @@ def test_odd_values_of_a_configuration_are_refused_in_a_sentence(family: str, tm
 
 
 def run_lazy(directory: Path) -> None:
-    lazy = LazyStudent.open(directory, ShapeRequest(**STUDENT), {})
+    lazy = LazyStudent.open(directory, RequestedStudentShape(**STUDENT), {})
     lazy.load_parameters(lazy.model)
     lazy.model(random_tokens(1, 4))
 

@@ -17,7 +17,7 @@ from swiftkv_platform.model.calibration import calibrate_layerwise
 from swiftkv_platform.model.calibration.regression import RIDGE
 from swiftkv_platform.model.weights.lazy_student import LazyStudent
 from swiftkv_platform.model.workers import Workers
-from swiftkv_platform.student_shape import ShapeRequest
+from swiftkv_platform.student_shape import RequestedStudentShape
 from tests.support.checkpoints import ROWS, save, save_fp8
 from tests.support.parameters import KINDS, in_turn
 from tests.support.tiny_models import FAMILY_CONFIGS, family_teacher, random_teacher, random_tokens
@@ -314,7 +314,7 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 
 def streamed(path: Path, batches: Any, shape: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
-    source = LazyStudent.open(path, ShapeRequest(**shape), {}, dtype=torch.float32)
+    source = LazyStudent.open(path, RequestedStudentShape(**shape), {}, dtype=torch.float32)
     found = {name: t.clone() for name, t in calibrate_layerwise(source, batches, workers=Workers(), **options)}
     assert all(parameter.is_meta for parameter in source.model.parameters())
     return found
@@ -363,7 +363,7 @@ def test_other_heads(sharing: str, batches: Any, tmp_path: Path) -> None:
 
 def test_a_layer_at_a_time_is_in_memory(batches: Any, tmp_path: Path) -> None:
     save(family_teacher("llama"), tmp_path)
-    source = LazyStudent.open(tmp_path, ShapeRequest(**SHAPE), {}, dtype=torch.float32)
+    source = LazyStudent.open(tmp_path, RequestedStudentShape(**SHAPE), {}, dtype=torch.float32)
     held: list[int] = []
     load_parameters = source.load_parameters
 

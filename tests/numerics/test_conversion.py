@@ -187,7 +187,7 @@ def test_export_of_what_prefills(name: str, streamed: bool, tmp_path: Path) -> N
     ):
         with pytest.raises(ModelError, match="cannot generate tokens"):
             refused()
-    with pytest.raises(ModelError, match="its teacher also decodes; omit prefill_only"):
+    with pytest.raises(ModelError, match="teacher mode also decodes; omit prefill_only"):
         export(source, tmp_path / "again", teacher=True, prefill_only=True)
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.evaluation.harness.run import check_tasks, run_tasks
-from swiftkv_platform.evaluation.harness.shared import SharedModel
+from swiftkv_platform.evaluation.harness.shared import HarnessModel
 from swiftkv_platform.evaluation.harness.tasks import build_needle_tasks, load_task_manager, resolve_tasks
 from swiftkv_platform.evaluation.parts import NoResultStore
 from swiftkv_platform.model import convert
@@ -116,8 +116,8 @@ def test_contexts_are_prompts_of_students_that_keep_their_own(student: Any) -> N
     pairs += [("Water", " is wet")]
     requests = [Instance("loglikelihood", {}, arguments=pair, idx=i) for i, pair in enumerate(pairs)]
 
-    def shared(model: Any) -> SharedModel:
-        return SharedModel(
+    def shared(model: Any) -> HarnessModel:
+        return HarnessModel(
             model.swiftkv(), byte_tokenizer(), Workers(), batch_size=4, progress=nothing, parts=NoResultStore()
         )
 
@@ -382,13 +382,13 @@ def test_instructions_go_through_the_template_of_tuned_models(
     tokenizer = byte_tokenizer()
     if tuned:
         tokenizer.chat_template = "{% for message in messages %}</s>{{ message.content }}{% endfor %}"
-    generate_until, prompts = SharedModel.generate_until, []
+    generate_until, prompts = HarnessModel.generate_until, []
 
-    def watched(self: SharedModel, requests: list[Any], **options: Any) -> list[str]:
+    def watched(self: HarnessModel, requests: list[Any], **options: Any) -> list[str]:
         prompts.extend(request.args[0] for request in requests)
         return generate_until(self, requests, **options)
 
-    monkeypatch.setattr(SharedModel, "generate_until", watched)
+    monkeypatch.setattr(HarnessModel, "generate_until", watched)
     spec = TaskSpec(name="builtin:tool-calls", chat_template=asked)
     (score,) = scores(student, resolve_tasks([spec]), tokenizer=tokenizer, task_limit=1)
     assert score.chat_template is templated

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from swiftkv_platform.distillation.model import copy_teacher
 from swiftkv_platform.errors import GenerationError
 from swiftkv_platform.evaluation.harness import shared
-from swiftkv_platform.evaluation.harness.shared import Prompt, SharedModel, parse_generation_settings
+from swiftkv_platform.evaluation.harness.shared import HarnessModel, Prompt, parse_generation_settings
 from swiftkv_platform.evaluation.parts import NoResultStore
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.workers import Workers
@@ -55,9 +55,9 @@ def student_of(family: str) -> Any:
     return student.eval()
 
 
-def harness(student: Any, parts: KeptParts | None = None, *, batch_size: int | None = None) -> SharedModel:
+def harness(student: Any, parts: KeptParts | None = None, *, batch_size: int | None = None) -> HarnessModel:
     parts = KeptParts() if parts is None else parts
-    return SharedModel(
+    return HarnessModel(
         student,
         byte_tokenizer(),
         Workers(),
@@ -72,7 +72,7 @@ def ask(contexts: Sequence[str], **settings: Any) -> list[Instance]:
 
 
 @contextmanager
-def recorded(model: SharedModel) -> Iterator[list[list[int]]]:
+def recorded(model: HarnessModel) -> Iterator[list[list[int]]]:
     """Record the tokens that the harness decodes as answers."""
     tokens: list[list[int]] = []
     decode = model.tok_decode
@@ -87,7 +87,7 @@ def recorded(model: SharedModel) -> Iterator[list[list[int]]]:
         yield tokens
 
 
-def generated(model: SharedModel, requests: Sequence[Instance]) -> tuple[list[str], list[list[int]]]:
+def generated(model: HarnessModel, requests: Sequence[Instance]) -> tuple[list[str], list[list[int]]]:
     """Return the answers of `generate()`, one prompt at a time, and their tokens."""
     texts: list[str] = []
     with recorded(model) as tokens, torch.no_grad():
@@ -96,7 +96,7 @@ def generated(model: SharedModel, requests: Sequence[Instance]) -> tuple[list[st
     return texts, tokens
 
 
-def written(model: SharedModel, requests: Sequence[Instance]) -> tuple[list[str], list[list[int]]]:
+def written(model: HarnessModel, requests: Sequence[Instance]) -> tuple[list[str], list[list[int]]]:
     with recorded(model) as tokens, patch.object(model, "_generate_with_transformers", side_effect=_refuse):
         return model.generate_until(list(requests)), tokens
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.weights.checkpoint import Checkpoint
 from swiftkv_platform.model.weights.lazy_student import LazyStudent, save_lazy_student
-from swiftkv_platform.student_shape import ShapeRequest
+from swiftkv_platform.student_shape import RequestedStudentShape
 from tests.numerics.distillation_worker import Outcome, Run, counted_reads, run_spawned
 from tests.support.checkpoints import BLOCKS, ROWS, TENSORS, save, save_fp8
 from tests.support.parameters import KINDS, few
@@ -68,7 +68,7 @@ def test_a_lazy_student_is_the_converted_one(name: str, tmp_path: Path) -> None:
     """In memory, and when it is saved piece by piece."""
     directory = save_as(name, tmp_path / "teacher")
     converted = convert(directory, **SHAPE, dtype=torch.bfloat16)
-    lazy = LazyStudent.open(directory, ShapeRequest(**SHAPE), {}, dtype=torch.bfloat16)
+    lazy = LazyStudent.open(directory, RequestedStudentShape(**SHAPE), {}, dtype=torch.bfloat16)
     assert lazy.model.config.to_diff_dict() == converted.config.to_diff_dict()
     assert lazy.model.generation_config.to_dict() == converted.generation_config.to_dict()
     (tmp_path / "ours").mkdir()
@@ -85,7 +85,7 @@ def test_a_lazy_student_is_the_converted_one(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "fbgemm", "fine-grained"])
 def test_rows_are_read_without_the_rest(name: str, tmp_path: Path) -> None:
-    lazy = LazyStudent.open(save_as(name, tmp_path / "teacher"), ShapeRequest(**SHAPE), {})
+    lazy = LazyStudent.open(save_as(name, tmp_path / "teacher"), RequestedStudentShape(**SHAPE), {})
     for parameter, tensor in lazy.model.named_parameters():
         rows = slice(len(tensor) // 4, len(tensor) // 2)
         whole = lazy.read(parameter)
@@ -98,7 +98,7 @@ def test_rows_are_read_without_the_rest(name: str, tmp_path: Path) -> None:
 
 def test_released_modules_hold_nothing(tmp_path: Path) -> None:
     model: PreTrainedModel = family_teacher("llama")  # its head is tied
-    lazy = LazyStudent.open(save(model, tmp_path), ShapeRequest(**SHAPE), {})
+    lazy = LazyStudent.open(save(model, tmp_path), RequestedStudentShape(**SHAPE), {})
     for _ in range(2):
         lazy.load_parameters(lazy.model)
         assert lazy.model.lm_head.weight is lazy.model.model.embed_tokens.weight

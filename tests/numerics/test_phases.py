@@ -207,7 +207,7 @@ def test_the_report_measures_the_parent_on_the_same_text(
     ]
     names = [[task["row_results"] for task in report[which]] for which in ("parent_tasks", "tasks")]
     store = open_store(str(stored))
-    rows = [[load_rows(store.get_bytes(attempt.rows_key(name))) for name in each] for each in names]
+    rows = [[load_rows(store.get_bytes(attempt.row_results_key(name))) for name in each] for each in names]
     assert rows[0] == rows[1]
     assert not set(names[0]) & set(names[1])
     [gate] = report["gates"]
@@ -224,7 +224,7 @@ def test_results_of_rows_are_stored_with_the_attempt(
     for case, outcome in ((cases["sharded"], together["sharded"]), (apart(cases["whole"]), alone["whole"])):
         store, tasks = open_store(f"{case.directory}/store"), outcome.manifest.metrics["tasks"]
         assert [task["task"] for task in tasks] == ["choose", "write", "numbers", "likely"]
-        found.append([load_rows(store.get_bytes(attempt.rows_key(task["row_results"]))) for task in tasks])
+        found.append([load_rows(store.get_bytes(attempt.row_results_key(task["row_results"]))) for task in tasks])
         for task, rows in zip(tasks, found[-1], strict=True):
             assert len(rows) == task["num_samples"] == len(QUESTIONS)
             assert sum(row.student.score for row in rows) / len(rows) == pytest.approx(task["student"])
@@ -274,7 +274,9 @@ def test_a_killed_evaluation_repeats_nothing(
     assert ended == dict.fromkeys(parts, 1)
     store = open_store(f"{case.directory}/store")
     kept = {task["task"]: task["row_results"] for task in outcome.manifest.metrics["tasks"]}
-    assert all(len(load_rows(store.get_bytes(attempt.rows_key(name)))) == len(QUESTIONS) for name in kept.values())
+    assert all(
+        len(load_rows(store.get_bytes(attempt.row_results_key(name)))) == len(QUESTIONS) for name in kept.values()
+    )
 
 
 def test_a_large_student_takes_several_files(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from swiftkv_platform.model.cache import PAYLOAD_DTYPES, dequantize, pack_rows, quantize, unpack_rows
+from swiftkv_platform.model.cache import PAYLOAD_DTYPES, dequantize, dequantize_from_bytes, quantize, quantize_to_bytes
 from tests.support.parameters import in_turn
 
 MODEL_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -32,9 +32,9 @@ def test_rows_come_back_within_half_a_step(payload: torch.dtype, dtype: torch.dt
     rounding = torch.finfo(dtype).eps  # rounding of the product
     error = (back.double() - x.double()).abs().amax(-1) / x.double().abs().amax(-1)
     assert error.max() <= HALF_A_STEP[payload] * (1 + 2**-7) + rounding
-    packed = pack_rows(x, payload)
+    packed = quantize_to_bytes(x, payload)
     assert (packed.dtype, packed.shape) == (torch.uint8, (*shape[:-1], shape[-1] + 2)), "two bytes for the scale"
-    assert torch.equal(unpack_rows(packed, payload, dtype), back)
+    assert torch.equal(dequantize_from_bytes(packed, payload, dtype), back)
 
 
 @pytest.mark.parametrize("dtype", MODEL_DTYPES)
@@ -64,7 +64,7 @@ def test_odd_rows(payload: torch.dtype, dtype: torch.dtype) -> None:
     x[2] = limits.max
     x[3, 0], x[3, 1] = -limits.max, limits.max
     x[4, 0] = limits.max / 2
-    back = unpack_rows(pack_rows(x, payload), payload, dtype)
+    back = dequantize_from_bytes(quantize_to_bytes(x, payload), payload, dtype)
     assert torch.equal(back[0], x[0])
     assert (back[1] - x[1]).abs().max() <= limits.smallest_normal / 4
     assert back.isfinite().all()
@@ -75,6 +75,6 @@ def test_what_is_not_finite_stays_visible_and_in_its_row(payload: torch.dtype) -
     for odd in (math.nan, math.inf, -math.inf):
         x = torch.ones(3, 8)
         x[1, 4] = odd
-        back = unpack_rows(pack_rows(x, payload), payload, torch.float32)
+        back = dequantize_from_bytes(quantize_to_bytes(x, payload), payload, torch.float32)
         assert back.isnan().all(-1).tolist() == [False, True, False]
         torch.testing.assert_close(back[[0, 2]], x[[0, 2]], atol=0.01, rtol=0)

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from swiftkv_platform.configs.adapter import read_adapter
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, RequestOutput, SamplingParams
-from swiftkv_platform.engine.adapters import find_weight_bytes
+from swiftkv_platform.engine.adapters import map_weight_bytes_by_address
 from swiftkv_platform.engine.kv_cache import get_bytes_per_block
 from swiftkv_platform.engine.loading import load_adapter, load_model
-from swiftkv_platform.engine.memory import FREE_MEMORY_DIVISOR, get_layer_shapes, get_storage_format
+from swiftkv_platform.engine.memory import FREE_MEMORY_DIVISOR, get_kv_cache_format, get_layer_shapes
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.model import convert, convert_checkpoint, export_adapter
 from swiftkv_platform.planning import ServingSetup, plan_serving
@@ -111,7 +111,7 @@ def make_engine(own: Path, adapters: Mapping[str, Path], config: EngineConfig, *
     resident = [loaded]
     for path in adapters.values():
         resident.append(load_adapter(path, config, resident) if shares else load_model(path, config))
-    format_ = get_storage_format(config.kv_cache_dtype, loaded.model.dtype)
+    format_ = get_kv_cache_format(config.kv_cache_dtype, loaded.model.dtype)
     block_bytes = get_bytes_per_block(get_layer_shapes(loaded.config), config.block_size or 0, format_)
     config = config.model_copy(update={"kv_cache_bytes": NUM_BLOCKS * block_bytes})
     with make_drafts_free():
@@ -154,10 +154,10 @@ def replace_exit(params: SamplingParams, own: Path | None) -> SamplingParams:
 
 def count_bytes(engine: LLMEngine) -> tuple[int, int]:
     """Return the bytes of the engine's own model, and of all models together."""
-    base = find_weight_bytes(engine._base.model)
+    base = map_weight_bytes_by_address(engine._base.model)
     everything = dict(base)
     for model in engine.adapters.values():
-        everything |= find_weight_bytes(model.loaded.model)
+        everything |= map_weight_bytes_by_address(model.loaded.model)
     return sum(base.values()), sum(everything.values())
 
 
@@ -183,7 +183,7 @@ def test_ten_adapters_give_the_text_of_their_merged_models_in_the_memory_of_thei
     setup, config = ServingSetup(memory_bytes=1 << 30, sequence_length=64, weights_dtype=dtype), adapters["a0"]
     plans = [plan_serving(config, dataclasses.replace(setup, num_adapters=count)).swiftkv for count in (0, 10)]
     assert plans[1].weights_bytes - plans[0].weights_bytes == pytest.approx(all_bytes - own_bytes, rel=0.1)
-    whole = sum(find_weight_bytes(load_model(adapters["a0"], EngineConfig()).model).values())
+    whole = sum(map_weight_bytes_by_address(load_model(adapters["a0"], EngineConfig()).model).values())
     assert all_bytes < own_bytes + 10 * 0.5 * whole, "the base is shared"
 
 

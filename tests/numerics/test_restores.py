@@ -18,7 +18,7 @@ from swiftkv_platform.contract.attempts import MANIFEST, AttemptId, AttemptReque
 from swiftkv_platform.distillation.checkpoint import Checkpointer, RetryPolicy, load_training_state
 from swiftkv_platform.distillation.model import DistillationModel
 from swiftkv_platform.distillation.partial_reads import INDEX_FILE
-from swiftkv_platform.distillation.steering import Progress
+from swiftkv_platform.distillation.steering import TrainingProgress
 from swiftkv_platform.distillation.strategy import Strategy
 from swiftkv_platform.distillation.trainer import parallelize
 from swiftkv_platform.errors import StorageError
@@ -110,7 +110,7 @@ def save_two(case: Case) -> Restored:
             if parameter.requires_grad:
                 parameter.grad = parameter.detach().clone()
         strategy.step_optimizer(1e-3)
-        checkpointer.save(Progress(step, 10 * step))
+        checkpointer.save(TrainingProgress(step, 10 * step))
     checkpointer.finish()
     return Restored(_digests(strategy), [])
 

@@ -146,7 +146,7 @@ def test_likelihoods_are_those_of_the_answer_as_it_is_trained(student: Any, tmp_
     assert score.teacher == pytest.approx(sum(row.teacher.score for row in results) / 2)
     assert score.higher_is_better
     assert score.chat_template
-    assert not score.is_share
+    assert not score.uses_percentage_points
 
 
 def test_the_teachers_answer_stands_in_for_a_missing_one(student: Any, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from swiftkv_platform.distillation import model as distillation_module
 from swiftkv_platform.distillation.model import DistillationModel
 from swiftkv_platform.distillation.strategy import build_adamw
 from swiftkv_platform.engine.kv_cache import get_bytes_per_block
-from swiftkv_platform.engine.memory import get_layer_shapes, get_storage_format
+from swiftkv_platform.engine.memory import get_kv_cache_format, get_layer_shapes
 from swiftkv_platform.model import convert
 from swiftkv_platform.planning import TrainingSetup, plan_training, read_architecture, training
 from swiftkv_platform.planning.architecture import count_served_parameters
@@ -216,7 +216,7 @@ def test_serving_counts_the_engines_blocks_and_the_exported_weights(model_type: 
     student = convert(make_teacher(model_type), num_key_value_layers=l, key_value_group_size=g)
     config = student.config.to_dict()
     planned = plan_serving(config, ServingSetup(memory_bytes=10**6, sequence_length=64)).swiftkv
-    stored = get_storage_format("auto", torch.bfloat16)
+    stored = get_kv_cache_format("auto", torch.bfloat16)
     assert planned.kv_block_bytes == get_bytes_per_block(get_layer_shapes(student.config), 16, stored)
     kept = [p.numel() for name, p in student.named_parameters() if not _is_teachers(name, l)]
     assert sum(count_served_parameters(read_architecture(config), student.config.layer_map)) == sum(kept)

@@ -19,7 +19,7 @@ from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.repository import JobRepository
 from swiftkv_platform.security.keys import Scope, create_key
-from swiftkv_platform.security.tokens import TokenVerifier
+from swiftkv_platform.security.tokens import JWTVerifier
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.object_store import LocalObjectStore
 from tests.support.components import make_components
@@ -135,5 +135,5 @@ def clock() -> StillClock:
 
 
 @pytest.fixture
-def verifier(oidc_file: Path, clock: StillClock) -> TokenVerifier:
-    return TokenVerifier(oidc_file, clock=clock)
+def verifier(oidc_file: Path, clock: StillClock) -> JWTVerifier:
+    return JWTVerifier(oidc_file, clock=clock)

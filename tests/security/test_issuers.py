@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.errors import UnauthenticatedError
-from swiftkv_platform.security.tokens import REFETCH_INTERVAL_S, TokenVerifier
+from swiftkv_platform.security.tokens import REFETCH_INTERVAL_S, JWTVerifier
 from tests.support.fakes.oidc_issuer import Issuer, write_issuers
 from tests.support.waiting import eventually
 from tests.unit.control_plane.routes.conftest import StillClock
 
 
 def test_a_storm_of_unknown_key_ids_asks_the_issuer_no_more_often(
-    issuer: Issuer, verifier: TokenVerifier, clock: StillClock
+    issuer: Issuer, verifier: JWTVerifier, clock: StillClock
 ) -> None:
     def attack(number: int) -> None:
         with pytest.raises(UnauthenticatedError):
@@ -32,7 +32,7 @@ def test_a_storm_of_unknown_key_ids_asks_the_issuer_no_more_often(
 
 
 def test_callers_with_known_keys_do_not_wait_for_an_issuer_that_hangs(
-    issuer: Issuer, verifier: TokenVerifier, clock: StillClock
+    issuer: Issuer, verifier: JWTVerifier, clock: StillClock
 ) -> None:
     verifier.authenticate(issuer.token())
     issuer.held = threading.Event()
@@ -56,7 +56,7 @@ def test_known_keys_hold_for_a_bounded_time_while_the_issuer_is_away(
     issuer: Issuer, tmp_path: Path, clock: StillClock
 ) -> None:
     config = issuer.config(keys_max_age_s=600, keys_stale_s=3600)
-    verifier = TokenVerifier(write_issuers(tmp_path / "issuers.yaml", config), clock=clock)
+    verifier = JWTVerifier(write_issuers(tmp_path / "issuers.yaml", config), clock=clock)
     verifier.authenticate(issuer.token())
     issuer.answers = {"/keys": (503, b""), "/.well-known/openid-configuration": (503, b"")}
     for _ in range(7):
@@ -71,7 +71,7 @@ def test_known_keys_hold_for_a_bounded_time_while_the_issuer_is_away(
 
 
 def test_a_key_that_the_issuer_rotates_to_is_fetched_and_a_withdrawn_one_holds_no_longer_than_the_keys_age(
-    issuer: Issuer, verifier: TokenVerifier, clock: StillClock
+    issuer: Issuer, verifier: JWTVerifier, clock: StillClock
 ) -> None:
     verifier.authenticate(issuer.token())
     issuer.rotate("second", "RS256")
@@ -92,7 +92,7 @@ def test_a_key_that_the_issuer_rotates_to_is_fetched_and_a_withdrawn_one_holds_n
     assert verifier.authenticate(issuer.token("second")).name == "corp:alice"
 
 
-def test_documents_that_are_not_right_open_nothing(issuer: Issuer, verifier: TokenVerifier, clock: StillClock) -> None:
+def test_documents_that_are_not_right_open_nothing(issuer: Issuer, verifier: JWTVerifier, clock: StillClock) -> None:
     discovery = "/.well-known/openid-configuration"
     for where, status, body in (
         (discovery, 200, b'{"issuer": "https://evil.example", "jwks_uri": "x"}'),

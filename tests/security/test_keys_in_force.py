@@ -135,7 +135,8 @@ def test_a_new_key_says_whether_it_is_in_force(tmp_path: Path) -> None:
     home, other = tmp_path / "home", tmp_path / "other.json"
     assert create(home) == (
         False,
-        "Requests need a key after the next `swiftkv up`. Copy the file to a control plane elsewhere.",
+        "Requests need a key after the next `swiftkv up`. If the control plane runs on another machine, copy the file "
+        "there.",
     )
     required, advice = create(home, "--file", str(other))
     assert (required, f"set SWIFTKV_API_KEYS_FILE={other}" in advice) == (False, True)

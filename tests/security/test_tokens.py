@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from swiftkv_platform.errors import ForbiddenError, InvalidInputError, UnauthenticatedError
 from swiftkv_platform.security.keys import Credentials, create_key, open_credentials
 from swiftkv_platform.security.principals import Scope
-from swiftkv_platform.security.tokens import TokenVerifier
+from swiftkv_platform.security.tokens import JWTVerifier
 from swiftkv_platform.serve.access import RequestAuthenticator
 from tests.support.fakes.oidc_issuer import Issuer, make_key, public_jwk, write_issuers
 from tests.unit.control_plane.routes.conftest import SPEC, Start
@@ -38,7 +38,7 @@ def bearer(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"}
 
 
-def test_a_token_opens_what_its_claims_say(issuer: Issuer, verifier: TokenVerifier) -> None:
+def test_a_token_opens_what_its_claims_say(issuer: Issuer, verifier: JWTVerifier) -> None:
     for algorithm in ("RS256", "ES256", "EdDSA"):
         issuer.rotate(algorithm, algorithm)
     for key_id in issuer.keys:
@@ -106,7 +106,7 @@ def test_claims_are_mapped_as_the_file_says(issuer: Issuer, tmp_path: Path) -> N
         operators=["root"],
         requests_per_minute=7,
     )
-    verifier = TokenVerifier(write_issuers(tmp_path / "issuers.yaml", config))
+    verifier = JWTVerifier(write_issuers(tmp_path / "issuers.yaml", config))
     group = "https://corp.example/group"
     claims = {"email": "a@b.c", group: "G-1", "realm_access": {"roles": ["root", "swiftkv-user"]}}
     caller = verifier.authenticate(issuer.token(**claims))
@@ -219,7 +219,7 @@ def test_secrets_weak_keys_and_keys_for_other_purposes_are_not_believed(issuer: 
     issuer.published.append({"kty": "oct", "k": encoded("secret"), "kid": "shared", "alg": "HS256"})
     issuer.published += [{"kty": "RSA", "kid": "damaged", "n": 7, "e": []}, {"kid": "empty"}, "text", None]  # type: ignore[list-item]
     issuer.rotate("good", "RS256")
-    verifier = TokenVerifier(write_issuers(tmp_path / "issuers.yaml", issuer.config(algorithms=["RS256"])))
+    verifier = JWTVerifier(write_issuers(tmp_path / "issuers.yaml", issuer.config(algorithms=["RS256"])))
     assert verifier.authenticate(issuer.token("good")).tenant == "acme"
     for key_id in ("weak", "encrypts", "other"):
         with pytest.raises(UnauthenticatedError, match="signing key"):
@@ -244,11 +244,11 @@ def test_a_file_that_trusts_too_much_is_refused(issuer: Issuer, tmp_path: Path) 
     ]
     for change, told in changes:
         with pytest.raises(InvalidInputError, match=told):
-            TokenVerifier(write_issuers(tmp_path / "issuers.yaml", issuer.config(**change)))
+            JWTVerifier(write_issuers(tmp_path / "issuers.yaml", issuer.config(**change)))
 
 
 def test_the_file_is_read_again_and_a_broken_one_changes_nothing(
-    issuer: Issuer, oidc_file: Path, verifier: TokenVerifier
+    issuer: Issuer, oidc_file: Path, verifier: JWTVerifier
 ) -> None:
     verifier.authenticate(issuer.token())
     oidc_file.write_text("issuers: [")

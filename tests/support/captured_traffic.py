@@ -9,12 +9,12 @@ from swiftkv_platform.contract.traffic import (
     PART_SUFFIX,
     CapturedRequest,
     TrafficDeletion,
-    make_day,
+    format_utc_day,
     make_traffic_prefix,
 )
 from swiftkv_platform.sources import Access
 from swiftkv_platform.sources.names import CapturedTraffic
-from swiftkv_platform.storage.object_store import ObjectStore, join_key
+from swiftkv_platform.storage.object_store import ObjectStore, join_object_key
 from swiftkv_platform.storage.traffic import TrafficStore, encode_row
 from tests.support.training_text import turns
 
@@ -52,8 +52,8 @@ class Traffic:
         time = NOON + self._count if time is None else time
         defaults = {"model": "mdl", "finish_reason": "stop", "prompt_tokens": 1, "completion_tokens": 1}
         row = CapturedRequest.model_validate({"id": f"r{self._count}", "time": time, **defaults, **fields})
-        name = f"{make_day(time)}/{ULID.from_timestamp(time)}{PART_SUFFIX}"
-        self._store.put_bytes(join_key(self.prefix, name), gzip.compress(encode_row(row)))
+        name = f"{format_utc_day(time)}/{ULID.from_timestamp(time)}{PART_SUFFIX}"
+        self._store.put_bytes(join_object_key(self.prefix, name), gzip.compress(encode_row(row)))
 
     def delete(self, **condition: Any) -> None:
         deletion = TrafficDeletion.model_validate({"requested_at": NOON + 86400.0, **condition})

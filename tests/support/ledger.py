@@ -25,7 +25,7 @@ import ray.train
 
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.distillation.checkpoint import broadcast_from_rank_0
-from swiftkv_platform.distillation.steering import Progress
+from swiftkv_platform.distillation.steering import TrainingProgress
 from swiftkv_platform.distillation.strategy import Strategy
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.jobs import distill, driver, ray_train
@@ -122,7 +122,7 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> TrainingResult:
         seen.extend(ids.tolist() for ids, counted in zip(token_ids, counts, strict=True) if counted.any())
         return call(self, batch, sample_lengths)
 
-    def recorded_step(self: Trainer, progress: Progress) -> StepMetrics:
+    def recorded_step(self: Trainer, progress: TrainingProgress) -> StepMetrics:
         if rank or world_size == 1:
             ledger.wait(spec, progress.step, world_size)
         seen.clear()

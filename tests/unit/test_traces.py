@@ -17,7 +17,7 @@ from swiftkv_platform.jobs import driver
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import LocalObjectStore
-from swiftkv_platform.traces import Spans, get_job_spans, open_provider, parse_traceparent
+from swiftkv_platform.traces import SpanRecorder, get_job_span_recorder, open_provider, parse_traceparent
 from tests.support.components import make_components
 from tests.support.fakes.cluster import FakeCluster
 from tests.support.otlp_receiver import OtlpReceiver, otlp_receiver
@@ -34,10 +34,10 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
         monkeypatch.delenv(name, raising=False)
     with otlp_receiver() as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
-        get_job_spans.cache_clear()
+        get_job_span_recorder.cache_clear()
         yield receiver
-        get_job_spans().close()
-        get_job_spans.cache_clear()
+        get_job_span_recorder().close()
+        get_job_span_recorder.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_without_an_endpoint_the_callers_trace_reaches_the_workers_all_the_same(
 
 
 def test_a_phase_that_fails_is_an_error(receiver: OtlpReceiver) -> None:
-    spans = Spans(open_provider("x"))
+    spans = SpanRecorder(open_provider("x"))
     with pytest.raises(ValueError, match="no"), spans.span("phase", TRACEPARENT, job_id="j"):
         raise ValueError("no")
     spans.close()
@@ -108,8 +108,8 @@ def test_a_phase_that_fails_is_an_error(receiver: OtlpReceiver) -> None:
 def test_opentelemetry_is_not_imported_where_no_endpoint_is_set() -> None:
     code = """
 import sys
-from swiftkv_platform.traces import Spans, open_provider
-with Spans(open_provider("x")).span("a", None) as context:
+from swiftkv_platform.traces import SpanRecorder, open_provider
+with SpanRecorder(open_provider("x")).span("a", None) as context:
     assert context is None
 print(any(name.startswith("opentelemetry") for name in sys.modules))
 """

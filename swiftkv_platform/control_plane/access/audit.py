@@ -180,7 +180,7 @@ class RequestAudit:
         self.entry = replace(self.entry, route=route[:_MAX_TEXT_CHARS], object=found, status=status)
 
     @property
-    def is_recorded(self) -> bool:
+    def is_audit_required(self) -> bool:
         """Whether the route may change data, or reads confidential ones."""
         if self.entry.route in _CONFIDENTIAL_ROUTES:
             return True
@@ -191,7 +191,7 @@ class RequestAudit:
         """Store the audit entry with the request's next database transaction. Call it once the caller is admitted.
         `is_read_only`: the route changes nothing, whatever its HTTP method."""
         self._is_read_only = is_read_only
-        self._is_enabled = self.is_recorded
+        self._is_enabled = self.is_audit_required
 
     def stop_storing(self) -> None:
         """Stop storing the audit entry with transactions: the request has been answered."""
@@ -310,7 +310,7 @@ def _needs_storing(record: RequestAudit, status: int, refusal_limiter: RefusalLi
         record.entry = replace(record.entry, left_out=left_out)
         return True
     # An unknown caller changes nothing: its body was refused before the route, or its session has ended.
-    return record.is_recorded and record.entry.actor is not None and record.set_status(status)
+    return record.is_audit_required and record.entry.actor is not None and record.set_status(status)
 
 
 def _store_or_log(trail: AuditTrail, entry: AuditEntry) -> None:

@@ -155,15 +155,15 @@ def require_caller(kind: RequestKind, *scopes: Scope) -> Security:
     return Security(_make_caller_dependency(kind), scopes=list(scopes), scope="function")
 
 
-Reader = Annotated[Caller, require_caller("reading", Scope.JOBS_READ)]
-Fetcher = Annotated[Caller, require_caller("fetching", Scope.JOBS_READ)]
-"""A `Reader` whose route calls an object store or a cluster."""
-Writer = Annotated[Caller, require_caller("changing", Scope.JOBS_WRITE)]
-Submitter = Annotated[Caller, require_caller("submitting", Scope.JOBS_WRITE)]
-"""A `Writer` of a job's spec; validation calls object stores."""
-Deployer = Annotated[Caller, require_caller("changing", Scope.DEPLOY)]
-Uploader = Annotated[Caller, Security(get_caller, scopes=[Scope.JOBS_WRITE])]
-"""A `Writer` of files. Uploads take long, so `TheUploadParsers` limits them instead."""
+ReadingCaller = Annotated[Caller, require_caller("reading", Scope.JOBS_READ)]
+FetchingCaller = Annotated[Caller, require_caller("fetching", Scope.JOBS_READ)]
+"""A `ReadingCaller` whose route calls an object store or a cluster."""
+WritingCaller = Annotated[Caller, require_caller("changing", Scope.JOBS_WRITE)]
+SubmittingCaller = Annotated[Caller, require_caller("submitting", Scope.JOBS_WRITE)]
+"""A `WritingCaller` of a job's spec; validation calls object stores."""
+DeployingCaller = Annotated[Caller, require_caller("changing", Scope.DEPLOY)]
+UploadingCaller = Annotated[Caller, Security(get_caller, scopes=[Scope.JOBS_WRITE])]
+"""A `WritingCaller` of files. Uploads take long, so `TheUploadParsers` limits them instead."""
 InferenceCaller = Annotated[Caller, Security(get_caller, scopes=[Scope.GENERATE])]
 """A caller of a deployment. The deployment limits its requests, not the control plane."""
 StreamSlot = Annotated[None, Depends(hold_stream_slot)]

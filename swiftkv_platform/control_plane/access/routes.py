@@ -15,7 +15,7 @@ from swiftkv_platform.control_plane.access.audit import AuditEntry, AuditFilter,
 from swiftkv_platform.control_plane.access.callers import (
     SESSION_COOKIE,
     SIGN_IN_PATH,
-    Reader,
+    ReadingCaller,
     get_session,
     require_caller,
 )
@@ -33,7 +33,7 @@ from swiftkv_platform.control_plane.jobs.job import STATUSES_ON_CLUSTER
 from swiftkv_platform.control_plane.ray import Node
 from swiftkv_platform.control_plane.responses import ListResponse, NewestFirst, ResponseModel, make_list_response
 from swiftkv_platform.errors import ForbiddenError, UnauthenticatedError
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.security.principals import Principal, Scope
 from swiftkv_platform.web.bodies import BodyRoute
 from swiftkv_platform.web.middleware import PAGE_HEADERS
@@ -49,7 +49,7 @@ def index() -> FileResponse:
     return FileResponse(DASHBOARD_DIRECTORY / "index.html", headers=dict(PAGE_HEADERS))
 
 
-class SignIn(FrozenModel):
+class SignIn(FrozenBaseModel):
     api_key: Annotated[str, Field(max_length=8192)]
 
 
@@ -264,7 +264,7 @@ _LIMIT_BY_COUNT = {
 
 
 @router.get("/quota")
-def get_quota(parts: ComponentsDep, caller: Reader, nodes: NodesDep) -> QuotaResponse:
+def get_quota(parts: ComponentsDep, caller: ReadingCaller, nodes: NodesDep) -> QuotaResponse:
     """Return quotas and use of the caller's tenant, and the use of the whole cluster."""
     tenant, told = caller.tenant, nodes.get(RAY_TIMEOUT_S, None)
     with parts.database.begin_read() as session:

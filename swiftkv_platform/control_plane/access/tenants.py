@@ -16,7 +16,7 @@ import yaml
 from pydantic import Field
 
 from swiftkv_platform.contract.autoscaling import compute_replica_resources
-from swiftkv_platform.frozen import FiniteModel
+from swiftkv_platform.frozen import FiniteBaseModel
 from swiftkv_platform.limits import (
     ALIAS_CHANGES,
     ALIASES,
@@ -37,7 +37,7 @@ from swiftkv_platform.specs.documents import load_yaml
 from swiftkv_platform.specs.job import WebhookSpec
 
 
-class TenantPolicy(FiniteModel):
+class TenantPolicy(FiniteBaseModel):
     """Quotas and permissions of one tenant; None means no limit. Stored objects are limited by default."""
 
     weight: Annotated[float, Field(gt=0.0)] = 1.0
@@ -92,7 +92,7 @@ class TenantPolicy(FiniteModel):
     """Webhook for status changes of all jobs of the tenant, in addition to the jobs' own webhooks."""
 
 
-class _TenantsFile(FiniteModel):
+class _TenantsFile(FiniteBaseModel):
     default: TenantPolicy = TenantPolicy()
     tenants: dict[str, TenantPolicy] = {}
 

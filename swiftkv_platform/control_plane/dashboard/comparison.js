@@ -17,7 +17,7 @@ const makeComparisonColumns = (a, b) => [
 
 const makeTaskColumns = (a, b) => [
   { name: "Task", cell: (row) => html`<span>${row.task} <span class="quiet">${row.metric}</span></span>` },
-  { name: "Rows", number: true, cell: (row) => html`<span>${formatCount(row.num_rows)}${row.num_only_a + row.num_only_b > 0 && html`<br /><span class="quiet small">not compared: ${formatCount(row.num_only_a)} and ${formatCount(row.num_only_b)}</span>`}</span>` },
+  { name: "Rows", number: true, cell: (row) => html`<span>${formatCount(row.num_rows)}${row.num_only_a + row.num_only_b > 0 && html`<br /><span class="quiet small">not compared: ${formatCount(row.num_only_a)} only of ${a}, ${formatCount(row.num_only_b)} only of ${b}</span>`}</span>` },
   { name: a, number: true, cell: (row) => formatValue(row.a) },
   { name: b, number: true, cell: (row) => formatValue(row.b) },
   { name: "Difference, 95% interval", number: true, cell: (row) => (row.interval ? `${formatNumber(row.interval[0])} to ${formatNumber(row.interval[1])}` : "too few rows") },

@@ -323,7 +323,7 @@ def _check_revision(present: str | None) -> None:
     wanted = get_newest_revision()
     way_out = "run `python -m swiftkv_platform.control_plane.database`"
     if present is not None and present > wanted:
-        way_out = "a later version has migrated it irreversibly; run that version"
+        way_out = "a newer version of the control plane has made incompatible migrations; run that version"
     message = f"the database is at schema revision {present or 'none'}, this program needs {wanted}; {way_out}"
     raise InvalidInputError(message, field="database_url", value=present)
 
@@ -579,8 +579,8 @@ def make_unreadable_row_error(kind: str, row_id: str, error: ValidationError | T
         first = error.errors(include_url=False)[0]
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     return UnreadableRowError(
-        f"{kind} {row_id} cannot be read: {why}; if another version of this program stored it, run that version, or "
-        "delete it with that version",
+        f"{kind} {row_id} cannot be read: {why}; if another version of the control plane stored this {kind}, use that "
+        "version to read or delete it",
         field=f"{kind}_id",
         value=row_id,
     )

@@ -30,7 +30,7 @@ _MAX_HEALTH_REQUESTS = 16
 
 
 @dataclass
-class Progress:
+class RevisionProgress:
     """Progress of a deployment towards a revision."""
 
     revision: str
@@ -47,17 +47,17 @@ class RevisionPoller:
     def __init__(self, serve_url: str) -> None:
         self._url = serve_url.rstrip("/")
         self._http = httpx.Client(timeout=_HEALTH_TIMEOUT, trust_env=False)
-        self._progress: dict[str, Progress] = {}
+        self._progress: dict[str, RevisionProgress] = {}
 
     def set_wanted(self, revisions: Mapping[str, str]) -> None:
         """Set the wanted revisions by deployment; other deployments are forgotten."""
         known = self._progress
         self._progress = {
-            name: known[name] if name in known and known[name].revision == revision else Progress(revision)
+            name: known[name] if name in known and known[name].revision == revision else RevisionProgress(revision)
             for name, revision in revisions.items()
         }
 
-    def poll(self, name: str, route_prefix: str, replicas: Collection[str]) -> Progress | None:
+    def poll(self, name: str, route_prefix: str, replicas: Collection[str]) -> RevisionProgress | None:
         """Ask the running replicas of a deployment, and return its progress; None if no revision of it is known to be
         wanted."""
         progress = self._progress.get(name)
@@ -258,9 +258,9 @@ def _list_deployed_configs(applications: Mapping[str, Any], keep: Collection[str
         config = application.get("deployed_app_config")
         if config is None:
             raise UnreadableRowError(
-                f"deployment {name} cannot be read, and Serve does not report how it was deployed: applying the others "
-                "would end it, so nothing is changed; remove its row, or run the version of this program that stored "
-                "it",
+                f"the stored deployment {name} cannot be read, and Ray Serve does not report its configuration. No "
+                "deployment is changed, since applying the others would delete this one. Delete its database row, or "
+                "run the version of the control plane that stored it",
                 field="deployment_id",
                 value=name,
             )

@@ -115,13 +115,12 @@ class ReplicaScheduler:
         if not can_place([self._open], [needs]):
             return ReplicaGrant(0, f"{alone}, and only {opened} are available to deployments; request less per replica")
         bound = "min_replicas" if replicas < spec.min_replicas else "max_replicas"
-        placed = f"{replicas} of {bound} {getattr(spec, bound)} can be scheduled ({each} each)"
-        return ReplicaGrant(
-            replicas, f"{placed}: all tenants share the {opened} available to deployments, draining replicas included"
-        )
+        placed = f"only {replicas} of {getattr(spec, bound)} replicas ({bound}) fit ({each} each)"
+        shared = f"the deployments of all tenants, with draining replicas, share the {opened} that deployments may use"
+        return ReplicaGrant(replicas, f"{placed}: {shared}")
 
 
-def find_lost_demand(
+def find_released_demand(
     previous: Iterable[ResolvedDeployment], current: Iterable[ResolvedDeployment]
 ) -> Iterator[tuple[ResolvedDeployment, Demand]]:
     """Yield (deployment, demand of the replicas that it loses) when the deployments `current` replace `previous`."""
@@ -268,7 +267,7 @@ class DeploymentReconciler:
     def _record_draining(self, applied: Sequence[ResolvedDeployment]) -> None:
         """Record what was applied, and what replicas of the previous set hold while they drain."""
         until = self._parts.clock() + _DRAIN_TIMEOUT_S
-        self._draining += [(until, spec, demand) for spec, demand in find_lost_demand(self._served, applied)]
+        self._draining += [(until, spec, demand) for spec, demand in find_released_demand(self._served, applied)]
         self._served = applied
 
     def _forget_drained(self, states: Collection[str]) -> None:

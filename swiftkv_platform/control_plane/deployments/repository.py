@@ -81,8 +81,8 @@ def replace_model(spec: ResolvedDeployment, model: str, artifact_uri: str) -> Re
         raise InvalidInputError.for_field(
             "model",
             model,
-            f", which deployment {spec.id}, which follows alias {spec.alias!r}, serves as an adapter; remove it from "
-            "the deployment's adapters first",
+            f"; deployment {spec.id} follows alias {spec.alias!r} and already serves this model as an adapter; remove "
+            "the model from the deployment's adapters first",
         )
     return spec.model_copy(update={"model": model, "artifact_uri": artifact_uri})
 

@@ -80,8 +80,10 @@ class RolloutService:
         elif rollout.previous is not None:
             self._deployments.update(deployment.spec.id, caller, {"model": rollout.previous})
         else:  # somebody has deployed the model before the rollout began
-            message = f"deployment {deployment.spec.id} served {rollout.model} before its rollout began; change"
-            raise ConflictError(f"{message} its model instead", field="job_id", value=rollout.job_id)
+            message = (
+                f"no previous model: deployment {deployment.spec.id} served {rollout.model} before the rollout began;"
+            )
+            raise ConflictError(f"{message} change the deployment's model", field="job_id", value=rollout.job_id)
 
     def add_candidate(self, rollout: Rollout) -> None:
         """Make the model the deployment's candidate. Raises as `DeploymentService.update`."""
@@ -170,7 +172,9 @@ class RolloutReconciler:
         if candidate is not None and candidate.model != rollout.model:
             earlier = self._find_open_rollout(rollout, candidate.model)
             if earlier is None:
-                self._report_wait(rollout, f"waits until candidate {candidate.model} of the deployment is removed")
+                self._report_wait(
+                    rollout, f"waiting: the deployment has candidate {candidate.model}; remove that candidate"
+                )
                 return
         self._service.add_candidate(rollout)
         if earlier is not None:

@@ -20,13 +20,13 @@ from swiftkv_platform.contract.traffic import (
     CapturedRequest,
     TrafficDeletion,
     make_traffic_prefix,
-    remove_route_prefix,
+    strip_response_id_prefix,
 )
 from swiftkv_platform.control_plane.access.callers import (
-    Deployer,
-    Fetcher,
+    DeployingCaller,
+    FetchingCaller,
     InferenceCaller,
-    Reader,
+    ReadingCaller,
     StreamSlot,
     get_authorization,
 )
@@ -174,7 +174,7 @@ Service = Annotated[DeploymentService, Depends(get_deployment_service)]
 
 @router.post("", status_code=status.HTTP_201_CREATED)
 def create_deployment(
-    body: DeploymentSpec, service: Service, caller: Deployer, settings: SettingsDep, response: Response
+    body: DeploymentSpec, service: Service, caller: DeployingCaller, settings: SettingsDep, response: Response
 ) -> DeploymentResponse:
     """Deploy a model. Returns at once; `status` becomes `running` when the deployment accepts requests."""
     deployment = service.create(caller, body)
@@ -185,7 +185,7 @@ def create_deployment(
 
 @router.get("")
 def list_deployments(
-    parts: ComponentsDep, caller: Reader, settings: SettingsDep, page: NewestFirst
+    parts: ComponentsDep, caller: ReadingCaller, settings: SettingsDep, page: NewestFirst
 ) -> ListResponse[DeploymentResponse]:
     """List deployments, newest first."""
     found = parts.deployments.list_deployments(page, tenant=caller.tenant)
@@ -196,7 +196,7 @@ def list_deployments(
 
 @router.get("/{deployment_id}")
 def get_deployment(
-    deployment_id: str, parts: ComponentsDep, caller: Reader, settings: SettingsDep, response: Response
+    deployment_id: str, parts: ComponentsDep, caller: ReadingCaller, settings: SettingsDep, response: Response
 ) -> DeploymentResponse:
     """Return a deployment. `ETag` names its version, which `status` and `replicas` do not change."""
     found = parts.deployments.get_deployment(deployment_id, tenant=caller.tenant)
@@ -206,7 +206,7 @@ def get_deployment(
 
 @router.get("/{deployment_id}/metrics")
 async def get_deployment_metrics(
-    deployment_id: str, request: Request, parts: ComponentsDep, caller: Fetcher, settings: SettingsDep
+    deployment_id: str, request: Request, parts: ComponentsDep, caller: FetchingCaller, settings: SettingsDep
 ) -> DeploymentMetricsResponse:
     """Return the present metrics of the deployment's replicas, for pages without a Prometheus server. Empty if none
     runs."""
@@ -224,7 +224,7 @@ def change_deployment(
     deployment_id: str,
     body: DeploymentChange,
     service: Service,
-    caller: Deployer,
+    caller: DeployingCaller,
     settings: SettingsDep,
     expected: IfMatch,
     response: Response,
@@ -347,7 +347,7 @@ class RolloutResponse(ResponseModel):
 
 @router.get("/{deployment_id}/rollouts")
 def list_rollouts(
-    deployment_id: str, parts: ComponentsDep, caller: Reader, page: NewestFirst
+    deployment_id: str, parts: ComponentsDep, caller: ReadingCaller, page: NewestFirst
 ) -> ListResponse[RolloutResponse]:
     """List the rollouts of jobs' models to the deployment, newest job first."""
     parts.deployments.get_deployment(deployment_id, tenant=caller.tenant)
@@ -360,7 +360,7 @@ def roll_back_rollout(
     deployment_id: str,
     job_id: str,
     body: RollbackRequest,
-    caller: Deployer,
+    caller: DeployingCaller,
     parts: ComponentsDep,
     settings: SettingsDep,
 ) -> RolloutResponse:
@@ -375,7 +375,7 @@ def roll_back_rollout(
 
 @router.delete("/{deployment_id}", status_code=status.HTTP_202_ACCEPTED)
 def delete_deployment(
-    deployment_id: str, service: Service, caller: Deployer, settings: SettingsDep
+    deployment_id: str, service: Service, caller: DeployingCaller, settings: SettingsDep
 ) -> DeploymentResponse:
     """Delete a deployment. Its status is `deleting` until its replicas are gone; then `GET` returns 404."""
     return DeploymentResponse.from_deployment(service.delete(deployment_id, caller), settings.serve_url)
@@ -422,7 +422,7 @@ def open_traffic(parts: Components, deployment: Deployment) -> TrafficStore:
 class _ReadableTraffic:
     """Captured traffic of the deployment in the path, for callers who may read the tenant's data."""
 
-    def __init__(self, deployment_id: str, parts: ComponentsDep, caller: Fetcher) -> None:
+    def __init__(self, deployment_id: str, parts: ComponentsDep, caller: FetchingCaller) -> None:
         self.deployment = parts.deployments.get_deployment(deployment_id, tenant=caller.tenant)
         self.store = open_traffic(parts, self.deployment)
 
@@ -468,7 +468,7 @@ def list_captured_requests(
 def delete_traffic(
     deployment_id: str,
     parts: ComponentsDep,
-    caller: Deployer,
+    caller: DeployingCaller,
     request_id: Annotated[_FilterText, Query(description="Id of a response, with or without its prefix")] = None,
     user: Annotated[_FilterText, Query(description="End user")] = None,
     before: Annotated[_FilterTime, Query(description="Delete requests that ended before, in Unix seconds")] = None,
@@ -477,10 +477,10 @@ def delete_traffic(
     later jobs, and removed from storage within minutes."""
     deployment = parts.deployments.get_deployment(deployment_id, tenant=caller.tenant)
     if request_id is None and user is None and before is None:
-        raise InvalidInputError("give request_id, user or before: which requests to delete", field="request_id")
+        raise InvalidInputError("set request_id, user or before to select the requests to delete", field="request_id")
     deletion = TrafficDeletion(
         requested_at=parts.clock(),
-        request_id=None if request_id is None else remove_route_prefix(request_id),
+        request_id=None if request_id is None else strip_response_id_prefix(request_id),
         user=user,
         before=before,
     )

@@ -32,7 +32,7 @@ from swiftkv_platform.errors import (
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 from swiftkv_platform.specs.engine import EngineConfig
-from swiftkv_platform.storage.object_store import join_key
+from swiftkv_platform.storage.object_store import join_object_key
 from swiftkv_platform.storage.traffic import TrafficStore
 
 MAX_PREFIX_CHARS = 200
@@ -144,8 +144,8 @@ class DeploymentService:
             return route_prefix
         if route_prefix.startswith(f"/{_TENANTS_SEGMENT}/"):
             raise ForbiddenError(
-                f"route_prefix is {route_prefix!r}; tenant {tenant!r} has the routes below {home}, such as "
-                f"{home}/chat; '/chat' is placed there automatically",
+                f"route_prefix is {route_prefix!r}, but routes of tenant {tenant!r} are below {home}; use e.g. "
+                f"'/chat', which becomes {home}/chat",
                 field="route_prefix",
                 value=route_prefix,
             )
@@ -229,7 +229,7 @@ class DeploymentService:
                 **self._find_model(candidate["model"], caller.tenant, "candidate.model")[0],
             }
         if (capture := changes.get("capture")) is not None:
-            uri = join_key(self.parts.objects.uri, make_traffic_prefix(caller.tenant, deployment_id))
+            uri = join_object_key(self.parts.objects.uri, make_traffic_prefix(caller.tenant, deployment_id))
             patch["capture"] = {**capture, "uri": uri}
         return patch
 
@@ -243,7 +243,7 @@ class DeploymentService:
                 bases[model] = str(digest)
             elif model != spec.model:
                 raise InvalidInputError.for_field(
-                    "adapters", model, ", which is no adapter; publish it with publish.adapter: true, or deploy it"
+                    "adapters", model, ", a full model; publish it with publish.adapter: true, or deploy it separately"
                 )
         if spec.adapters and len(set(bases.values())) > 1:
             first, *_ = bases

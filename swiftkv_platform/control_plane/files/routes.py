@@ -12,7 +12,13 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
-from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, StreamSlot, Uploader, Writer
+from swiftkv_platform.control_plane.access.callers import (
+    FetchingCaller,
+    ReadingCaller,
+    StreamSlot,
+    UploadingCaller,
+    WritingCaller,
+)
 from swiftkv_platform.control_plane.base import Caller, Page, PageQuery
 from swiftkv_platform.control_plane.components import ComponentsDep, SettingsDep, UploadParsersDep
 from swiftkv_platform.control_plane.files.repository import File, Purpose
@@ -114,7 +120,7 @@ _UPLOAD_SCHEMA: dict[str, Any] = {
 
 @router.post("", openapi_extra=_UPLOAD_SCHEMA)
 async def upload_file(
-    request: Request, service: Service, parsers: UploadParsersDep, caller: Uploader
+    request: Request, service: Service, parsers: UploadParsersDep, caller: UploadingCaller
 ) -> UploadedFileResponse:
     """Upload rows as JSON Lines. Every row is checked; the file is stored completely or not at all.
 
@@ -194,7 +200,7 @@ def _parse_lifetime(form: FormData) -> int | None:
 @router.get("")
 def list_files(
     parts: ComponentsDep,
-    caller: Reader,
+    caller: ReadingCaller,
     page: Annotated[PageQuery, Depends(make_page_query(1000, "desc", max_limit=10_000))],
     purpose: Annotated[str | None, Query(description="only files of this purpose")] = None,
 ) -> ListResponse[UploadedFileResponse]:
@@ -206,13 +212,13 @@ def list_files(
 
 
 @router.get("/{file_id}")
-def get_file(file_id: str, parts: ComponentsDep, caller: Reader) -> UploadedFileResponse:
+def get_file(file_id: str, parts: ComponentsDep, caller: ReadingCaller) -> UploadedFileResponse:
     """Return a file's description."""
     return UploadedFileResponse.from_file(parts.files.get(file_id, tenant=caller.tenant))
 
 
 @router.get("/{file_id}/content", response_class=StreamingResponse)
-def get_file_content(file_id: str, service: Service, _stream: StreamSlot, caller: Fetcher) -> StreamingResponse:
+def get_file_content(file_id: str, service: Service, _stream: StreamSlot, caller: FetchingCaller) -> StreamingResponse:
     """Return a file's rows as they were uploaded."""
     file, content = service.open_content(file_id, caller)
     return StreamingResponse(
@@ -227,7 +233,7 @@ def get_file_content(file_id: str, service: Service, _stream: StreamSlot, caller
 
 
 @router.delete("/{file_id}")
-def delete_file(file_id: str, service: Service, caller: Writer) -> DeletedFileResponse:
+def delete_file(file_id: str, service: Service, caller: WritingCaller) -> DeletedFileResponse:
     """Delete a file. Returns 409 while an unfinished job uses it."""
     service.delete(file_id, caller)
     return DeletedFileResponse(id=file_id)

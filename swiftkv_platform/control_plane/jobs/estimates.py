@@ -21,7 +21,7 @@ from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason, Spee
 from swiftkv_platform.data.checks import SourceEstimate, check_row_sources, check_sources
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
 from swiftkv_platform.families import refuse_student
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.planning import has_quantized_weights
 from swiftkv_platform.planning.architecture import read_architecture
 from swiftkv_platform.planning.config import ConfigFields
@@ -56,7 +56,7 @@ PROCESS_MEMORY = 710 << 20
 """Assumed bytes of a worker's process in addition to the model, if none was measured: Linux, torch 2.13 for CPUs."""
 
 
-class JobEstimate(FrozenModel):
+class JobEstimate(FrozenBaseModel):
     """Estimate of the job's cost and of its student; for a sweep, of its first trial. If the teacher's configuration is
     on the hub, only sources and gates are set, and the rest is None."""
 
@@ -285,7 +285,7 @@ def read_object(store: str, key: str) -> bytes:
     return check_length(data, CONFIG_BYTES)
 
 
-def reads_files(spec: JobSpec) -> bool:
+def requires_file_access(spec: JobSpec) -> bool:
     """Whether checking a spec reads files or stored objects, rather than names only. Raises as `parse_source`."""
     names = {"model.name_or_path": spec.model.name_or_path}
     names |= {f"{field}.name_or_path": source.name_or_path for field, source in spec.list_sources()}
@@ -331,7 +331,7 @@ def validate_and_estimate(
     values = read_teacher_config(name, read_object, access=access) if config is None else read_config_file(config)
     num_hidden_layers = None if values is None else _read_num_hidden_layers(values, name)
     sources = check_sources(spec.data.sources, access)
-    check_tasks(spec.evaluation.tasks, access)
+    check_evaluation_tasks(spec.evaluation.tasks, access)
     check_row_sources(spec.evaluation.rows, access)
     if values is None or num_hidden_layers is None:
         return JobEstimate(sources=sources, gates=forecast_gates(spec.evaluation))
@@ -373,7 +373,7 @@ def _read_num_hidden_layers(config: dict[str, Any], name: str) -> int:
     return value
 
 
-def check_tasks(tasks: Sequence[str | TaskSpec], access: Access = UNRESTRICTED) -> None:
+def check_evaluation_tasks(tasks: Sequence[str | TaskSpec], access: Access = UNRESTRICTED) -> None:
     """Refuse the first task that cannot be run, naming its field. Raises `InvalidInputError`: an unknown built-in task,
     one without `data_dir`, or a task's file that does not exist; `DataError`: `data_dir` does not exist, lacks the
     files of a built-in task, or leads to files that may not be read."""

@@ -16,16 +16,16 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from swiftkv_platform.contract.events import Level
-from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Writer
+from swiftkv_platform.control_plane.access.callers import FetchingCaller, ReadingCaller, WritingCaller
 from swiftkv_platform.control_plane.base import PageQuery
 from swiftkv_platform.control_plane.components import Components, ComponentsDep
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus
 from swiftkv_platform.control_plane.jobs.repository import JobFilter
 from swiftkv_platform.control_plane.jobs.responses import JobError, JobResponse, make_checkpoint_id
 from swiftkv_platform.control_plane.jobs.routes import (
+    JobSubmission,
     Presenter,
     Service,
-    Submission,
     list_checkpoint_page,
     parse_metadata_filter,
 )
@@ -37,7 +37,7 @@ from swiftkv_platform.control_plane.responses import (
     make_page_query,
 )
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError, rename_fields_in_text
-from swiftkv_platform.frozen import FiniteModel
+from swiftkv_platform.frozen import FiniteBaseModel
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import Label, LabelValue, Name, NumEpochs, SignedSeed, Size, Word
 from swiftkv_platform.specs.job import JobName
@@ -72,7 +72,7 @@ class PartialSpec(JobSpec):
         return self
 
 
-class Hyperparameters(FiniteModel):
+class Hyperparameters(FiniteBaseModel):
     """Hyperparameters as OpenAI names them; `auto` leaves a choice to the job spec's defaults."""
 
     n_epochs: Literal["auto"] | NumEpochs = "auto"
@@ -80,16 +80,16 @@ class Hyperparameters(FiniteModel):
     batch_size: Literal["auto"] | Size = "auto"
     """`training.batch_size`: packed sequences of a step, over all workers."""
     learning_rate_multiplier: Annotated[
-        Literal["auto"], _refuse_other("auto", "the learning rate is swiftkv.optimizer.learning_rate, absolute")
+        Literal["auto"], _refuse_other("auto", "multipliers are not supported; set swiftkv.optimizer.learning_rate")
     ] = "auto"
     """The learning rate is `swiftkv.optimizer.learning_rate`, absolute."""
 
 
-class SupervisedMethod(FiniteModel):
+class SupervisedMethod(FiniteBaseModel):
     hyperparameters: Hyperparameters | None = None
 
 
-class Method(FiniteModel):
+class Method(FiniteBaseModel):
     """Method of a job: a student that its teacher supervises."""
 
     type: Literal["supervised", "swiftkv"]
@@ -98,20 +98,20 @@ class Method(FiniteModel):
     """Same as the request's `swiftkv`; give only one of them."""
 
 
-class WandbIntegration(FiniteModel):
+class WandbIntegration(FiniteBaseModel):
     project: Word
     entity: Word | None = None
     tags: Annotated[tuple[Word, ...], Field(max_length=64)] = ()
 
 
-class Integration(FiniteModel):
+class Integration(FiniteBaseModel):
     """A receiver of metrics."""
 
     type: Literal["wandb"]
     wandb: WandbIntegration
 
 
-class CreateFineTuningJob(FiniteModel):
+class CreateFineTuningJob(FiniteBaseModel):
     """Request for a fine-tuning job, in OpenAI's format."""
 
     model: Annotated[Name, Field(min_length=1)]
@@ -119,7 +119,7 @@ class CreateFineTuningJob(FiniteModel):
     training_file: Annotated[Name, Field(min_length=1)]
     """Id of an uploaded file (`file-...`), or another data source's `name_or_path`."""
     validation_file: Annotated[
-        None, _refuse_other(None, "rows of the training file are held out, by swiftkv.data.validation_fraction")
+        None, _refuse_other(None, "swiftkv.data.validation_fraction sets the share of training rows that is held out")
     ] = None
     """Not supported: rows are held out of the training file (`swiftkv.data.validation_fraction`)."""
     hyperparameters: Hyperparameters | None = None
@@ -256,7 +256,7 @@ def _set_field(document: dict[Any, Any], path: _Path, name: str, value: Any, pla
     present = inner.setdefault(path[-1], value)
     if present != value:
         there = f"{place}.{format_path(path)}"
-        message = f"{name} is {value!r} and {there} is {present!r}; give one of them, or the same in both"
+        message = f"{name} is {value!r} and {there} is {present!r}; set only one of them, or both to the same value"
         raise InvalidInputError(message, field=there, value=present)
 
 
@@ -414,7 +414,7 @@ router = APIRouter(
 
 @router.post("")
 def create_fine_tuning_job(
-    body: CreateFineTuningJob, submission: Submission, presenter: Presenter
+    body: CreateFineTuningJob, submission: JobSubmission, presenter: Presenter
 ) -> FineTuningJobResponse:
     """Submit a job. `swiftkv` holds settings for which OpenAI has no field: any part of a job spec."""
     asked = _JobRequest.from_body(body)
@@ -426,7 +426,7 @@ def create_fine_tuning_job(
 
 @router.get("")
 def list_fine_tuning_jobs(
-    request: Request, parts: ComponentsDep, caller: Reader, presenter: Presenter, page: NewestFirst
+    request: Request, parts: ComponentsDep, caller: ReadingCaller, presenter: Presenter, page: NewestFirst
 ) -> ListResponse[FineTuningJobResponse]:
     """List jobs, newest first, also those submitted by other routes. `metadata[{key}]={value}` filters by metadata."""
     where = JobFilter(metadata=parse_metadata_filter(request, "metadata[", "]"))
@@ -438,7 +438,7 @@ def list_fine_tuning_jobs(
 
 @router.get("/{job_id}")
 def get_fine_tuning_job(
-    job_id: str, parts: ComponentsDep, caller: Reader, presenter: Presenter
+    job_id: str, parts: ComponentsDep, caller: ReadingCaller, presenter: Presenter
 ) -> FineTuningJobResponse:
     """Return a job."""
     return FineTuningJobResponse.from_job(presenter.render(parts.jobs.get(job_id, tenant=caller.tenant)))
@@ -446,21 +446,23 @@ def get_fine_tuning_job(
 
 @router.post("/{job_id}/cancel")
 def cancel_fine_tuning_job(
-    job_id: str, service: Service, caller: Writer, presenter: Presenter
+    job_id: str, service: Service, caller: WritingCaller, presenter: Presenter
 ) -> FineTuningJobResponse:
     """Cancel a job; repeating the request is harmless."""
     return FineTuningJobResponse.from_job(presenter.render(service.cancel(job_id, caller)))
 
 
 @router.post("/{job_id}/pause")
-def pause_fine_tuning_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> FineTuningJobResponse:
+def pause_fine_tuning_job(
+    job_id: str, service: Service, caller: WritingCaller, presenter: Presenter
+) -> FineTuningJobResponse:
     """Ask a job to checkpoint and free the cluster; repeating the request is harmless."""
     return FineTuningJobResponse.from_job(presenter.render(service.pause(job_id, caller)))
 
 
 @router.post("/{job_id}/resume")
 def resume_fine_tuning_job(
-    job_id: str, service: Service, caller: Writer, presenter: Presenter
+    job_id: str, service: Service, caller: WritingCaller, presenter: Presenter
 ) -> FineTuningJobResponse:
     """Queue a paused job again; it continues from its last checkpoint."""
     return FineTuningJobResponse.from_job(presenter.render(service.resume(job_id, caller)))
@@ -468,7 +470,7 @@ def resume_fine_tuning_job(
 
 @router.get("/{job_id}/events")
 def list_fine_tuning_events(
-    job_id: str, parts: ComponentsDep, caller: Reader, page: NewestFirst
+    job_id: str, parts: ComponentsDep, caller: ReadingCaller, page: NewestFirst
 ) -> ListResponse[FineTuningEventResponse]:
     """List a job's events, newest first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
@@ -477,7 +479,10 @@ def list_fine_tuning_events(
 
 @router.get("/{job_id}/checkpoints")
 def list_fine_tuning_checkpoints(
-    job_id: str, parts: ComponentsDep, caller: Fetcher, page: Annotated[PageQuery, Depends(make_page_query(10, "desc"))]
+    job_id: str,
+    parts: ComponentsDep,
+    caller: FetchingCaller,
+    page: Annotated[PageQuery, Depends(make_page_query(10, "desc"))],
 ) -> ListResponse[FineTuningCheckpointResponse]:
     """List the complete checkpoints of all attempts, the last step first."""
     parts.jobs.get(job_id, tenant=caller.tenant)

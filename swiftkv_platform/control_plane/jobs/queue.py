@@ -29,7 +29,7 @@ from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reaso
 from swiftkv_platform.control_plane.jobs.repository import JobRepository, QueuedJob, QueueSnapshot
 from swiftkv_platform.control_plane.ray import (
     Bundle,
-    EmptyNodes,
+    EmptyNodePlacement,
     Node,
     RayJobs,
     can_place,
@@ -43,7 +43,7 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 
 
-class FairQueue:
+class FairScheduler:
     """Chooses fairly between tenants. It remembers their shares; a new leader starts afresh."""
 
     def __init__(self, policies: TenantPolicies) -> None:
@@ -51,7 +51,7 @@ class FairQueue:
         self._shares_given: dict[str, float] = {}
         """Shares given so far, relative to the tenant's weight."""
 
-    def choose_next(self, snapshot: QueueSnapshot, admission: Admission, *, max_starts: int) -> list[QueuedJob]:
+    def choose_next(self, snapshot: QueueSnapshot, capacity: ClusterCapacity, *, max_starts: int) -> list[QueuedJob]:
         """Choose at most `max_starts` waiting jobs, in the order in which they should start.
 
         If the first job of a tenant exceeds its quota or cannot be scheduled, no job of that tenant is chosen, since
@@ -63,12 +63,12 @@ class FairQueue:
         chosen: list[QueuedJob] = []
         while len(chosen) < max_starts:
             for queue in queues.values():
-                while queue and not admission.fits_empty_nodes(queue[0].id):
+                while queue and not capacity.fits_empty_nodes(queue[0].id):
                     queue.popleft()
             fitting = [
                 tenant
                 for tenant, queue in queues.items()
-                if queue and self.fits_quota(tenant, used[tenant], queue[0].demand) and admission.fits_now(queue[0].id)
+                if queue and self.fits_quota(tenant, used[tenant], queue[0].demand) and capacity.fits_now(queue[0].id)
             ]
             if not fitting:
                 break
@@ -77,10 +77,10 @@ class FairQueue:
             used[tenant] += job.demand
             self._shares_given[tenant] += job.demand.dominant_share(snapshot.total) / self._policies.get(tenant).weight
             chosen.append(job)
-            admission.reserve(job.id)
+            capacity.reserve(job.id)
         return chosen
 
-    def choose_preempted(self, stuck: Sequence[Job], snapshot: QueueSnapshot, admission: Admission) -> list[Job]:
+    def choose_preempted(self, stuck: Sequence[Job], snapshot: QueueSnapshot, capacity: ClusterCapacity) -> list[Job]:
         """Choose the jobs of `stuck` that give way to a job of another tenant. Their tenants then go to the end of the
         queue."""
         self._raise_to_min_share(snapshot.waiting)
@@ -89,11 +89,11 @@ class FairQueue:
             for tenant, (first, *_) in snapshot.waiting.items():
                 holds = snapshot.used.get(tenant, Demand())
                 may_start = tenant not in {job.tenant, *taken} and self.fits_quota(tenant, holds, first.demand)
-                if may_start and admission.fits_empty_nodes(first.id) and admission.fits_now(first.id):
+                if may_start and capacity.fits_empty_nodes(first.id) and capacity.fits_now(first.id):
                     chosen.append(job)
                     self._shares_given[job.tenant] = max(self._shares_given.values()) + 1.0
                     taken.add(tenant)
-                    admission.reserve(first.id)
+                    capacity.reserve(first.id)
                     break
         return chosen
 
@@ -235,8 +235,8 @@ def check_fits_node_groups(spec: JobSpec, settings: Settings, nodes: CachedCall[
     if present is not None and not can_place([node.total for node in present], needs.bundles):
         there = "; ".join(f"{name}: {group.describe()}" for name, group in groups.items())
         raise InvalidInputError(
-            f"the job needs {needs.description}, more than all nodes that the cluster may have can hold ({there}); use "
-            "fewer or smaller resources.num_workers, or another accelerator_type",
+            f"the job needs {needs.description}, which do not fit even if every node group has its max size "
+            f"({there}); use a smaller resources.num_workers, smaller workers, or another accelerator_type",
             field="resources",
             value=spec.resources.num_workers,
         )
@@ -250,7 +250,7 @@ def list_reported_nodes(cluster: RayJobs) -> Sequence[Node] | None:
         return None
 
 
-class Admission:
+class ClusterCapacity:
     """Free resources of the cluster in one scheduling cycle, reserved job by job. Running jobs and requests are
     remembered between cycles; a new leader starts afresh."""
 
@@ -261,7 +261,7 @@ class Admission:
         self._running: dict[str, Job] = {}
         self._requests: dict[str, ResourceRequest] = {}
         self._totals: Sequence[Bundle] = ()
-        self._empty: EmptyNodes | None = None
+        self._empty: EmptyNodePlacement | None = None
         """Nodes of this cycle; None if the cluster does not report them, and every job fits."""
         self._free: list[dict[str, float]] = []
         self._possible: set[str] = set()
@@ -296,7 +296,7 @@ class Admission:
         if totals != self._totals:
             self._totals, self.cannot_fit = totals, set()
         self._possible, self.refused = set(), {}
-        self._empty = None if nodes is None else EmptyNodes(totals)
+        self._empty = None if nodes is None else EmptyNodePlacement(totals)
         if nodes is None:
             return
         present = [placed.id for placed in self._jobs.list_cluster_jobs()]
@@ -372,8 +372,8 @@ class Preemption:
     """Chooses attempts that end to make room for others; remembers since when deployments wait."""
 
     jobs: JobRepository
-    admission: Admission
-    queue: FairQueue
+    capacity: ClusterCapacity
+    queue: FairScheduler
     deployments: DeploymentRepository
     settings: Settings
     _lacking: dict[str, float] = field(default_factory=dict, init=False)
@@ -387,8 +387,8 @@ class Preemption:
     def choose_preemptions(self, now: float, resting: Collection[str]) -> list[tuple[Job, Reason]]:
         """Return (job, reason) of attempts that must end: at once if `not_placed`, at a checkpoint if `preempted`.
         `resting`: queued jobs that do not start now."""
-        going = [job for job in self.admission.running_jobs if job.status in _ACTIVE and job.attempt.stopping is None]
-        nodes = cache(self.admission.reported_nodes)  # asks Ray
+        going = [job for job in self.capacity.running_jobs if job.status in _ACTIVE and job.attempt.stopping is None]
+        nodes = cache(self.capacity.reported_nodes)  # asks Ray
         return [*self._choose_for_job(going, nodes, now, resting), *self._choose_for_deployment(going, nodes, now)]
 
     def _choose_for_job(
@@ -400,11 +400,11 @@ class Preemption:
         stuck = [job for job in staying if job.attempt.waiting and self._is_stuck(job, nodes, now)]
         if not stuck and not over:
             return []
-        snapshot = self.jobs.read_queue(most=1, now=now, without={*resting, *self.admission.cannot_fit})
+        snapshot = self.jobs.read_queue(most=1, now=now, without={*resting, *self.capacity.cannot_fit})
         if not any(snapshot.waiting.values()):
             return []
-        self.admission.begin_cycle(now, stuck=stuck, over=over)
-        chosen = self.queue.choose_preempted([*stuck, *over], snapshot, self.admission)
+        self.capacity.begin_cycle(now, stuck=stuck, over=over)
+        chosen = self.queue.choose_preempted([*stuck, *over], snapshot, self.capacity)
         return [
             (job, _make_placement_reason(job) if job in stuck else _make_time_slice_reason(job, now)) for job in chosen
         ]
@@ -458,7 +458,7 @@ class Preemption:
 
 def _make_placement_reason(job: Job) -> Reason:
     needs = "; ".join(job.attempt.waiting.values())
-    message = f"attempt {job.attempt.number} cannot be scheduled, so its slot goes to another job: {needs}"
+    message = f"attempt {job.attempt.number} was ended to start another job, since it could not be scheduled: {needs}"
     return Reason(ReasonCode.NOT_PLACED, message, field="resources")
 
 
@@ -470,7 +470,7 @@ def _make_time_slice_reason(job: Job, now: float) -> Reason:
 
 def _make_deployment_reason(job: Job) -> Reason:
     message = (
-        f"attempt {job.attempt.number} uses resources that are reserved for deployments, and a deployment of another "
-        "tenant needs them; use fewer or smaller workers"
+        f"attempt {job.attempt.number} was preempted: it used resources that are reserved for deployments, and a "
+        "deployment of another tenant needs them; use fewer or smaller workers"
     )
     return Reason(ReasonCode.PREEMPTED, message, field="resources")

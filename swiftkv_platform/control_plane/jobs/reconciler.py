@@ -47,7 +47,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     start_attempt,
     transition,
 )
-from swiftkv_platform.control_plane.jobs.queue import Admission, FairQueue, Preemption, make_driver_bundle
+from swiftkv_platform.control_plane.jobs.queue import ClusterCapacity, FairScheduler, Preemption, make_driver_bundle
 from swiftkv_platform.control_plane.jobs.repository import ClusterJob
 from swiftkv_platform.control_plane.loops import Backoff, Leadership
 from swiftkv_platform.control_plane.models.parents import list_publish_targets
@@ -64,7 +64,7 @@ from swiftkv_platform.errors import (
 from swiftkv_platform.logs import get_logger, redact
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.attempt_store import StoredEvent
-from swiftkv_platform.traces import Spans
+from swiftkv_platform.traces import SpanRecorder
 
 if TYPE_CHECKING:
     from swiftkv_platform.control_plane.health import ControlPlaneHistograms
@@ -181,7 +181,7 @@ class Reconciler:
         settings: Settings,
         lease: Leadership,
         histograms: ControlPlaneHistograms,
-        spans: Spans,
+        spans: SpanRecorder,
         *,
         polls: PollSchedule,
         concurrency: int,
@@ -192,9 +192,9 @@ class Reconciler:
         self._histograms, self._spans = histograms, spans
         self._jobs, self._cluster, self._store, self._clock = parts.jobs, parts.cluster, parts.attempts, parts.clock
         self._polls = polls
-        self._queue = FairQueue(parts.policies)
-        self._admission = Admission(parts.jobs, parts.cluster, make_driver_bundle(settings))
-        self._preemption = Preemption(parts.jobs, self._admission, self._queue, parts.deployments, settings)
+        self._queue = FairScheduler(parts.policies)
+        self._capacity = ClusterCapacity(parts.jobs, parts.cluster, make_driver_bundle(settings))
+        self._preemption = Preemption(parts.jobs, self._capacity, self._queue, parts.deployments, settings)
         self._backoff = Backoff(first_s=settings.reconcile_interval_s, max_s=_MAX_BACKOFF_S)
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="jobs") if concurrency > 1 else None
         self._lock = Lock()
@@ -208,7 +208,7 @@ class Reconciler:
             # 1. Poll running attempts.
             due = [job_id for job_id in self._polls.choose_due_jobs(placed, now) if self._backoff.is_ready(job_id, now)]
             after = self._run_for_each(self._load_jobs(due), lambda job: self._run_step(job, self._poll_attempt))
-            self._admission.remember_jobs(after)
+            self._capacity.remember_jobs(after)
             # 2. Start queued jobs in the free slots.
             ended = sum(not job.status.is_on_cluster for job in after)
             self._start_queued_jobs(self._settings.max_running_jobs - len(placed) + ended)
@@ -236,15 +236,15 @@ class Reconciler:
         max_starts = min(max_starts, _MAX_STARTS_PER_TICK)
         while max_starts > 0:
             now = self._clock()
-            left_out = {*self._backoff.list_waiting(now), *self._admission.cannot_fit}
+            left_out = {*self._backoff.list_waiting(now), *self._capacity.cannot_fit}
             snapshot = self._jobs.read_queue(most=max_starts, now=now, without=left_out)
             if not snapshot.waiting and not left_out:
                 return
-            self._admission.begin_cycle(now)
-            queue = self._queue.choose_next(snapshot, self._admission, max_starts=max_starts)
+            self._capacity.begin_cycle(now)
+            queue = self._queue.choose_next(snapshot, self._capacity, max_starts=max_starts)
             jobs = self._load_jobs([job.id for job in queue])
             max_starts -= self._claim_and_submit(jobs)
-            for job, event in self._admission.jobs_with_new_wait_reason(int(now)):
+            for job, event in self._capacity.jobs_with_new_wait_reason(int(now)):
                 self._run_step(job, partial(self._update_job, events=[event]))
             if len(jobs) == len(queue):
                 return
@@ -254,7 +254,7 @@ class Reconciler:
         now = self._clock()
         for job, reason in self._preemption.choose_preemptions(now, self._backoff.list_waiting(now)):
             step = self._end_attempt if reason.code == ReasonCode.NOT_PLACED else self._request_preemption
-            self._admission.remember_jobs([self._run_step(job, partial(step, reason))])
+            self._capacity.remember_jobs([self._run_step(job, partial(step, reason))])
 
     def _end_attempt(self, reason: Reason, job: Job) -> Job:
         ended = self._update_job(job.with_attempt(stopping=reason))
@@ -290,7 +290,7 @@ class Reconciler:
         waited = {job.id: job for job in jobs}
         for job in claimed:
             self._report_queue_wait(waited[job.id])
-        self._admission.remember_jobs(self._run_for_each(claimed, lambda job: self._run_step(job, self._submit)))
+        self._capacity.remember_jobs(self._run_for_each(claimed, lambda job: self._run_step(job, self._submit)))
         return len(claimed)
 
     def _report_queue_wait(self, job: Job) -> None:
@@ -386,7 +386,13 @@ class Reconciler:
 
     def _back_off(self, name: str, job: Job, error: Exception) -> None:
         delay = self._backoff.record_failure(name, self._clock())
-        self._log.warning("job step failed; retrying", subject=name, job_id=job.id, reason=str(error), retry_in_s=delay)
+        self._log.warning(
+            "processing a job failed in this round; retrying",
+            subject=name,
+            job_id=job.id,
+            reason=str(error),
+            retry_in_s=delay,
+        )
 
     def _submit(self, job: Job) -> Job:
         with self._spans.span("submit", job.traceparent, job_id=job.id, attempt=job.attempt.number):

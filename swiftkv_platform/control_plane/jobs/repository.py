@@ -86,7 +86,7 @@ class JobFilter:
     """Pairs that a job must all have."""
 
 
-EVERYTHING = JobFilter()
+ALL_JOBS_FILTER = JobFilter()
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class QueueSnapshot:
     """First jobs of each tenant that may start now: by priority, then by age."""
 
 
-Claim = Callable[[str, Demand, Demand], bool]
+QuotaCheck = Callable[[str, Demand, Demand], bool]
 """(tenant, used, demand) -> whether a tenant that uses `used` may have `demand` in addition."""
 T = TypeVar("T")
 _JOB_ADAPTER = TypeAdapter(Job)
@@ -227,7 +227,7 @@ class JobRepository(Repository):
         with self._database.begin_read() as session:
             return _parse_job(get_tenant_row(session, JobRow, job_id, tenant))
 
-    def list(self, page: PageQuery, *, tenant: str, where: JobFilter = EVERYTHING) -> Page[Job]:
+    def list(self, page: PageQuery, *, tenant: str, where: JobFilter = ALL_JOBS_FILTER) -> Page[Job]:
         """Return a page of jobs. Raises `InvalidInputError` if `page.after` names
         no job of the tenant."""
         wanted = [JobRow.labels[key].as_string() == value for key, value in where.metadata.items()]
@@ -307,7 +307,7 @@ class JobRepository(Repository):
             return sum_demand(session, tenant)
 
     def claim_slots(
-        self, starts: Sequence[tuple[Job, Event]], *, most: int, fits: Claim, fence: FencingToken | None = None
+        self, starts: Sequence[tuple[Job, Event]], *, most: int, fits: QuotaCheck, fence: FencingToken | None = None
     ) -> Sequence[Job]:
         """Claim slots on the cluster for queued jobs, under a lock that all control planes share.
 

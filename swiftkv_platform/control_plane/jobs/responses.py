@@ -22,7 +22,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     Reason,
 )
 from swiftkv_platform.control_plane.responses import ResponseModel, T
-from swiftkv_platform.frozen import FiniteModel
+from swiftkv_platform.frozen import FiniteBaseModel
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import Positive
 from swiftkv_platform.storage.attempt_store import CheckpointName, StoredCheckpoint
@@ -109,7 +109,7 @@ class JobResponse(ResponseModel):
         )
 
 
-class ResumeRequest(FiniteModel):
+class ResumeRequest(FiniteBaseModel):
     """Options for resuming a paused job."""
 
     cost_cap: Positive | None = None

@@ -18,11 +18,11 @@ from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.contract.attempts import MANIFEST, ManifestFile
 from swiftkv_platform.control_plane.access.callers import (
-    Fetcher,
-    Reader,
+    FetchingCaller,
+    ReadingCaller,
     StreamSlot,
-    Submitter,
-    Writer,
+    SubmittingCaller,
+    WritingCaller,
     accepts_event_stream,
     require_scope,
 )
@@ -58,7 +58,7 @@ from swiftkv_platform.control_plane.jobs.responses import (
     paginate,
 )
 from swiftkv_platform.control_plane.jobs.service import JobService
-from swiftkv_platform.control_plane.ray import EmptyNodes
+from swiftkv_platform.control_plane.ray import EmptyNodePlacement
 from swiftkv_platform.control_plane.responses import ListResponse, NewestFirst, OldestFirst, make_list_response
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, NotFoundError
 from swiftkv_platform.logs import get_logger
@@ -124,9 +124,9 @@ class JobPresenter:
         return self._ray.get(RAY_TIMEOUT_S, "Ray does not answer")
 
     @cached_property
-    def _empty_nodes(self) -> EmptyNodes | None:
+    def _empty_nodes(self) -> EmptyNodePlacement | None:
         nodes = self._nodes.get(RAY_TIMEOUT_S, None)
-        return None if nodes is None else EmptyNodes(node.total for node in nodes)
+        return None if nodes is None else EmptyNodePlacement(node.total for node in nodes)
 
 
 Presenter = Annotated[JobPresenter, Depends(JobPresenter)]
@@ -148,7 +148,7 @@ class JobSubmitter:
         self,
         request: Request,
         service: Service,
-        caller: Submitter,  # before the client, since watching it reads from its connection
+        caller: SubmittingCaller,  # before the client, since watching it reads from its connection
         client: ConnectedClient,
         spans: SpansDep,
         idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
@@ -169,7 +169,7 @@ class JobSubmitter:
             )
 
 
-Submission = Annotated[JobSubmitter, Depends(JobSubmitter)]
+JobSubmission = Annotated[JobSubmitter, Depends(JobSubmitter)]
 
 
 def set_location_header(response: Response, job: JobResponse) -> JobResponse:
@@ -179,7 +179,7 @@ def set_location_header(response: Response, job: JobResponse) -> JobResponse:
 
 
 @router.post("/jobs", status_code=status.HTTP_201_CREATED)
-def create_job(spec: JobSpec, submission: Submission, presenter: Presenter, response: Response) -> JobResponse:
+def create_job(spec: JobSpec, submission: JobSubmission, presenter: Presenter, response: Response) -> JobResponse:
     """Submit a job. The same `Idempotency-Key` with the same body returns the same job."""
     job = submission.submit(spec)
     return set_location_header(response, presenter.render(job))
@@ -189,7 +189,7 @@ def create_job(spec: JobSpec, submission: Submission, presenter: Presenter, resp
 def validate_job(
     spec: JobSpec,
     service: Service,
-    caller: Submitter,  # before the client, as in `JobSubmitter`
+    caller: SubmittingCaller,  # before the client, as in `JobSubmitter`
     client: ConnectedClient,
 ) -> EstimateResponse:
     """Check a spec as submitting it would, and return an estimate; nothing is stored."""
@@ -200,7 +200,7 @@ def validate_job(
 def list_jobs(
     request: Request,
     parts: ComponentsDep,
-    caller: Reader,
+    caller: ReadingCaller,
     presenter: Presenter,
     page: NewestFirst,
     status: Annotated[JobStatus | None, Query()] = None,
@@ -232,7 +232,7 @@ def parse_metadata_filter(request: Request, before: str, after: str = "") -> dic
 
 @router.get("/jobs/{job_id}")
 def get_job(
-    job_id: str, parts: ComponentsDep, caller: Reader, watches: WatchedJobsDep, presenter: Presenter
+    job_id: str, parts: ComponentsDep, caller: ReadingCaller, watches: WatchedJobsDep, presenter: Presenter
 ) -> JobResponse:
     """Return a job."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
@@ -242,27 +242,27 @@ def get_job(
 
 
 @router.post("/jobs/{job_id}/cancel")
-def cancel_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> JobResponse:
+def cancel_job(job_id: str, service: Service, caller: WritingCaller, presenter: Presenter) -> JobResponse:
     """Cancel a job; repeating the request is harmless."""
     return presenter.render(service.cancel(job_id, caller))
 
 
 @router.post("/jobs/{job_id}/pause")
-def pause_job(job_id: str, service: Service, caller: Writer, presenter: Presenter) -> JobResponse:
+def pause_job(job_id: str, service: Service, caller: WritingCaller, presenter: Presenter) -> JobResponse:
     """Ask a job to checkpoint and free the cluster; repeating the request is harmless."""
     return presenter.render(service.pause(job_id, caller))
 
 
 @router.post("/jobs/{job_id}/resume")
 def resume_job(
-    job_id: str, service: Service, caller: Writer, presenter: Presenter, body: ResumeRequest | None = None
+    job_id: str, service: Service, caller: WritingCaller, presenter: Presenter, body: ResumeRequest | None = None
 ) -> JobResponse:
     """Queue a paused job again; it continues from its last checkpoint. `cost_cap` replaces `limits.cost_cap`."""
     return presenter.render(service.resume(job_id, caller, cost_cap=None if body is None else body.cost_cap))
 
 
 @router.delete("/jobs/{job_id}", status_code=status.HTTP_204_NO_CONTENT)
-def delete_job(job_id: str, deletions: DeletionsDep, parts: ComponentsDep, caller: Writer) -> None:
+def delete_job(job_id: str, deletions: DeletionsDep, parts: ComponentsDep, caller: WritingCaller) -> None:
     """Delete a job that has ended, with its model and all its data; retention removes its objects in its next round.
 
     Returns 409 for a job that is resumable, whose model is deployed or promoted, or that another job reads; the
@@ -281,7 +281,7 @@ def list_events(
     job_id: str,
     parts: ComponentsDep,
     _stream: StreamSlot,
-    caller: Reader,
+    caller: ReadingCaller,
     watches: WatchedJobsDep,
     page: OldestFirst,
     last_event_id: Annotated[str | None, Header()] = None,
@@ -320,7 +320,7 @@ async def _follow_events(
 
 @router.get("/jobs/{job_id}/metrics")
 def list_metrics(
-    job_id: str, parts: ComponentsDep, caller: Reader, watches: WatchedJobsDep, page: OldestFirst
+    job_id: str, parts: ComponentsDep, caller: ReadingCaller, watches: WatchedJobsDep, page: OldestFirst
 ) -> ListResponse[MetricPointResponse]:
     """List a job's metrics by ascending step; `after` is a step."""
     parts.jobs.get(job_id, tenant=caller.tenant)
@@ -349,7 +349,7 @@ async def get_logs(
     job_id: str,
     parts: ComponentsDep,
     follow: Annotated[bool, Depends(_reserve_follower_slot)],
-    caller: Fetcher,
+    caller: FetchingCaller,
     tail_lines: Annotated[
         int | None, Query(ge=1, le=100_000, description="only the last lines of the newest attempt")
     ] = None,
@@ -381,7 +381,7 @@ _URL_LIFETIME_S = 3600
 
 @router.get("/jobs/{job_id}/checkpoints")
 def list_checkpoints(
-    job_id: str, parts: ComponentsDep, caller: Fetcher, page: OldestFirst
+    job_id: str, parts: ComponentsDep, caller: FetchingCaller, page: OldestFirst
 ) -> ListResponse[CheckpointResponse]:
     """List complete checkpoints of all attempts, by step, with held-out KL if it was measured."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
@@ -412,7 +412,7 @@ def _find_model_checkpoint(attempts: AttemptStore, job: Job) -> str | None:
 
 @router.get("/jobs/{job_id}/artifacts")
 def list_artifacts(
-    request: Request, job_id: str, parts: ComponentsDep, caller: Fetcher, page: OldestFirst
+    request: Request, job_id: str, parts: ComponentsDep, caller: FetchingCaller, page: OldestFirst
 ) -> ListResponse[ArtifactFileResponse]:
     """List the files of the distilled model by path; none before the job has succeeded."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
@@ -429,7 +429,7 @@ def list_artifacts(
 
 @router.get("/jobs/{job_id}/artifacts/{path:path}", response_class=StreamingResponse)
 def download_artifact(
-    job_id: str, path: str, parts: ComponentsDep, _stream: StreamSlot, caller: Fetcher
+    job_id: str, path: str, parts: ComponentsDep, _stream: StreamSlot, caller: FetchingCaller
 ) -> StreamingResponse:
     """Download a file of the distilled model."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
@@ -446,7 +446,7 @@ def download_artifact(
 
 @router.get("/jobs/{job_id}/tracking")
 def list_tracking_files(
-    request: Request, job_id: str, parts: ComponentsDep, caller: Fetcher, page: OldestFirst
+    request: Request, job_id: str, parts: ComponentsDep, caller: FetchingCaller, page: OldestFirst
 ) -> ListResponse[TrackingFileResponse]:
     """List files of W&B runs that are not uploaded to W&B yet, by path; `swiftkv jobs wandb-sync` uploads them."""
     parts.jobs.get(job_id, tenant=caller.tenant)
@@ -463,7 +463,7 @@ def list_tracking_files(
 
 @router.get("/jobs/{job_id}/tracking/{tracking_path:path}", response_class=StreamingResponse)
 def download_tracking_file(
-    job_id: str, tracking_path: str, parts: ComponentsDep, _stream: StreamSlot, caller: Fetcher
+    job_id: str, tracking_path: str, parts: ComponentsDep, _stream: StreamSlot, caller: FetchingCaller
 ) -> StreamingResponse:
     """Download a file of a W&B run."""
     parts.jobs.get(job_id, tenant=caller.tenant)
@@ -498,7 +498,7 @@ def _parse_recipe(name: str, text: str) -> RecipeResponse:
 
 
 @router.get("/recipes")
-def list_recipes(_caller: Reader, page: OldestFirst) -> ListResponse[RecipeResponse]:
+def list_recipes(_caller: ReadingCaller, page: OldestFirst) -> ListResponse[RecipeResponse]:
     """List the job specs that ship with the platform, by id."""
     kept = paginate(load_recipes(), lambda recipe: recipe.id, page)
     return make_list_response(kept, lambda recipe: recipe, order=page.order)

@@ -20,7 +20,7 @@ from swiftkv_platform.control_plane.jobs.estimates import (
     find_speed,
     get_cost_cap,
     get_prices,
-    reads_files,
+    requires_file_access,
 )
 from swiftkv_platform.control_plane.jobs.job import (
     Event,
@@ -47,7 +47,7 @@ from swiftkv_platform.errors import (
 )
 from swiftkv_platform.limits import RESUMPTIONS
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.sources.names import make_windows_absolute
+from swiftkv_platform.sources.names import resolve_traffic_windows
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import MAX_SPEC_BYTES
 from swiftkv_platform.web.limiters import Client
@@ -100,7 +100,7 @@ class JobService:
             return _pin_parent(spec, parent, JobEstimate()), JobEstimate()
         # 2. Sources, quotas, webhook and prices.
         now = self.parts.clock()
-        spec = make_windows_absolute(spec, now)
+        spec = resolve_traffic_windows(spec, now)
         files = self.parts.find_files(spec, caller.tenant, usable_at=now)
         traffic = self.parts.find_traffic(spec, caller.tenant)
         access = make_source_rules(self.settings).build_access(caller.tenant, organizations, files, traffic)
@@ -114,7 +114,11 @@ class JobService:
                 field="limits.cost_cap",
                 value=spec.limits.cost_cap,
             )
-        found = self.parsers.run(client, check_spec, spec, access) if reads_files(spec) else check_spec(spec, access)
+        found = (
+            self.parsers.run(client, check_spec, spec, access)
+            if requires_file_access(spec)
+            else check_spec(spec, access)
+        )
         return _pin_parent(spec, parent, found), found
 
     def submit(

@@ -41,7 +41,7 @@ from swiftkv_platform.sources.untrusted_files import CONFIG_BYTES, UnusableFileE
 from swiftkv_platform.specs.job import JobName
 from swiftkv_platform.storage.artifacts import delete_directory, hash_manifest, parse_manifest, write_manifest
 from swiftkv_platform.storage.downloads import IncomingFile, check_sizes, list_bucket, list_directory
-from swiftkv_platform.storage.object_store import join_key
+from swiftkv_platform.storage.object_store import join_object_key
 from swiftkv_platform.web.limiters import Client
 
 _FIELD = "source"
@@ -138,7 +138,7 @@ class ModelImporter:
             job_id=None,
             attempt=0,
             created_at=int(self.parts.clock()),
-            artifact_uri=join_key(self.parts.objects.uri, get_import_prefix(model_id)),
+            artifact_uri=join_object_key(self.parts.objects.uri, get_import_prefix(model_id)),
             manifest_digest="",
             size=0,
             lineage=lineage,
@@ -157,15 +157,17 @@ class ModelImporter:
     ) -> Model:
         """Store all files, the manifest and the row; on failure, remove all of them."""
         # 1. schedule the removal  2. small files, then weights  3. manifest  4. row, which cancels the removal
-        self.parts.registry.begin_import(model.prefix, by=model.lineage["imported_by"], now=self.parts.clock())
+        self.parts.registry.schedule_import_cleanup(
+            model.prefix, by=model.lineage["imported_by"], now=self.parts.clock()
+        )
         try:
             for name in stored:
                 self.client.check_connected()
-                self.parts.objects.upload_file(copy / name, join_key(model.prefix, name))
+                self.parts.objects.upload_file(copy / name, join_object_key(model.prefix, name))
             for file in files:
                 if not file.is_small:
                     digest = hashlib.sha256()
-                    key = join_key(model.prefix, file.name)
+                    key = join_object_key(model.prefix, file.name)
                     self.parts.objects.upload_chunks(self._stream_file(file, digest.update), key, file.size)
                     stored[file.name] = ManifestFile(size=file.size, sha256=digest.hexdigest())
                     _check_digest(source_manifest, stored, file.name, model.lineage["imported_from"])

@@ -133,7 +133,7 @@ class Parents:
         return FoundParent(parent, job, job.spec, newest.attempt)
 
 
-def make_publishing_spec(found: FoundParent, changes: Mapping[str, Any]) -> JobSpec:
+def make_checkpoint_evaluation_spec(found: FoundParent, changes: Mapping[str, Any]) -> JobSpec:
     """Return the spec of a job that makes a model of a checkpoint: the checkpoint's own spec with no steps. `changes`
     replace `metadata` as a whole, and single fields of other objects.
 
@@ -170,8 +170,9 @@ def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | 
         _check_optimizer(spec, found)
     if spec.training.max_steps == 0 and parent.kind == "model" and spec.publish.to is None:
         raise InvalidInputError(
-            f"training.max_steps is 0, and {PARENT_FIELD} is {parent.name}, which is a finished model; use 1 or more "
-            "steps, a checkpoint, or `publish` with a target for the copy",
+            f"training.max_steps is 0 and {PARENT_FIELD} is {parent.name}, a finished model, so the job would do "
+            "nothing; set training.max_steps to 1 or more, training.from to a checkpoint, or publish.to to copy the "
+            "model",
             field="training.max_steps",
             value=0,
         )
@@ -192,7 +193,7 @@ def _check_optimizer(spec: JobSpec, found: FoundParent) -> None:
     if found.parent.kind == "model":
         raise InvalidInputError(
             f"training.load_optimizer_state is true, and {PARENT_FIELD} is {found.parent.name}, a model, which has no "
-            "optimizer state; use a checkpoint (JOB:STEP), or false",
+            "optimizer state; set training.from to a checkpoint (JOB:STEP), or load_optimizer_state to false",
             field="training.load_optimizer_state",
             value=True,
         )
@@ -267,7 +268,7 @@ def check_publish_target(publish: PublicationSpec, tenant: str, settings: Settin
     )
 
 
-def make_copy_spec(found: FoundParent, publish: PublicationSpec) -> JobSpec:
+def make_publication_spec(found: FoundParent, publish: PublicationSpec) -> JobSpec:
     """Return the spec of a job that copies a model, and neither trains nor evaluates."""
     parent_spec = found.spec
     training = TrainingSpec.model_validate({"from": found.parent.name, "max_steps": 0})

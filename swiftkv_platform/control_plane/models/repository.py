@@ -34,7 +34,7 @@ from swiftkv_platform.control_plane.deployments.repository import (
 )
 from swiftkv_platform.control_plane.files.repository import lock_tenant_files
 from swiftkv_platform.errors import StorageError
-from swiftkv_platform.limits import MODEL_BYTES, MODEL_DEPTH, MODEL_VALUES
+from swiftkv_platform.limits import MODEL_METADATA_BYTES, MODEL_METADATA_DEPTH, MODEL_METADATA_VALUES
 
 IMPORTED_MODELS_PREFIX = "models"
 """Prefix of all imported models in the object store."""
@@ -89,12 +89,12 @@ def find_exceeded_document_limit(model: Model) -> str | None:
             ]
         elif isinstance(value, list | tuple):
             pending += [(item, depth + 1, 0) for item in value]
-        if depth > MODEL_DEPTH.default:
-            return f"its lineage and report have more than {MODEL_DEPTH.default} nested objects"
-        if values > MODEL_VALUES.default:
-            return f"its lineage and report have more than {MODEL_VALUES.default} values"
-        if size > MODEL_BYTES.default:
-            return f"its lineage and report have more than {MODEL_BYTES.default} bytes"
+        if depth > MODEL_METADATA_DEPTH.default:
+            return f"its lineage and report have more than {MODEL_METADATA_DEPTH.default} nested objects"
+        if values > MODEL_METADATA_VALUES.default:
+            return f"its lineage and report have more than {MODEL_METADATA_VALUES.default} values"
+        if size > MODEL_METADATA_BYTES.default:
+            return f"its lineage and report have more than {MODEL_METADATA_BYTES.default} bytes"
     return None
 
 
@@ -135,7 +135,7 @@ class ModelRepository(DeploymentRepository):
         with self._database.begin_read() as session:
             return to_dataclass(Model, get_tenant_row(session, ModelRow, model_id, tenant))
 
-    def begin_import(self, prefix: str, *, by: str, now: float) -> None:
+    def schedule_import_cleanup(self, prefix: str, *, by: str, now: float) -> None:
         """Schedule the removal of an import's objects in a day, unless `register_import` cancels it."""
         with self._database.begin_write() as session:
             session.add(DeletionRow(prefix=prefix, created_at=int(now + IMPORT_TIMEOUT_S), by=by))

@@ -14,14 +14,14 @@ from swiftkv_platform.control_plane.jobs.responses import AncestorResponse
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN
 from swiftkv_platform.control_plane.models.repository import Model, Promotion
 from swiftkv_platform.control_plane.responses import ResponseModel, limit_page_bytes
-from swiftkv_platform.frozen import FiniteModel, FrozenModel
+from swiftkv_platform.frozen import FiniteBaseModel, FrozenBaseModel
 from swiftkv_platform.specs.base import Label, LabelValue
 from swiftkv_platform.specs.evaluation import EvaluationSpec
 from swiftkv_platform.specs.job import JobName
 from swiftkv_platform.specs.training import ParentReference, ResourcesSpec
 
 
-class CreateModel(FiniteModel):
+class CreateModel(FiniteBaseModel):
     """Request to make a model of a checkpoint."""
 
     from_checkpoint: ParentReference
@@ -41,7 +41,7 @@ class CreateModel(FiniteModel):
         return {name: value for name, value in given.items() if value is not None}
 
 
-class ImportModel(FiniteModel):
+class ImportModel(FiniteBaseModel):
     """Request to import a student that was trained outside of the platform."""
 
     source: Annotated[str, Field(min_length=1, max_length=1000)]
@@ -78,7 +78,7 @@ class ModelResponse(ResponseModel):
 Reason = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class PromotionRequest(FrozenModel):
+class PromotionRequest(FrozenBaseModel):
     alias: Annotated[str, Field(pattern=ALIAS_PATTERN)] = "production"
     """Alias to promote the model to."""
     reason: Reason
@@ -87,7 +87,7 @@ class PromotionRequest(FrozenModel):
     """Promote a model despite inconclusive quality gates; otherwise the response is 409."""
 
 
-class RollbackRequest(FrozenModel):
+class RollbackRequest(FrozenBaseModel):
     reason: Reason
     """Reason of the rollback; stored with its author and time."""
 

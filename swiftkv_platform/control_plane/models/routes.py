@@ -23,14 +23,20 @@ from swiftkv_platform.contract.row_results import (
     find_shared_tasks,
     load_rows,
 )
-from swiftkv_platform.control_plane.access.callers import Deployer, Fetcher, Reader, Submitter, Uploader
+from swiftkv_platform.control_plane.access.callers import (
+    DeployingCaller,
+    FetchingCaller,
+    ReadingCaller,
+    SubmittingCaller,
+    UploadingCaller,
+)
 from swiftkv_platform.control_plane.base import Page, PageQuery
 from swiftkv_platform.control_plane.components import ComponentsDep, DeletionsDep, ImportParsersDep, SettingsDep
 from swiftkv_platform.control_plane.jobs.responses import JobResponse
-from swiftkv_platform.control_plane.jobs.routes import Presenter, Submission, set_location_header
+from swiftkv_platform.control_plane.jobs.routes import JobSubmission, Presenter, set_location_header
 from swiftkv_platform.control_plane.merge_patch import IfMatch, set_etag
 from swiftkv_platform.control_plane.models.imports import ModelImporter
-from swiftkv_platform.control_plane.models.parents import make_copy_spec, make_publishing_spec
+from swiftkv_platform.control_plane.models.parents import make_checkpoint_evaluation_spec, make_publication_spec
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, RegistryService
 from swiftkv_platform.control_plane.models.repository import Model
 from swiftkv_platform.control_plane.models.responses import (
@@ -57,7 +63,7 @@ from swiftkv_platform.control_plane.responses import (
 from swiftkv_platform.errors import InvalidInputError, NotFoundError, ObjectNotFoundError
 from swiftkv_platform.sources.untrusted_files import UnusableFileError
 from swiftkv_platform.specs.job import PublicationSpec
-from swiftkv_platform.storage.object_store import ObjectStore, read_small_file
+from swiftkv_platform.storage.object_store import ObjectStore, read_small_object
 from swiftkv_platform.web.bodies import BodyRoute
 from swiftkv_platform.web.limiters import ConnectedClient
 
@@ -97,8 +103,8 @@ class RowComparisons:
         found = None if pair is None else self._compare(*pair, max_bytes=2 * MAX_FILE_BYTES)
         if found is None:
             raise NotFoundError(
-                f"task is {task!r}, of which not both models have stored rows; GET /models/{self.a.id}/compare/"
-                f"{self.b.id} lists the tasks that they share",
+                f"task is {task!r}, but only tasks with stored rows of both models can be compared; GET "
+                f"/models/{self.a.id}/compare/{self.b.id} lists these tasks",
                 field="task",
                 value=task,
             )
@@ -143,9 +149,9 @@ class RowComparisons:
             job = results.job
             if job.job_id is None:  # an imported model has a report, but no job
                 return None
-            key = AttemptId(job.job_id, job.attempt).rows_key(score["row_results"])
+            key = AttemptId(job.job_id, job.attempt).row_results_key(score["row_results"])
             try:
-                files.append(read_small_file(self.store, key, min(MAX_FILE_BYTES, max_bytes)))
+                files.append(read_small_object(self.store, key, min(MAX_FILE_BYTES, max_bytes)))
             except (ObjectNotFoundError, UnusableFileError):
                 return None
             max_bytes -= len(files[-1])
@@ -174,7 +180,7 @@ _MAX_LISTED_CHANGES = 20
 
 
 @router.get("/models")
-def list_models(parts: ComponentsDep, caller: Reader, page: NewestFirst) -> ListResponse[ModelResponse]:
+def list_models(parts: ComponentsDep, caller: ReadingCaller, page: NewestFirst) -> ListResponse[ModelResponse]:
     """List models, newest first."""
     found = parts.registry.list_models(page, tenant=caller.tenant)
     return make_list_response(found, ModelResponse.from_model)
@@ -184,8 +190,8 @@ def list_models(parts: ComponentsDep, caller: Reader, page: NewestFirst) -> List
 def create_model(
     body: CreateModel,
     parts: ComponentsDep,
-    caller: Submitter,
-    submission: Submission,
+    caller: SubmittingCaller,
+    submission: JobSubmission,
     presenter: Presenter,
     response: Response,
 ) -> JobResponse:
@@ -196,7 +202,7 @@ def create_model(
     """
     found = parts.parents.find_by_name(body.from_checkpoint, caller.tenant)
     try:
-        spec = make_publishing_spec(found, body.dump_set_fields())
+        spec = make_checkpoint_evaluation_spec(found, body.dump_set_fields())
     except ValidationError as error:
         raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
     return set_location_header(response, presenter.render(submission.submit(spec)))
@@ -208,7 +214,7 @@ def import_model(
     parts: ComponentsDep,
     settings: SettingsDep,
     parsers: ImportParsersDep,
-    caller: Uploader,  # before the client, since watching it reads from its connection
+    caller: UploadingCaller,  # before the client, since watching it reads from its connection
     client: ConnectedClient,
 ) -> ModelResponse:
     """Copy a student that was trained outside of this platform into the object store, and register it as a model.
@@ -222,14 +228,14 @@ def import_model(
 
 
 @router.get("/models/{model_id}")
-def get_model(model_id: str, caller: Reader, service: Service) -> ModelResponse:
+def get_model(model_id: str, caller: ReadingCaller, service: Service) -> ModelResponse:
     """Return a model. All routes except `DELETE` accept, instead of a model's id, its alias, its job's id, or its
     name if it is unique."""
     return ModelResponse.from_model(service.find_model(model_id, caller.tenant))
 
 
 @router.get("/models/{model_id}/lineage")
-def get_lineage(model_id: str, parts: ComponentsDep, caller: Reader, service: Service) -> LineageResponse:
+def get_lineage(model_id: str, parts: ComponentsDep, caller: ReadingCaller, service: Service) -> LineageResponse:
     """Return a model's lineage, from the data and the teacher to the deployments that serve it."""
     model = service.find_model(model_id, caller.tenant)
     deployments = parts.deployments.list_deployments_of_model(model.id, tenant=caller.tenant, limit=_MAX_LINEAGE_ITEMS)
@@ -241,7 +247,7 @@ def get_lineage(model_id: str, parts: ComponentsDep, caller: Reader, service: Se
 
 @router.get("/models/{model_id}/compare/{other_id}")
 def compare_models(
-    model_id: str, other_id: str, parts: ComponentsDep, caller: Fetcher, service: Service
+    model_id: str, other_id: str, parts: ComponentsDep, caller: FetchingCaller, service: Service
 ) -> ComparisonResponse:
     """Compare two models: quality, prefill compute, cache size, the rows of shared evaluation tasks, and how their
     jobs differ."""
@@ -255,7 +261,7 @@ def list_changed_rows(
     other_id: str,
     task: str,
     parts: ComponentsDep,
-    caller: Fetcher,
+    caller: FetchingCaller,
     service: Service,
     page: OldestFirst,
     change: Annotated[
@@ -275,8 +281,8 @@ def publish_model(
     body: PublicationSpec,
     service: Service,
     parts: ComponentsDep,
-    caller: Submitter,
-    submission: Submission,
+    caller: SubmittingCaller,
+    submission: JobSubmission,
     presenter: Presenter,
     response: Response,
 ) -> JobResponse:
@@ -286,13 +292,18 @@ def publish_model(
     Returns 422 if the operator allows no such target.
     """
     model = service.find_model(model_id, caller.tenant)
-    spec = make_copy_spec(parts.parents.find_by_name(model.id, caller.tenant), body)
+    spec = make_publication_spec(parts.parents.find_by_name(model.id, caller.tenant), body)
     return set_location_header(response, presenter.render(submission.submit(spec)))
 
 
 @router.post("/models/{model_id}/promote")
 def promote_model(
-    model_id: str, body: PromotionRequest, caller: Deployer, service: Service, expected: IfMatch, response: Response
+    model_id: str,
+    body: PromotionRequest,
+    caller: DeployingCaller,
+    service: Service,
+    expected: IfMatch,
+    response: Response,
 ) -> PromotionResponse:
     """Point an alias to the model. Deployments that follow the alias swap to it without failed requests.
 
@@ -314,7 +325,7 @@ def promote_model(
 
 
 @router.delete("/models/{model_id}", status_code=status.HTTP_204_NO_CONTENT)
-def delete_model(model_id: str, deletions: DeletionsDep, parts: ComponentsDep, caller: Deployer) -> None:
+def delete_model(model_id: str, deletions: DeletionsDep, parts: ComponentsDep, caller: DeployingCaller) -> None:
     """Delete a model. Its job remains; retention removes its objects in its next round.
 
     Returns 409 if the model is deployed, in the history of an alias, or used by a job; the response says by which.
@@ -324,7 +335,7 @@ def delete_model(model_id: str, deletions: DeletionsDep, parts: ComponentsDep, c
 
 @router.get("/aliases")
 def list_aliases(
-    parts: ComponentsDep, caller: Reader, page: Annotated[PageQuery, Depends(make_page_query(100, "asc"))]
+    parts: ComponentsDep, caller: ReadingCaller, page: Annotated[PageQuery, Depends(make_page_query(100, "asc"))]
 ) -> ListResponse[AliasResponse]:
     """List aliases by name, with their model and newest changes; `GET /aliases/{alias}` returns all changes."""
     found = parts.registry.list_aliases(page, tenant=caller.tenant, newest=_MAX_LISTED_CHANGES)
@@ -332,7 +343,7 @@ def list_aliases(
 
 
 @router.get("/aliases/{alias}")
-def get_alias(alias: Alias, caller: Reader, service: Service, response: Response) -> AliasResponse:
+def get_alias(alias: Alias, caller: ReadingCaller, service: Service, response: Response) -> AliasResponse:
     """Return an alias with its history, or the newest part of a long history."""
     found = AliasResponse.from_history(alias, service.get_history(alias, caller.tenant))
     set_etag(response, found.version)
@@ -341,7 +352,12 @@ def get_alias(alias: Alias, caller: Reader, service: Service, response: Response
 
 @router.post("/aliases/{alias}/rollback")
 def roll_back(
-    alias: Alias, body: RollbackRequest, caller: Deployer, service: Service, expected: IfMatch, response: Response
+    alias: Alias,
+    body: RollbackRequest,
+    caller: DeployingCaller,
+    service: Service,
+    expected: IfMatch,
+    response: Response,
 ) -> PromotionResponse:
     """Roll the alias, and the deployments that follow it, back to the previous model.
 

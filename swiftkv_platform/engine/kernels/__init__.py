@@ -57,11 +57,11 @@ def supports_model(model: Any) -> bool:
 
 
 def is_available() -> bool:
-    return find_problem() is None
+    return find_kernel_obstacle() is None
 
 
 @functools.cache
-def find_problem() -> str | None:
+def find_kernel_obstacle() -> str | None:
     """Compile and load the kernels, once per process. Returns why they are unavailable, or None."""
     try:
         torch.ops.load_library(str(_find_or_build_library()))
@@ -151,7 +151,7 @@ def _get_num_threads() -> int:
 
 
 @contextmanager
-def use_all_threads() -> Iterator[None]:
+def reserve_threads_for_kernels() -> Iterator[None]:
     """Let kernels called by this thread use all threads, and PyTorch's operators one.
 
     PyTorch's threads spin for milliseconds after each operator, on cores that the kernels' threads need.
@@ -182,10 +182,10 @@ def linear(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, siz
     For integer weights, x is rounded to integers: each row to 16 bits or, for int4 without AMX, each 32 adjacent inputs
     to 8 bits. A row's result does not depend on other rows.
     """
-    return torch.unflatten(linear_rows(x.flatten(0, -2), packed, bias, size_out), 0, x.shape[:-1])
+    return torch.unflatten(linear_with_norm(x.flatten(0, -2), packed, bias, size_out), 0, x.shape[:-1])
 
 
-def linear_rows(
+def linear_with_norm(
     x: torch.Tensor,
     packed: PackedWeight,
     bias: torch.Tensor | None,

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from swiftkv_platform.contract.row_results import (
     ModeResult,
     RowResult,
-    number_repeated_keys,
+    make_keys_unique,
     shorten_answer,
     shorten_prompt,
 )
@@ -178,7 +178,7 @@ class _RowTaskBuilder:
                 begin, end = rendered.loss_spans[0][0], rendered.loss_spans[-1][1]
                 continuation = rendered.text[begin:end]
                 return replace(document, context=rendered.text[:begin], expected=text, continuations=(continuation,))
-        raise RowError("the chat template leaves out its answer; use a text as the answer")
+        raise RowError("the chat template does not render the row's answer; use plain text as the answer")
 
     def _check_length(self, document: _Document) -> None:
         """Raise `RowError` if prompt and answer exceed the context, of which the harness would drop the beginning."""
@@ -211,7 +211,9 @@ class _RowTaskBuilder:
         left = [each for i, document in enumerate(documents) if (each := found.get(i, document)) is not None]
         if not left:
             field = f"evaluation.rows[{self.index}].source"
-            raise DataError(f"{field}: the teacher answers none of the rows; add rows with an answer", field=field)
+            raise DataError(
+                f"{field}: the teacher's answers to all rows are empty; add rows with an answer", field=field
+            )
         return left
 
     def make_dataset_row(self, document: _Document) -> dict[str, str]:
@@ -328,7 +330,7 @@ def collect_rows(name: str, metric: str, teacher: Mapping[str, Any], student: Ma
     key = metric.partition(",")[0]
     if not all(isinstance(sample[key], int | float | np.number | np.bool_) for mode in modes for sample in mode):
         return []
-    keys = number_repeated_keys([_get_key(sample) for sample in modes[0]])
+    keys = make_keys_unique([_get_key(sample) for sample in modes[0]])
     return [
         RowResult(
             key=row_key,

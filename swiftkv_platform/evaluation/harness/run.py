@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
-from swiftkv_platform.contract.row_results import Interval, compute_share_interval, dump_rows
+from swiftkv_platform.contract.row_results import Interval, compute_mean_loss_interval, dump_rows
 from swiftkv_platform.evaluation.harness.builtin import set_environment
 from swiftkv_platform.evaluation.harness.rows import collect_rows, iter_subtasks
 from swiftkv_platform.evaluation.harness.tasks import (
@@ -40,11 +40,16 @@ from swiftkv_platform.evaluation.paired import (
 )
 from swiftkv_platform.evaluation.parts import NoResultStore, ResultStore, measure_once
 from swiftkv_platform.evaluation.quality import DEFAULT_WORKERS, run_in_evaluation_mode
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.sources import UNRESTRICTED, Access
 from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec, TaskSpec
-from swiftkv_platform.specs.evaluation import INSTRUCTION_TASKS, compute_points_lost, compute_points_per_unit, is_share
+from swiftkv_platform.specs.evaluation import (
+    INSTRUCTION_TASKS,
+    compute_points_lost,
+    compute_points_per_unit,
+    uses_percentage_points,
+)
 
 Aggregations = Mapping[str, Callable[[Sequence[Any]], float]]
 Answers = Mapping[str, Any]
@@ -53,7 +58,7 @@ _MAX_NAME_LENGTH = 128
 """Max characters of a task's name in the name of a file."""
 
 
-def compute_loss_interval(
+def compute_drop_interval(
     name: str, metric: str, teacher: Answers, student: Answers, aggregations: Mapping[str, Aggregations]
 ) -> Interval | None:
     """Return the 95% interval of the teacher's score minus the student's on a task or group.
@@ -85,7 +90,7 @@ def _compute_task_interval(
     teacher: list[Any], student: list[Any], scores: Sequence[float], aggregate: Callable[[Sequence[Any]], float] | None
 ) -> Interval | None:
     if _is_mean_of_shares(teacher, scores[0]) and _is_mean_of_shares(student, scores[1]):
-        return compute_share_interval(_subtract_scores(teacher, student))
+        return compute_mean_loss_interval(_subtract_scores(teacher, student))
     return None if aggregate is None else bootstrap_interval(teacher, student, aggregate)
 
 
@@ -98,10 +103,10 @@ def _compute_group_interval(
     parts = [_subtract_scores(a, b) for a, b in zip(teacher, student, strict=True)]
     pooled = [np.mean(np.concatenate(mode)) for mode in (teacher, student)]
     if np.allclose(pooled, scores, rtol=1e-9):
-        return compute_share_interval([loss for part in parts for loss in part])
+        return compute_mean_loss_interval([loss for part in parts for loss in part])
     means = [np.mean([np.mean(values) for values in mode]) for mode in (teacher, student)]
     if np.allclose(means, scores, rtol=1e-9):
-        return compute_mean_interval([compute_share_interval(part) for part in parts])
+        return compute_mean_interval([compute_mean_loss_interval(part) for part in parts])
     return None
 
 
@@ -198,7 +203,7 @@ _CODE_EVAL_VARIABLE = "HF_ALLOW_CODE_EVAL"
 NO_STORE = NoResultStore()
 
 
-class TaskScore(FrozenModel):
+class TaskScore(FrozenBaseModel):
     """Scores of teacher and student on one task."""
 
     task: str
@@ -224,9 +229,9 @@ class TaskScore(FrozenModel):
     """Number of rows that this file lacks, because it would be too large."""
 
     @property
-    def is_share(self) -> bool:
+    def uses_percentage_points(self) -> bool:
         """Whether `drop` is in percentage points."""
-        return is_share(self.teacher, self.student, higher_is_better=self.higher_is_better)
+        return uses_percentage_points(self.teacher, self.student, higher_is_better=self.higher_is_better)
 
     @property
     def drop(self) -> float:
@@ -309,11 +314,11 @@ class _TaskRunner:
         parts: ResultStore,
         prefix: str,
     ) -> None:
-        from swiftkv_platform.evaluation.harness.shared import SharedModel
+        from swiftkv_platform.evaluation.harness.shared import HarnessModel
 
         self._model, self._spec, self._workers, self._parts = model, spec, workers, parts
         self._prefix, self._part, self._passes = prefix, "", 0
-        self._language_model = SharedModel(
+        self._language_model = HarnessModel(
             model, tokenizer, workers, batch_size=spec.task_batch_size, progress=self._report_progress, parts=parts
         )
 
@@ -337,7 +342,7 @@ class _TaskRunner:
 
     def _run_task(self, manager: Any, task: Task) -> tuple[TaskScore, ...]:
         if not self._workers.is_first:
-            self._language_model.answer_shares()
+            self._language_model.answer_assigned_requests()
             return self._workers.broadcast_from_first(())
         try:
             loaded = _load_task(manager, self._resolve_source(task))
@@ -468,7 +473,7 @@ def _build_scores(
         metrics = read_measured_metrics(name, row, teacher)
         metric = choose_metric(task.spec, name, metrics)
         error = metric.replace(",", "_stderr,", 1)
-        interval = compute_loss_interval(name, metric, teacher, student, aggregations)
+        interval = compute_drop_interval(name, metric, teacher, student, aggregations)
         better = metrics[metric] is not False
         values = float(row[metric]), float(student["results"][name][metric])
         unit = compute_points_per_unit(*values, higher_is_better=better)

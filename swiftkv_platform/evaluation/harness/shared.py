@@ -226,7 +226,7 @@ class _GenerationRequest:
     """Prompt for the engine; None if only `generate()` can answer the request."""
 
 
-class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
+class HarnessModel(HFLM):  # type: ignore[misc]  # the harness is untyped
     """Language model of the harness: a SwiftKV model in either mode.
 
     Args:
@@ -257,7 +257,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         self._generator = EngineGenerator(model, tokenizer, workers, batch_size)
         self._num_answered = self._num_to_answer = 0
 
-    def answer_shares(self) -> None:
+    def answer_assigned_requests(self) -> None:
         """Answer shares until the first worker ends the task. Raises that worker's error, if any."""
         while True:
             name, argument = self._workers.broadcast_from_first(_NO_COMMAND)
@@ -271,7 +271,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
                 self._answer_share(name, argument, None)
 
     def end_other_workers(self, error: BaseException | None = None) -> None:
-        """End `answer_shares` on the other workers; with `error`, they raise it."""
+        """End `answer_assigned_requests` on the other workers; with `error`, they raise it."""
         self._workers.broadcast_from_first(("end", error))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

@@ -47,7 +47,7 @@ from swiftkv_platform.model.calibration.regression import (
     GroupRegression,
     WeightedMap,
     compute_root_and_inverse,
-    share_components,
+    fit_shared_map,
 )
 from swiftkv_platform.model.weights.lazy_student import share_heads
 
@@ -110,7 +110,7 @@ class _Layer:
             student.bias.copy_(multiply(_reorder_heads(teacher.bias.double(), 0, self.order)))
 
     def absorb_into_output(self, maps: Sequence[torch.Tensor]) -> None:
-        """Set o_proj_swiftkv to the teacher's o_proj composed with `maps`, one per member, see `share_values`."""
+        """Set o_proj_swiftkv to the teacher's o_proj composed with `maps`, one per member, see `fit_shared_values`."""
         turned = [compose_outputs(output, one).flatten(2) for output, one in zip(self.outputs, maps, strict=True)]
         self.attention.o_proj_swiftkv.weight.copy_(torch.stack(turned, dim=2).flatten(1))
 
@@ -130,17 +130,17 @@ def _fit_group(attentions: Sequence[Any], layers: Sequence[int], regression: Gro
         shared = torch.stack(keys).mean(0)
     else:
         queries = [query for layer in group for query in layer.queries]
-        shared, factors = merge_keys(keys, queries, regression.gram, num_heads)
+        shared, factors = merge_key_projections(keys, queries, regression.gram, num_heads)
         for n, layer in enumerate(group):
             of_layer = torch.stack(factors[n * merged : (n + 1) * merged], dim=1)
             layer.absorb_into_query(of_layer.flatten(0, 1))
     regression.set_projections("k_proj", _undo_pair_order(shared, _get_pair_order(leader)))
     if config.own_output_projection and len(values) > 1:
-        value, maps = share_values(values, outputs, regression.gram, num_heads)
+        value, maps = fit_shared_values(values, outputs, regression.gram, num_heads)
         for n, layer in enumerate(group):
             layer.absorb_into_output(maps[n * merged : (n + 1) * merged])
     else:
-        value = merge_values(values, outputs, num_heads)
+        value = merge_value_projections(values, outputs, num_heads)
     regression.set_projections("v_proj", value)
 
 
@@ -203,7 +203,7 @@ def _to_real(z: torch.Tensor) -> torch.Tensor:
     return torch.cat((z.real, z.imag), dim=-1).flatten(-2)
 
 
-def merge_keys(
+def merge_key_projections(
     keys: list[torch.Tensor], queries: list[torch.Tensor], gram: torch.Tensor, num_key_value_heads: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Merge a group's keys into one projection; returns it and, by layer, the complex factor for its queries.
@@ -247,8 +247,8 @@ def match_heads(
     layers: Sequence[tuple[torch.Tensor, torch.Tensor]], gram: torch.Tensor, num_key_value_heads: int
 ) -> list[list[int]]:
     """Return, by layer of a group, which of its heads joins each shared head: the first layer's in their own order,
-    each later layer's in the order with which `merge_keys` loses least. `layers`: predicted keys and summed squared
-    queries, as `merge_keys` takes them."""
+    each later layer's in the order with which `merge_key_projections` loses least. `layers`: predicted keys and
+    summed squared queries, as `merge_key_projections` takes them."""
     orders = [list(range(num_key_value_heads))]
     joined: list[tuple[torch.Tensor, torch.Tensor]] = []  # weighted keys and gram @ them, in the heads' new order
     for keys, queries in layers:
@@ -284,7 +284,7 @@ def _compute_lost_energy(
     return lost
 
 
-def share_values(
+def fit_shared_values(
     values: list[torch.Tensor], outputs: list[torch.Tensor], gram: torch.Tensor, num_key_value_heads: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Merge a group's values into one projection; returns it and, by layer, the map from the shared value to its own.
@@ -298,9 +298,9 @@ def share_values(
         before a layer's output projection.
     """
     head_dim = values[0].shape[1] // num_key_value_heads
-    shared, maps = share_components(
+    shared, maps = fit_shared_map(
         [value.unflatten(1, (num_key_value_heads, -1)) for value in values],
-        [_compute_metric(output, head_dim) for output in outputs],
+        [_compute_output_gram(output, head_dim) for output in outputs],
         gram,
     )
     return torch.einsum("nkd,kde->nke", shared.weights, shared.restore).flatten(1), maps
@@ -312,16 +312,18 @@ def compose_outputs(output: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
     return torch.einsum("okqd,kde->okqe", output.double().unflatten(2, (-1, maps.shape[1])), maps)
 
 
-def _compute_metric(output: torch.Tensor, head_dim: int) -> torch.Tensor:
+def _compute_output_gram(output: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Return O^T O of an output projection by key-value head, [num_key_value_heads, head_dim, head_dim]."""
     heads = output.double().unflatten(2, (-1, head_dim))
     return torch.einsum("okqd,okqe->kde", heads, heads)
 
 
-def merge_values(values: list[torch.Tensor], outputs: list[torch.Tensor], num_key_value_heads: int) -> torch.Tensor:
+def merge_value_projections(
+    values: list[torch.Tensor], outputs: list[torch.Tensor], num_key_value_heads: int
+) -> torch.Tensor:
     """Merge a group's values into one projection [inputs, num_key_value_heads * head_dim], weighted by o_proj."""
     head_dim = values[0].shape[1] // num_key_value_heads
-    metric = torch.stack([_compute_metric(output, head_dim) for output in outputs])
+    metric = torch.stack([_compute_output_gram(output, head_dim) for output in outputs])
     total = metric.sum(0)  # [kv_heads, head_dim, head_dim]
     identity = torch.eye(head_dim, dtype=total.dtype, device=total.device)
     total = total + RIDGE * total.diagonal(dim1=-2, dim2=-1).mean() * identity
@@ -348,14 +350,14 @@ def _fit_latent_group(attentions: Sequence[Any], layers: Sequence[int], regressi
         return
     queries = [regression.sums.queries[i] / num_tokens for i in layers]
     energies = [_to_halves(moments.diagonal(dim1=-2, dim2=-1)[:, plain:]) for moments in queries]
-    rotary, factors = merge_keys([_to_halves(w[:, rank:]) for w in compressed], energies, regression.gram, 1)
+    rotary, factors = merge_key_projections([_to_halves(w[:, rank:]) for w in compressed], energies, regression.gram, 1)
 
     latents = [regression.predict(i, "kv_a_layernorm") for i in layers]
     expanded = [
         (latent @ attention.kv_b_proj.weight.double().T).unflatten(1, (-1, plain + attention.v_head_dim))
         for latent, attention in zip(latents, attentions, strict=True)
     ]
-    keys, maps = share_components(
+    keys, maps = fit_shared_map(
         [y[..., :plain] for y in expanded], [q[:, :plain, :plain] for q in queries], regression.gram
     )
     values = _merge_weighted_values([y[..., plain:] for y in expanded], attentions, regression)
@@ -382,12 +384,12 @@ def _merge_weighted_values(
     outputs = [attention.o_proj.weight.double().unflatten(1, (num_heads, dim)) for attention in attentions]
     flat = [value.flatten(1) for value in values]
     if attentions[0].config.own_output_projection:
-        merged, maps = share_values(flat, outputs, regression.gram, num_heads)
+        merged, maps = fit_shared_values(flat, outputs, regression.gram, num_heads)
         outputs = [compose_outputs(output, one).flatten(2) for output, one in zip(outputs, maps, strict=True)]
         for attention, output in zip(attentions, outputs, strict=True):
             attention.o_proj_swiftkv.weight.copy_(output.flatten(1))
     else:
-        merged = merge_values(flat, outputs, num_heads)
+        merged = merge_value_projections(flat, outputs, num_heads)
     root, inverse = compute_root_and_inverse(torch.stack([torch.einsum("ohd,ohe->hde", o, o) for o in outputs]).sum(0))
     return WeightedMap(torch.einsum("nhd,hde->nhe", merged.unflatten(1, (num_heads, dim)), root), inverse)
 

@@ -162,7 +162,7 @@ class WeightedMap:
     """Matrices [num_heads, dim, dim] that, multiplied from the right, turn `weights` back into the original basis."""
 
 
-def share_components(
+def fit_shared_map(
     parts: Sequence[torch.Tensor], metrics: Sequence[torch.Tensor], gram: torch.Tensor
 ) -> tuple[WeightedMap, list[torch.Tensor]]:
     """Return one shared map by head for a group, and by layer the matrix F_i [num_heads, dim, dim] with part_i = F_i

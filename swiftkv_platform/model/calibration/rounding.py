@@ -41,7 +41,7 @@ from swiftkv_platform.model.weights.quantization import WeightFormat, dequantize
 
 
 @torch.no_grad()
-def round_layerwise(
+def quantize_layerwise(
     source: LayerSource,
     batches: Iterable[TokenBatch],
     formats: Mapping[str, tuple[WeightFormat, int | None]],

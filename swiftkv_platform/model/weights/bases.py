@@ -54,7 +54,7 @@ from swiftkv_platform.sources.peft import (
     PEFT_WEIGHTS,
     LoraConfig,
     explain_base_errors,
-    parse_base,
+    parse_base_model,
     read_lora_config,
     refuse_other_weights,
 )
@@ -310,7 +310,7 @@ def resolve_model_directory(
     adapter = fetch_model_directory(found, revision, field=field)
     refuse_other_weights(adapter, name, field=field)
     with explain_base_errors(field, name):
-        base_source = parse_base(lora, access)
+        base_source = parse_base_model(lora, access)
         base = _find_model(base_source, lora.revision, access, download, BASE_FIELD)
         base_directory = fetch_model_directory(base, lora.revision, field=BASE_FIELD)
     # 3. merge them, beside a downloaded base, which is deleted after use

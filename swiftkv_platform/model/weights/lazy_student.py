@@ -30,7 +30,7 @@ from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.weights.checkpoint import Checkpoint, read_rows
 from swiftkv_platform.model.weights.loading import StoredWeights, build_on_meta, check_checkpoint_fits, get_first_dtype
 from swiftkv_platform.model.weights.writing import write_model_shards
-from swiftkv_platform.student_shape import ShapeRequest
+from swiftkv_platform.student_shape import RequestedStudentShape
 
 _TEACHER_PREFIX = "teacher_copy."
 _ParameterSlot = tuple[int, str]
@@ -61,7 +61,7 @@ class LazyStudent:
     def open(
         cls,
         path: str | Path,
-        shape: ShapeRequest,
+        shape: RequestedStudentShape,
         start: Mapping[str, Tensor],
         *,
         revision: str | None = None,

@@ -299,7 +299,11 @@ async def test_anthropics_limits_of_tools_are_anthropics(http: httpx.AsyncClient
     [
         ({"previous_response_id": "r"}, "previous_response_id", "'r'.*send the whole conversation as input"),
         ({"include": ["message.output_text.logprobs"]}, "include", "available from /v1/chat/completions only"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type", "'item_reference'; the model reads text"),
+        (
+            {"input": [{"type": "item_reference", "id": "x"}]},
+            "input.0.type",
+            "'item_reference'; the model accepts only text",
+        ),
         ({"input": [{"type": "input_image"}]}, "input.0.type", "'input_image'"),
         ({"input": [said([{"type": "input_image"}], "user")]}, "input.0.content.0.type", "'input_image'; the model"),
         ({"input": [{"type": "function_call", "call_id": "a"}]}, "input.0", "name is missing"),
@@ -372,7 +376,11 @@ MIXED = {"type": "content", "content": [{"type": "text", "text": "a"}, PICTURE]}
     [
         ({"max_tokens": None}, "max_tokens", "required"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
-        ({"messages": [said([PICTURE], "user")]}, "messages.0.content.0.type", "'image'; the model reads text: send"),
+        (
+            {"messages": [said([PICTURE], "user")]},
+            "messages.0.content.0.type",
+            "'image'; the model accepts only text: send",
+        ),
         ({"messages": [said([PICTURE], "user"), said("It is")]}, "messages.0.content.0.type", "'image'"),
         ({"messages": [said([PDF], "user")]}, "messages.0.content.0.type", "'document'"),
         ({"messages": [said([{**PDF, "source": MIXED}], "user")]}, "messages.0.content.0.type", "'document'"),

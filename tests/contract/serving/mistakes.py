@@ -119,7 +119,7 @@ MISTAKES: Mapping[tuple[str, ...], list[tuple[Fields, str, str]]] = {
         (
             {"echo": True, "logprobs": 2, "prompt_logprobs": 1, "stream": False},
             "prompt_logprobs",
-            "with echo it must be logprobs, 2",
+            "with echo, it must be equal to logprobs (2)",
         ),
         ({"prompt_logprobs": 1, "stream": True}, "body", "not available in a stream; use stream: false"),
         ({"max_completion_tokens": 3}, "max_completion_tokens", "it is a field of /v1/chat/completions"),

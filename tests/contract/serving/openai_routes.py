@@ -304,19 +304,19 @@ async def test_vllms_documented_tokenizer_requests(http: httpx.AsyncClient, vers
     async def tokenize(**body: Any) -> dict[str, Any]:
         answer: dict[str, Any] = (await http.post("/tokenize", json=body)).raise_for_status().json()
         assert answer["count"] == len(answer["tokens"])
-        assert answer["max_model_len"] == version.card.max_model_len
+        assert answer["max_model_len"] == version.model_info.max_model_len
         return answer
 
-    plain = await tokenize(prompt="héllo", model=version.card.model, return_token_strs=None)
+    plain = await tokenize(prompt="héllo", model=version.model_info.model, return_token_strs=None)
     assert plain["token_strs"] is None
     named = await tokenize(prompt="héllo", return_token_strs=True)
     assert named["tokens"] == plain["tokens"]
     assert named["token_strs"] == version.tokenizer.convert_ids_to_tokens(plain["tokens"])
-    back = {"model": version.card.model, "tokens": plain["tokens"]}
+    back = {"model": version.model_info.model, "tokens": plain["tokens"]}
     assert (await http.post("/detokenize", json=back)).json() == {"prompt": "héllo"}
 
     prompted = await tokenize(messages=HELLO, return_token_strs=True)
-    asked = {"model": version.card.model, "messages": HELLO, "max_tokens": 1}
+    asked = {"model": version.model_info.model, "messages": HELLO, "max_tokens": 1}
     usage = (await http.post("/v1/chat/completions", json=asked)).json()["usage"]
     assert prompted["count"] == len(prompted["token_strs"]) == usage["prompt_tokens"]
     unprompted = await tokenize(messages=HELLO, add_generation_prompt=False, add_special_tokens=False)

@@ -331,7 +331,11 @@ def message(**fields: Any) -> dict[str, Any]:
         (message(tool_calls=[CALL]), "messages.0", "role 'assistant'"),
         (message(tool_call_id="a"), "messages.0", "role 'tool'"),
         (message(content=None), "messages.0", "content is missing"),
-        (message(content=["a", PICTURE]), "messages.0.content.1.type", "'image_url'; the model reads text: send text"),
+        (
+            message(content=["a", PICTURE]),
+            "messages.0.content.1.type",
+            "'image_url'; the model accepts only text: send text",
+        ),
         (message(role="system", content=[PICTURE]), "messages.0.content.0.type", "'image_url'"),
         (message(content=[{"type": "text"}]), "messages.0.content.0", "text is missing; type 'text' needs text"),
         (message(content={"type": "text"}), "messages.0.content", "a list of parts"),

@@ -11,16 +11,16 @@ from transformers import AutoTokenizer
 
 from swiftkv_platform.engine.frontend import EngineFrontend
 from swiftkv_platform.serve.http import create_http_app
-from swiftkv_platform.serve.replica_state import ModelCard, ModelVersion, ReplicaState
+from swiftkv_platform.serve.replica_state import ModelVersion, ReplicaState, ServedModelInfo
 from swiftkv_platform.storage.artifacts import hash_manifest, publish_directory, read_manifest
 from swiftkv_platform.storage.object_store import open_store
 from tests.unit.engine.tiny_models import CONTEXT, save_swiftkv
 
 
-def version_of(engine: EngineFrontend, model: str = "mdl_1", context: int = CONTEXT, **card: Any) -> ModelVersion:
-    """Return the engine's loaded model as version `model`; `card` sets more fields of its card."""
-    fields = {"deployment": "dep_1", "manifest_digest": None, "swiftkv": None, **card}
-    return ModelVersion(engine, ModelCard(model=model, max_model_len=context, **fields), created=1)
+def version_of(engine: EngineFrontend, model: str = "mdl_1", context: int = CONTEXT, **fields: Any) -> ModelVersion:
+    """Return the engine's loaded model as version `model`; `fields` sets more of its description."""
+    fields = {"deployment": "dep_1", "manifest_digest": None, "swiftkv": None, **fields}
+    return ModelVersion(engine, ServedModelInfo(model=model, max_model_len=context, **fields), created=1)
 
 
 def application(version: ModelVersion, *, replica: str = "", observers: Any = (), **options: Any) -> FastAPI:

@@ -21,7 +21,7 @@ from swiftkv_platform.contract.attempts import AttemptRequest, StopRequest
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.checkpoint import Checkpointer
 from swiftkv_platform.distillation.model import DistillationModel, compile_layers, load_trained_tensors
-from swiftkv_platform.distillation.steering import Progress
+from swiftkv_platform.distillation.steering import TrainingProgress
 from swiftkv_platform.distillation.strategy import EvaluationModel, Strategy
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, build_micro_batches, parallelize
 from swiftkv_platform.engine.varlen import reference_varlen_attn
@@ -212,7 +212,7 @@ class Recorder:
     states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     restored: int = 0
 
-    def on_start(self, progress: Progress) -> None:
+    def on_start(self, progress: TrainingProgress) -> None:
         self.restored = progress.step
         if progress.step:
             self._keep(progress.step)
@@ -343,7 +343,7 @@ def measured(
     model = EvaluationModel(lazy, spec.distillation, sharded=sharded, device=device)
     model.load_tensors({name: p.detach() for name, p in disturbed(spec, path).swiftkv_parameters().items()})
     totals: HeldOutTotals = model(
-        lambda student: StudentEvaluator(student, rows(), spec.evaluation).compare_modes("student")
+        lambda student: StudentEvaluator(student, rows(), spec.evaluation).compare_teacher_and_student("student")
     )
     assert totals.num_positions == rows().num_counted_tokens == sum(totals.exit_head.positions)
     sums = {name: getattr(totals, name) for name in ("teacher_nll", "student_nll", "kl", "agreements")}

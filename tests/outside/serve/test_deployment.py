@@ -72,13 +72,13 @@ async def test_a_version_is_swapped_from_engine_to_engine_under_a_running_reques
         assert current.swap.status == "done", current.swap.message
         assert (await ask()) == (name, expected)
         assert answers
-        assert all(model in (before.card.model, name) and tokens == expected for model, tokens in answers)
+        assert all(model in (before.model_info.model, name) and tokens == expected for model, tokens in answers)
         while before.engine.num_requests or before.engine._failure is None:
             await asyncio.sleep(0.05)
     await swaps.request_version(document(artifact, "bad", **ENGINE, max_model_len=65))
     while current.swap.status == "loading":
         await asyncio.sleep(0.05)
-    assert (current.swap.status, current.version.card.model) == ("refused", "three")
+    assert (current.swap.status, current.version.model_info.model) == ("refused", "three")
     assert "max_model_len is 65" in current.swap.message
     await current.version.drain()
     processes = psutil.Process().children()

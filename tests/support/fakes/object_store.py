@@ -5,7 +5,7 @@ from pathlib import Path
 from obstore.store import MemoryStore
 
 from swiftkv_platform.storage.bucket_store import BucketStore
-from swiftkv_platform.storage.object_store import validate_key
+from swiftkv_platform.storage.object_store import validate_object_key
 
 
 class InMemoryObjectStore(BucketStore):
@@ -23,7 +23,7 @@ class InMemoryObjectStore(BucketStore):
         self.put_bytes(key, path.read_bytes())
 
     def create_presigned_url(self, key: str, expires_s: int) -> str | None:
-        validate_key(key)
+        validate_object_key(key)
         return None
 
     def ping(self) -> None:

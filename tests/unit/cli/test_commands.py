@@ -329,7 +329,7 @@ def test_a_comparison_lists_flips_with_both_answers(run: Run, script: Script) ->
     printed = run("compare", "one", "two", "--rows", "1").stdout
     assert printed.startswith("a: mdl_1, b: mdl_2\n")
     assert "-0.2 to +0.01" in printed
-    assert "own: 1 of 6 rows with different scores (2 rows only of a and 0 only of b are not compared)" in printed
+    assert "own: 1 of 6 rows with different scores (not compared: 2 rows that only a has, 0 that only b has)" in printed
     [line] = [line for line in printed.splitlines() if line.startswith("0f")]
     assert "1 It is four" in line
     assert "0 five" in line
@@ -341,7 +341,7 @@ def test_a_comparison_lists_flips_with_both_answers(run: Run, script: Script) ->
     assert "changed" not in run("compare", "one", "two", "--rows", "0").stdout
     refused = run("compare", "one", "two", "--task", "other")
     assert refused.exit_code == 1
-    assert "--task is 'other', which is no task with rows of both models; these are: own" in " ".join(
+    assert "--task is 'other', but only tasks with rows of both models can be compared: own" in " ".join(
         refused.output.split()
     )
     of_older_version = {"figures": [], "differences": [], "spec_differences": []}

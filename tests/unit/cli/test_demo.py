@@ -160,7 +160,7 @@ def test_a_job_warns_of_slow_operators(
     fast: bool, problem: str | None, dtype: str, warning: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare, "has_fast_bfloat16", lambda: fast)
-    monkeypatch.setattr(kernels, "find_problem", lambda: problem)
+    monkeypatch.setattr(kernels, "find_kernel_obstacle", lambda: problem)
     spec = JobSpec.model_validate({"name": "job", "model": {"dtype": dtype}})
     messages = list(prepare._warn_slow_bfloat16(spec))
     assert [is_warning for _, is_warning in messages] == [True] * (warning is not None)

@@ -177,7 +177,7 @@ def test_a_student_without_its_teacher_is_measured_against_one_that_is_named(
         assert report["distilled"]["kl"] > own["distilled"]["kl"]
         assert report["tasks"][0]["teacher"] == own["tasks"][0]["teacher"]
     for named_teacher, message in (
-        ((), "has no teacher to measure against"),
+        ((), "does not contain its teacher"),
         (("--teacher", tmp_path / "other"), "which the student was not made from: layers or embeddings differ"),
     ):
         result = run(tmp_path / "exported", *named_teacher, "--data", corpus)
@@ -191,8 +191,8 @@ def test_what_cannot_be_measured_is_said(student: Path, corpus: Path, tmp_path: 
     source = {"name_or_path": str(corpus), "complete": {}}
     artifact = _artifact(student, tmp_path / "artifact", {"sources": [source]})
     for directory, arguments, message in (
-        (student, (), "name text to measure on with --data"),
-        (artifact, (), "name text to measure on with --data"),  # a job does not keep the texts that its teacher wrote
+        (student, (), "set --data to the evaluation text"),
+        (artifact, (), "set --data to the evaluation text"),  # a job does not keep the texts that its teacher wrote
         (student, ("--data", "/nowhere.txt"), "/nowhere.txt"),
         (tmp_path / "dense", ("--data", corpus), "a llama model, not a student"),
         (tmp_path / "empty", ("--data", corpus), "there is no config.json"),

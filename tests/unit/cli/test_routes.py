@@ -209,7 +209,7 @@ def platform(parts: Components, start: Start, tmp_path: Path) -> Iterator[Platfo
             report = {"tasks": [{"task": "own", "metric": "contains", "row_results": "000-own"}]}
             done, other, spare = (server.succeed(name=name, report=report) for name in ("done", "other", "spare"))
             for job in (done, other):
-                parts.objects.put_bytes(AttemptId(job["id"], 1).rows_key("000-own"), b"")
+                parts.objects.put_bytes(AttemptId(job["id"], 1).row_results_key("000-own"), b"")
             model = done["distilled_model"]
             parts.objects.put_bytes(f"jobs/{done['id']}/{TRACKED}", b"recorded")
             deployment = own.deployments.create(model, route_prefix="/").id

@@ -12,7 +12,7 @@ from swiftkv_platform.contract.row_results import (
     dump_rows,
     find_shared_tasks,
     load_rows,
-    number_repeated_keys,
+    make_keys_unique,
     shorten_answer,
     shorten_prompt,
 )
@@ -50,7 +50,7 @@ def test_long_texts_are_cut_where_they_matter_least() -> None:
 
 
 def test_repeated_prompts_have_numbers() -> None:
-    assert number_repeated_keys(["a", "b", "a", "a"]) == ["a", "b", "a-2", "a-3"]
+    assert make_keys_unique(["a", "b", "a", "a"]) == ["a", "b", "a-2", "a-3"]
 
 
 def test_flips_are_paired_by_key() -> None:

@@ -133,7 +133,11 @@ def test_templates_of_which_none_is_the_default_are_refused_for_conversations_al
         (ALTERNATING, TALK, "refuses the conversation: roles must alternate"),
         (CHATML, [ASK, CALL, TOLD], "leaves out tool_calls"),
         *(
-            (template, [ASK, {**SAID, key: "two and two"}], rf"leaves out {key}; write it into content as the model")
+            (
+                template,
+                [ASK, {**SAID, key: "two and two"}],
+                rf"leaves out {key}; move it into `content` in the model's format",
+            )
             for key in ("reasoning_content", "reasoning", "thinking")
             for template in (CHATML, None, "{% set enable_thinking, reasoning_contents = 1, 2 %}" + CHATML)
         ),
@@ -173,7 +177,7 @@ def test_an_empty_system_message_fails_with_no_template(template: str | None, co
     ],
 )
 def test_the_end_that_a_template_leaves_out_of_the_answer_is_found(template: str | None, end: str | None) -> None:
-    assert renderer(template).find_uncounted_end() == end
+    assert renderer(template).find_excluded_end_marker() == end
 
 
 def test_reasoning_is_accepted_where_the_template_renders_it_or_it_is_empty() -> None:

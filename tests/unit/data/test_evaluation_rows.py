@@ -11,7 +11,7 @@ from swiftkv_platform.data.checks import check_row_sources
 from swiftkv_platform.data.evaluation_rows import EvaluationRow, read_evaluation_rows
 from swiftkv_platform.data.formats import Conversation
 from swiftkv_platform.errors import DataError, InvalidInputError
-from swiftkv_platform.jobs.worker.setup import StoreFiles
+from swiftkv_platform.jobs.worker.setup import ObjectStoreFiles
 from swiftkv_platform.sources import Access
 from swiftkv_platform.specs import EvaluationSpec, JobSpec, RowTaskSpec
 from swiftkv_platform.storage.object_store import open_store
@@ -84,7 +84,7 @@ def test_captured_requests_have_their_answers_and_may_lack_what_a_metric_needs(t
     traffic.chat("2 + 2?", "4", "And 1?", "It is 5.")
     source = {"name_or_path": SOURCE, "until": "2024-10-05"}
     spec = RowTaskSpec.model_validate({"name": "own", "source": source, "metric": "numeric"})
-    rows = read_evaluation_rows(spec, 0, remote=StoreFiles(tmp_path / "workspace"), access=traffic.access)
+    rows = read_evaluation_rows(spec, 0, remote=ObjectStoreFiles(tmp_path / "workspace"), access=traffic.access)
     found = [(row.prompt if isinstance(row.prompt, str) else row.prompt.messages, row.expected) for row in rows]
     assert found == [("2 + 3 =", " 5"), ([ASK, SAY, {"role": "user", "content": "And 1?"}], "It is 5.")]
 

@@ -187,7 +187,7 @@ def test_a_named_format_overrides_detection() -> None:
         ({"instruction": "?", "output": "!", "history": ["?"]}, "a list of pairs of instruction and output"),
         ({"conversations": [{"from": "narrator", "value": ""}]}, "the role 'narrator'; system, developer, user"),
         *(
-            ({**row, "label": label}, f"label is {label!r}, a bad answer; leave out rows with this label")
+            ({**row, "label": label}, f"label is {label!r}, which marks a bad answer; remove rows with this label")
             for row in ({"prompt": "?", "completion": "!"}, {"messages": [QUESTION, ANSWER]})
             for label in (False, "False")
         ),
@@ -220,7 +220,7 @@ def test_a_named_format_overrides_detection() -> None:
                 ("<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cUser\uff5c>"),
             )
         ),
-        ({"instruction": "[INST] ? [/INST]", "output": "!"}, "'[INST]', which chat templates write"),
+        ({"instruction": "[INST] ? [/INST]", "output": "!"}, "'[INST]', a marker of a chat template"),
         ({"messages": [QUESTION, {**ANSWER, "content": "<|assistant|>4"}]}, "message 2 (role assistant) has '<|assi"),
     ],
 )

@@ -65,7 +65,7 @@ TAGGED = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}</s>{% endfor %}
 @pytest.mark.parametrize("row", [{"prompt": "? <s>", "completion": "!"}, {"prompt": "?", "completion": "!</s>"}])
 def test_messages_with_the_special_tokens_of_the_template_are_refused(write: Write, row: dict[str, str]) -> None:
     with pytest.raises(
-        DataError, match=r"line 2, read as prompt_completion: message . .*'</?s>', which chat templates"
+        DataError, match=r"line 2, read as prompt_completion: message . .*'</?s>', a marker of a chat template"
     ):
         prepare(write([{"prompt": "a", "completion": "b"}, row]), template=TAGGED)
     assert prepare(write([row]), template=CHAT).train, "this template does not write them"
@@ -232,7 +232,7 @@ def test_rows_that_steer_are_none_that_are_reported(write: Write) -> None:
     assert numbers(part.steering) <= steering
     assert numbers(part.held_out) <= reported
     assert (len(undivided.steering), undivided.statistics.steering) == (0, None)
-    texts_of_rows = [set(map(int, rows.samples.text_ids[rows.members])) for rows in (whole.steering, whole.held_out)]
+    texts_of_rows = [set(map(int, rows.samples.content_ids[rows.members])) for rows in (whole.steering, whole.held_out)]
     assert [len(found) for found in texts_of_rows] == [len(steering), len(reported)], "parts of a text are one text"
 
 
@@ -243,7 +243,9 @@ def test_of_one_text_parts_steer_and_of_one_sample_nothing_does(write: Write) ->
     assert not set(texts(one.steering)) & set(texts(one.held_out))
     alone = prepare(write([{"text": "a"}, {"text": "b"}]), validation_fraction=0.5, with_steering=True)
     assert (len(alone.steering), len(alone.held_out)) == (0, 1)
-    assert any(warns and "only one sample is held out" in said for said, warns in alone.statistics.format_messages())
+    assert any(
+        warns and "the only held-out sample is reserved" in said for said, warns in alone.statistics.format_messages()
+    )
 
 
 def test_rows_of_before_steering_still_open(write: Write, tmp_path: Path) -> None:
@@ -254,7 +256,7 @@ def test_rows_of_before_steering_still_open(write: Write, tmp_path: Path) -> Non
         (directory / name).unlink()
     opened = PreparedData.load(directory)
     assert texts(opened.steering) == texts(opened.held_out) == texts(prepared.held_out)
-    assert list(opened.held_out.get_text_ids(0)) == list(opened.held_out.get_sample_indices(0))
+    assert list(opened.held_out.get_content_ids(0)) == list(opened.held_out.get_sample_indices(0))
 
 
 def test_a_large_document_among_a_few_is_not_held_out_whole(write: Write) -> None:

@@ -26,7 +26,7 @@ from swiftkv_platform.engine import EngineConfig, LLMEngine
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.jobs.worker import setup
 from swiftkv_platform.jobs.worker.prepare import write_source_answers
-from swiftkv_platform.jobs.worker.setup import StoreFiles
+from swiftkv_platform.jobs.worker.setup import ObjectStoreFiles
 from swiftkv_platform.sources import UNRESTRICTED, Access, TrafficSource, parse_source
 from swiftkv_platform.specs import BUILTIN_TEACHER, DataSourceSpec, DataSpec
 from swiftkv_platform.storage.object_store import open_store
@@ -51,7 +51,7 @@ def prepare_traffic(traffic: Traffic, tmp_path: Path) -> Prepare:
     def run(*, data: dict[str, Any] | None = None, **source: Any) -> PreparedData:
         workspace = tmp_path / f"workspace-{time.monotonic_ns()}"
         settings = {"template": CHAT, "max_length": 256, "access": traffic.access, **(data or {})}
-        return prepare({**WINDOW, **source}, remote=StoreFiles(workspace), **settings)
+        return prepare({**WINDOW, **source}, remote=ObjectStoreFiles(workspace), **settings)
 
     return run
 
@@ -307,7 +307,7 @@ def test_other_sources_are_split_as_before(traffic: Traffic, prepare_traffic: Pr
         traffic.chat(f"talk {number}", "say")
     settings: dict[str, Any] = {"template": CHAT, "max_length": 256, "validation_fraction": 0.2}
     alone = prepare(str(corpus), **settings)
-    mixed = prepare(str(corpus), WINDOW, remote=StoreFiles(tmp_path / "work"), access=traffic.access, **settings)
+    mixed = prepare(str(corpus), WINDOW, remote=ObjectStoreFiles(tmp_path / "work"), access=traffic.access, **settings)
     assert [text for text in texts(mixed.held_out) if "document" in text] == texts(alone.held_out)
 
 
@@ -361,14 +361,14 @@ def test_the_teacher_answers_each_prompt_once_in_the_split_of_its_conversation(
     engine = LLMEngine.from_pretrained(TEACHER, EngineConfig(kv_cache_bytes=1 << 24, dtype="float32"))
     answers = InMemoryAnswers()
     prompts = partial(PromptSource, spec.sources[0], 0, encoder, teacher=teacher, seed=0, access=traffic.access)
-    write_source_answers(prompts(remote=StoreFiles(tmp_path / "write")), answers, lambda: engine)
+    write_source_answers(prompts(remote=ObjectStoreFiles(tmp_path / "write")), answers, lambda: engine)
     (tmp_path / "rows").mkdir()
     prepared = prepare_data(
         spec,
         tokenizer,
         tmp_path / "rows",
         seed=0,
-        remote=StoreFiles(tmp_path / "prepare"),
+        remote=ObjectStoreFiles(tmp_path / "prepare"),
         access=traffic.access,
         completions=TeacherCompletions(teacher, answers),
         with_steering=True,

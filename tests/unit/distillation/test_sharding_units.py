@@ -11,7 +11,7 @@ from swiftkv_platform.distillation.model import iter_sharding_units
 from swiftkv_platform.model.causal_lm import get_student_classes, make_student_config
 from swiftkv_platform.planning import read_architecture
 from swiftkv_platform.planning.architecture import count_student_parameters
-from swiftkv_platform.student_shape import ShapeRequest, Sharing
+from swiftkv_platform.student_shape import RequestedStudentShape, Sharing
 from tests.support.parameters import few
 from tests.support.tiny_models import FAMILY_CONFIGS
 
@@ -25,7 +25,7 @@ def make_decoder(family: str, sharing: Sharing = "gqa", *, own_output_projection
     teacher = copy.deepcopy(FAMILY_CONFIGS[family])
     config = make_student_config(
         type(teacher)(**{**teacher.to_dict(), "num_hidden_layers": DEEP, **dict.fromkeys(BY_LAYER)}),
-        ShapeRequest(num_key_value_layers=2, sharing=sharing, own_output_projection=own_output_projection),
+        RequestedStudentShape(num_key_value_layers=2, sharing=sharing, own_output_projection=own_output_projection),
     )
     with torch.device("meta"):
         return get_student_classes(teacher.model_type).causal_lm(config).model

@@ -10,7 +10,7 @@ import pytest
 
 from swiftkv_platform.contract.attempts import ManifestFile, StopRequest
 from swiftkv_platform.distillation.checkpoint import RetryPolicy, Uploader
-from swiftkv_platform.distillation.steering import Progress
+from swiftkv_platform.distillation.steering import TrainingProgress
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.errors import LossNotFiniteError, StorageError
 from swiftkv_platform.planning.training import RunSchedule
@@ -45,12 +45,12 @@ class Store:
             raise self.error("away")
         return {path.name: ManifestFile(size=path.stat().st_size, sha256="0") for path in directory.iterdir()}
 
-    def commit(self, name: str, files: Mapping[str, ManifestFile], progress: Progress, world_size: int) -> None:
+    def commit(self, name: str, files: Mapping[str, ManifestFile], progress: TrainingProgress, world_size: int) -> None:
         assert [*files] == ["weights"]
         self.committed.append(name)
         self.kls[name] = progress.held_out_kl
 
-    def report_failure(self, name: str, progress: Progress, error: StorageError) -> None:
+    def report_failure(self, name: str, progress: TrainingProgress, error: StorageError) -> None:
         self.lost.append(name)
 
 
@@ -66,7 +66,7 @@ def test_training_goes_on_during_an_upload_and_the_end_waits_for_it(tmp_path: Pa
     store.reachable.clear()
     uploader = Uploader(cast("Any", store), AT_ONCE)
     directory = staged(tmp_path, "a")
-    uploader.start_upload(directory, "a", Progress(1))
+    uploader.start_upload(directory, "a", TrainingProgress(1))
     assert store.committed == []  # `start` did not wait for the upload
     store.reachable.set()
     uploader.finish()
@@ -78,12 +78,12 @@ def test_a_store_that_comes_back_in_time_loses_nothing(tmp_path: Path) -> None:
     """A checkpoint that cannot be stored is reported, and those before and after it are stored."""
     store = Store(failures=2)
     uploader = Uploader(cast("Any", store), AT_ONCE)
-    uploader.start_upload(staged(tmp_path, "a"), "a", Progress(1))
+    uploader.start_upload(staged(tmp_path, "a"), "a", TrainingProgress(1))
     uploader.finish()
     assert (store.committed, store.lost) == (["a"], [])
     store.failures = 3
-    uploader.start_upload(staged(tmp_path, "b"), "b", Progress(2))
-    uploader.start_upload(staged(tmp_path, "c"), "c", Progress(3))
+    uploader.start_upload(staged(tmp_path, "b"), "b", TrainingProgress(2))
+    uploader.start_upload(staged(tmp_path, "c"), "c", TrainingProgress(3))
     uploader.finish()
     assert (store.committed, store.lost) == (["a", "c"], ["b"])
 
@@ -95,7 +95,7 @@ def test_the_last_checkpoint_must_arrive(
     """`finish` raises; an error that is not the store's is neither retried nor reported as a lost checkpoint."""
     store = Store(failures=failures, error=error)
     uploader = Uploader(cast("Any", store), AT_ONCE)
-    uploader.start_upload(staged(tmp_path, "a"), "a", Progress(1))
+    uploader.start_upload(staged(tmp_path, "a"), "a", TrainingProgress(1))
     with pytest.raises(error, match="away"):
         uploader.finish()
     assert store.lost == lost
@@ -109,10 +109,10 @@ class _Checkpointer:
         self._uploader = Uploader(cast("Any", store), AT_ONCE)
         self.finish = self._uploader.finish
 
-    def restore(self) -> Progress:
-        return Progress()
+    def restore(self) -> TrainingProgress:
+        return TrainingProgress()
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: TrainingProgress) -> None:
         name = f"step-{progress.step}"
         self._uploader.start_upload(staged(self._tmp_path, name), name, progress)
 
@@ -128,7 +128,7 @@ class _Trainer(Trainer):
         super().__init__(alone, cast("Any", ()), checkpointer, spec, total_steps=2, listener=alone)
         self._diverges = diverges
 
-    def train_step(self, progress: Progress) -> StepMetrics:
+    def train_step(self, progress: TrainingProgress) -> StepMetrics:
         if self._diverges and progress.step == 1:
             raise LossNotFiniteError("step 2: loss nan")
         return StepMetrics(progress.step + 1, 1, {}, lr=1.0, grad_norm=1.0, tokens_per_second=1.0, world_size=1)

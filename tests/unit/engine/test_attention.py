@@ -13,7 +13,7 @@ from torch.nn.attention.varlen import varlen_attn
 from swiftkv_platform.engine import SamplingParams, attention, kernels
 from swiftkv_platform.engine.attention import paged_attention
 from swiftkv_platform.engine.batch import PagedAttentionMetadata, SequenceQueries, add_block_tables
-from swiftkv_platform.engine.kv_cache import PagedTensor, SlotRun, StorageFormat, TokenShape
+from swiftkv_platform.engine.kv_cache import KVCacheFormat, PagedTensor, SlotRun, TokenShape
 from swiftkv_platform.engine.varlen import (
     VarlenArguments,
     VarlenSettings,
@@ -23,7 +23,7 @@ from swiftkv_platform.engine.varlen import (
     split_consecutive_runs,
 )
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.model.cache import pack_rows, unpack_rows
+from swiftkv_platform.model.cache import dequantize_from_bytes, quantize_to_bytes
 from swiftkv_platform.model.context import TokenSelection
 from tests.support.parameters import pairwise
 
@@ -63,7 +63,7 @@ class Case:
     ) -> None:
         torch.manual_seed(0)
         draw, taken = random.Random(0), set[int]()
-        storage = StorageFormat(dtype, torch.uint8 if quantized_dtype else dtype, quantized_dtype)
+        storage = KVCacheFormat(dtype, torch.uint8 if quantized_dtype else dtype, quantized_dtype)
         self.key, self.value = (
             PagedTensor(TokenShape(KV_HEADS, dim), SLOTS, storage, CPU, uses_kernels=uses_kernels) for _ in "kv"
         )
@@ -78,7 +78,9 @@ class Case:
                 tensor.write(slots, rows)
                 exact = uses_kernels and len(positions) < KERNEL_CHUNK
                 kept.append(
-                    unpack_rows(pack_rows(rows, quantized_dtype), quantized_dtype, torch.float32 if exact else dtype)
+                    dequantize_from_bytes(
+                        quantize_to_bytes(rows, quantized_dtype), quantized_dtype, torch.float32 if exact else dtype
+                    )
                     if quantized_dtype
                     else rows
                 )

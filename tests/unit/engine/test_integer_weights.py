@@ -12,8 +12,8 @@ from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.engine.integer_weights import (
     attach_stored_integers,
     get_common_weights,
-    get_integers,
-    round_weights,
+    get_integer_weight,
+    quantize_weights,
 )
 from swiftkv_platform.engine.loading import load_model, prepare_model
 from swiftkv_platform.errors import ModelError
@@ -37,7 +37,7 @@ def student_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def forms(model: nn.Module) -> dict[str, str]:
     """Integer format of each module that has integers, by its name without what all layers' names begin with."""
-    found = ((name, get_integers(module)) for name, module in model.named_modules())
+    found = ((name, get_integer_weight(module)) for name, module in model.named_modules())
     return {name.removeprefix("model.layers."): one.form for name, one in found if one is not None}
 
 
@@ -45,7 +45,7 @@ def test_int4_leaves_heads_and_sensitive_projections_in_int8(student_dir: Path) 
     model = load_model(student_dir, BF16.model_copy(update={"fuse_weights": False})).model
     embedding = model.get_input_embeddings().weight.clone()
     before = model.model.layers[0].mlp.up_proj.weight.clone()
-    round_weights(model, "int4")
+    quantize_weights(model, "int4")
     found = forms(model)
     last = model.config.num_hidden_layers - 1
     mlps = {f"{i}.mlp.{name}_proj" for i in range(last) for name in ("gate", "up", "down")}
@@ -60,7 +60,7 @@ def test_int4_leaves_heads_and_sensitive_projections_in_int8(student_dir: Path) 
 
 def test_what_runs_as_one_is_in_one_form(student_dir: Path) -> None:
     model = load_model(student_dir, BF16.model_copy(update={"fuse_weights": False})).model
-    round_weights(model, "int8")
+    quantize_weights(model, "int8")
     layer = model.model.layers[0].self_attn
     query, key = get_common_weights([layer.q_proj, layer.k_proj])
     assert isinstance(query, IntegerWeight)
@@ -85,11 +85,11 @@ def test_stored_integers_are_taken_as_they_are(student_dir: Path, form: Any, tmp
     assert found[f"{last}.self_attn.q_proj_swiftkv"] == found[f"{last}.mlp.up_proj"] == "int8"
     assert "lm_head" not in found
     for module in model.modules():
-        if (integers := get_integers(module)) is not None:
+        if (integers := get_integer_weight(module)) is not None:
             assert torch.equal(dequantize_weight(integers.integers, integers.scale).bfloat16(), module.weight)
     if form == "int8":
         with pytest.raises(ModelError, match="weights is 'int4', and the model is stored in int8") as error:
-            round_weights(model, "int4")
+            quantize_weights(model, "int4")
         assert error.value.field == "weights"
 
 
@@ -105,9 +105,9 @@ def test_deep_tails_and_bypassed_layers_give_the_tokens_of_the_second_implementa
     shape: dict[str, Any] = {"prefill_layers": [0, 2], "decode_key_value": "own", "deep_tail": 9, "early_exit": True}
     disturb(convert(random_teacher(**SHAPE), **shape)).to(torch.bfloat16).save_pretrained(tmp_path)
     model = load_model(tmp_path, BF16.model_copy(update={"fuse_weights": False})).model
-    round_weights(model, form)
+    quantize_weights(model, form)
     exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    rounded = {name: get_integers(module) for name, module in model.named_modules()}
+    rounded = {name: get_integer_weight(module) for name, module in model.named_modules()}
     state = exact.state_dict() | {
         f"{name}.weight": dequantize_weight(one.integers, one.scale) for name, one in rounded.items() if one is not None
     }

@@ -27,7 +27,7 @@ from swiftkv_platform.engine.loading import load_model
 from swiftkv_platform.engine.native_layers import NativeEmbedding, NativeHead, NativeRMSNorm
 from swiftkv_platform.engine.speculative import estimate_draft_costs
 from swiftkv_platform.model.attention import rotate
-from swiftkv_platform.model.cache import pack_rows, unpack_rows
+from swiftkv_platform.model.cache import dequantize_from_bytes, quantize_to_bytes
 from swiftkv_platform.model.weights.quantization import IntegerWeight, WeightFormat, dequantize_weight, quantize_weight
 
 BF16 = torch.bfloat16
@@ -84,7 +84,7 @@ def test_a_norm_before_a_product_is_as_apart(size_in: int, size_out: int, native
     for num_tokens in (1, 33):
         x = numbers(num_tokens, size_in)
         apart = kernels.linear(norm(x), packed, None, size_out)
-        assert torch.equal(kernels.linear_rows(x, packed, None, size_out, norm=norm), apart)
+        assert torch.equal(kernels.linear_with_norm(x, packed, None, size_out, norm=norm), apart)
 
 
 @shapes
@@ -217,11 +217,11 @@ def test_a_thread_that_begins_during_a_step_has_all_threads(
 
     def begin() -> None:
         counts.append(torch.get_num_threads())
-        with kernels.use_all_threads():
+        with kernels.reserve_threads_for_kernels():
             counts.append(torch.get_num_threads())
         counts.append(torch.get_num_threads())
 
-    with at_threads(3), kernels.use_all_threads():
+    with at_threads(3), kernels.reserve_threads_for_kernels():
         thread = threading.Thread(target=begin)
         thread.start()
         thread.join()
@@ -265,7 +265,7 @@ def test_any_number_of_threads_attends_the_same(window: int | None, native_kerne
 
 def test_kernels_are_checked_alike_while_training(native_kernels: None) -> None:
     with torch.autocast("cpu", dtype=BF16):
-        assert kernels.find_problem.__wrapped__() is None
+        assert kernels.find_kernel_obstacle.__wrapped__() is None
 
 
 @pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (48, 48), (48, 32)])
@@ -326,11 +326,11 @@ def test_write_in_eight_bits_is_what_pack_makes(quantized_dtype: torch.dtype, na
     slots = torch.randperm(300, generator=torch.Generator().manual_seed(0))[:200]
     rows = torch.zeros(3, 300, 34, dtype=torch.uint8)
     kernels.write_slots(rows, slots, x, quantized_dtype)
-    assert torch.equal(rows[:, slots], pack_rows(x, quantized_dtype))
+    assert torch.equal(rows[:, slots], quantize_to_bytes(x, quantized_dtype))
     for broken in (float("nan"), float("inf"), float("-inf")):
         x[0, 0, 7] = broken
         kernels.write_slots(rows, slots[:1], x[:, :1], quantized_dtype)
-        assert unpack_rows(rows[:1, slots[:1]], quantized_dtype, BF16).isnan().all()
+        assert dequantize_from_bytes(rows[:1, slots[:1]], quantized_dtype, BF16).isnan().all()
 
 
 @pytest.mark.parametrize("quantized_dtype", [None, torch.int8])
@@ -366,7 +366,7 @@ def test_without_a_compiler_they_are_not_available(
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv(kernels.CACHE_DIRECTORY_VARIABLE, str(tmp_path))
-    problem = kernels.find_problem.__wrapped__()
+    problem = kernels.find_kernel_obstacle.__wrapped__()
     assert "C++ compiler" in problem or "false failed" in problem
     assert list(tmp_path.iterdir()) == []
 
@@ -392,7 +392,7 @@ def test_a_library_that_others_could_have_placed_is_built_again(
     assert kernels._find_or_build_library().read_text() == "built\n"
     if os.geteuid() == 0:
         os.chown(cache, 12345, 12345)
-        assert "belongs to user 12345" in kernels.find_problem.__wrapped__()
+        assert "belongs to user 12345" in kernels.find_kernel_obstacle.__wrapped__()
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
@@ -402,9 +402,9 @@ def test_an_engine_does_without(
 ) -> None:
     """A model whose dtype PyTorch multiplies slowly becomes float32, unless its dtype is given."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    problem = kernels.find_problem.__wrapped__()
+    problem = kernels.find_kernel_obstacle.__wrapped__()
     assert problem == "the processor has DEFAULT; the kernels need AVX512 or AVX2"
-    monkeypatch.setattr(kernels, "find_problem", lambda: problem)
+    monkeypatch.setattr(kernels, "find_kernel_obstacle", lambda: problem)
     monkeypatch.setattr(loading, "has_fast_products", lambda dtype: is_fast)
     AutoModelForCausalLM.from_pretrained(swiftkv_dir, dtype=BF16).save_pretrained(tmp_path)
     with capture_logs() as logs:

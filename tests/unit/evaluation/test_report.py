@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swiftkv_platform.contract.row_results import compute_share_interval
+from swiftkv_platform.contract.row_results import compute_mean_loss_interval
 from swiftkv_platform.contract.verdicts import describe_undecided_gates, find_worst_verdict, summarize_quality
 from swiftkv_platform.errors import QualityGateError
 from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
@@ -19,7 +19,7 @@ from swiftkv_platform.planning.gates import (
     NEEDLE_LENGTHS,
     WORSE_STUDENT_LOSS,
     compute_false_pass_probability,
-    find_excludable_loss,
+    compute_min_detectable_drop,
     find_min_samples_to_exclude,
     forecast_gates,
 )
@@ -71,7 +71,7 @@ def score(teacher: float, student: float, *, margin: float | None = 0.0, higher_
 
 def needle(teacher: float, student: float, num_samples: int = 400) -> TaskScore:
     lost = round((teacher - student) * num_samples)
-    low, high = compute_share_interval([1.0] * lost + [0.0] * (num_samples - lost))
+    low, high = compute_mean_loss_interval([1.0] * lost + [0.0] * (num_samples - lost))
     return task("needle_1024", teacher, student, (100 * low, 100 * high), metric="found", num_samples=num_samples)
 
 
@@ -305,7 +305,7 @@ def pass_rate(spec: EvaluationSpec, lost: float) -> float:
         for name, size in sizes:
             shares = [(discordant + lost) / 2, (discordant - lost) / 2, 1 - discordant]
             worse, better, _ = rng.multinomial(size, shares)
-            low, high = compute_share_interval([1.0] * worse + [-1.0] * better + [0.0] * (size - worse - better))
+            low, high = compute_mean_loss_interval([1.0] * worse + [-1.0] * better + [0.0] * (size - worse - better))
             student = 0.85 - (worse - better) / size
             scores.append(task(name, 0.85, student, (100 * low, 100 * high), num_samples=size))
         built = report(0.0, *scores, tasks=spec.tasks, max_drop=spec.max_drop)
@@ -345,8 +345,12 @@ def test_what_samples_can_exclude_is_told_before_the_job_and_is_the_limit_after_
     )
     narrow = forecast_gates(EvaluationSpec(tasks=("gsm8k",), max_drop=1.0, needle_lengths=()))[0]
     assert narrow.samples_needed is not None
-    assert find_excludable_loss(narrow.samples_needed) <= 1.0 < find_excludable_loss(narrow.samples_needed - 1)
-    assert find_excludable_loss(0) <= 100.0
+    assert (
+        compute_min_detectable_drop(narrow.samples_needed)
+        <= 1.0
+        < compute_min_detectable_drop(narrow.samples_needed - 1)
+    )
+    assert compute_min_detectable_drop(0) <= 100.0
     assert find_min_samples_to_exclude(0.0) is None
 
 
@@ -396,7 +400,7 @@ def test_own_rows_have_gates_like_tasks() -> None:
     assert EvaluationSpec(rows=spec.rows).has_gate
     gsm8k, rows, unknown, likely = forecast_gates(spec)
     assert (rows.task, rows.num_samples, rows.limit) == ("own", 500, gsm8k.limit)
-    assert rows.excluded == round(find_excludable_loss(500, num_gates=4), 2), "all four are gates"
+    assert rows.excluded == round(compute_min_detectable_drop(500, num_gates=4), 2), "all four are gates"
     assert [(each.num_samples, each.limit) for each in (unknown, likely)] == [(None, None)] * 2
     score = TaskScore(
         task="likely",

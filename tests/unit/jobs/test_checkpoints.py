@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.attempts import AttemptId, Manifest
-from swiftkv_platform.distillation.steering import Progress, SteeringState
-from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, find_finished_checkpoint
+from swiftkv_platform.distillation.steering import SteeringState, TrainingProgress
+from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, find_completed_training_checkpoint
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import hash_manifest, read_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore
@@ -21,7 +21,7 @@ class Checkpoints(AttemptCheckpoints):
 
     def __init__(self, store: ObjectStore, shard: Path, attempt: int = 2, *, keep: int = 1, **fields: Any) -> None:
         self.shard, self.prefix = shard, AttemptId("job", attempt).checkpoints_prefix
-        self.heard: list[tuple[str, Manifest, Progress]] = []
+        self.heard: list[tuple[str, Manifest, TrainingProgress]] = []
         super().__init__(store, request(attempt, **fields), keep=keep, on_commit=lambda *told: self.heard.append(told))
 
     def save(self, step: int, *, world_size: int = 2, best_step: int | None = None, ended: int = 0) -> str:
@@ -32,7 +32,9 @@ class Checkpoints(AttemptCheckpoints):
             if best_step is None
             else SteeringState(start_kl=0.5, best_kl=0.1, best_step=best_step, ended=ended)
         )
-        self.commit(name, self.upload(self.shard, name), Progress(step, 10 * step, steering), world_size=world_size)
+        self.commit(
+            name, self.upload(self.shard, name), TrainingProgress(step, 10 * step, steering), world_size=world_size
+        )
         return f"{self.prefix}/{name}"
 
     def kept(self) -> list[int]:
@@ -98,7 +100,7 @@ def test_a_checkpoint_tells_the_held_out_kl_of_its_state(
     store: ObjectStore, shard: Path, kl: float | None, told: float | None
 ) -> None:
     checkpoints, name = Checkpoints(store, shard), "step-00000003-w1-a"
-    checkpoints.commit(name, checkpoints.upload(shard, name), Progress(3, 30, held_out_kl=kl), world_size=1)
+    checkpoints.commit(name, checkpoints.upload(shard, name), TrainingProgress(3, 30, held_out_kl=kl), world_size=1)
     [stored] = AttemptStore(store).list_checkpoints("job")
     assert stored.held_out_kl == told
 
@@ -121,7 +123,7 @@ def test_a_run_that_has_ended_early_is_trained_no_more(store: ObjectStore, shard
     ended = checkpoints.save(8, best_step=3, ended=1)
     finished = [(running, 9, None), (running, 6, best), (ended, 9, best)]
     for key, total_steps, model in finished:
-        assert find_finished_checkpoint(store, request(3, resume_from=key), total_steps=total_steps) == model
+        assert find_completed_training_checkpoint(store, request(3, resume_from=key), total_steps=total_steps) == model
 
 
 def test_the_manifest_says_how_far_the_run_is_and_what_was_uploaded_comes_back(
@@ -132,6 +134,6 @@ def test_the_manifest_says_how_far_the_run_is_and_what_was_uploaded_comes_back(
     ((key, manifest, progress),) = checkpoints.heard
     stored = read_manifest(store, key)
     assert (stored.kind, stored.lineage) == ("checkpoint", {"step": 4, "tokens": 40, "world_size": 2})
-    assert (hash_manifest(stored), progress) == (hash_manifest(manifest), Progress(4, 40))
+    assert (hash_manifest(stored), progress) == (hash_manifest(manifest), TrainingProgress(4, 40))
     checkpoints.fetch(key, tmp_path / "back")
     assert (tmp_path / "back" / "__0_0.distcp").read_bytes() == b"weights"

@@ -17,7 +17,7 @@ from swiftkv_platform.contract.attempts import (
 from swiftkv_platform.data.evaluation_rows import read_evaluation_rows
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
-from swiftkv_platform.jobs.worker.setup import StoreFiles, get_access, resolve_teacher
+from swiftkv_platform.jobs.worker.setup import ObjectStoreFiles, get_access, resolve_teacher
 from swiftkv_platform.sources import FileSource, HubSource, parse_source
 from swiftkv_platform.sources.names import list_file_ids
 from swiftkv_platform.specs import EvaluationSpec, JobSpec, ModelSpec, RowTaskSpec
@@ -65,7 +65,7 @@ def of_a_file(tmp_path: Path) -> AttemptRequest:
 
 def prepare(request: AttemptRequest, directory: Path) -> int:
     (directory / "rows").mkdir()
-    sources = {"remote": StoreFiles(directory / "objects"), "access": get_access(request)}
+    sources = {"remote": ObjectStoreFiles(directory / "objects"), "access": get_access(request)}
     data = prepare_data(request.spec.data, byte_tokenizer(), directory / "rows", seed=0, **sources)
     return data.statistics.sources[0].rows
 
@@ -80,7 +80,7 @@ def test_an_uploaded_file_may_have_rows_to_evaluate(of_a_file: AttemptRequest, t
     task = RowTaskSpec.model_validate({"name": "own", "metric": "likelihood", "source": {"name_or_path": FILE}})
     spec = JobSpec(name="n", evaluation=EvaluationSpec(rows=(task,)))
     assert list_file_ids(spec) == [FILE]
-    remote = StoreFiles(tmp_path / "objects")
+    remote = ObjectStoreFiles(tmp_path / "objects")
     rows = list(read_evaluation_rows(task, 0, remote=remote, access=get_access(of_a_file)))
     assert [row.prompt for row in rows] == [json.loads(line)["text"] for line in ROWS.splitlines()]
     closed = get_access(of_a_file.model_copy(update={"files": {}}))

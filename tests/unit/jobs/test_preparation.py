@@ -47,9 +47,11 @@ def test_a_later_attempt_and_a_repeated_one_start_where_the_first_did(job: Job, 
     spec, store = job.spec(), job.store
     first, again, later = (request(attempt, spec) for attempt in (1, 1, 2))
     _, stored = prepare_run(first, store.uri)
-    assert stored.calibrated_start_key == AttemptId("job", 1).get_start_prefix("tiny")
+    assert stored.calibrated_start_key == AttemptId("job", 1).get_calibrated_start_prefix("tiny")
     assert stored.needs_calibration
-    assert prepare_run(later, store.uri)[1].calibrated_start_key == AttemptId("job", 2).get_start_prefix("tiny")
+    assert prepare_run(later, store.uri)[1].calibrated_start_key == AttemptId("job", 2).get_calibrated_start_prefix(
+        "tiny"
+    )
     stored.fetch_rows(tmp_path / "rows")
     (tmp_path / "found").mkdir()
     calibrate(spec, str(job.teacher), PreparedData.load(tmp_path / "rows").train, tmp_path / "found", device="cpu")

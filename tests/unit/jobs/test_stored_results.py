@@ -19,9 +19,9 @@ def test_a_later_attempt_publishes_what_an_earlier_one_measured() -> None:
     later.publish_rows(["task-000-own", "task-001-own"])
     AttemptStore(store).discard_inputs("job")
     attempt = AttemptId("job", 2)
-    assert {info.key: store.get_bytes(info.key) for info in store.list(attempt.rows_prefix)} == {
-        attempt.rows_key("task-000-own"): b"first\n",
-        attempt.rows_key("task-001-own"): b"second\n",
+    assert {info.key: store.get_bytes(info.key) for info in store.list(attempt.row_results_prefix)} == {
+        attempt.row_results_key("task-000-own"): b"first\n",
+        attempt.row_results_key("task-001-own"): b"second\n",
     }
     assert not list(store.list(attempt.evaluation_prefix))
 

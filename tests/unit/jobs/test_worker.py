@@ -14,7 +14,7 @@ import torch
 
 from swiftkv_platform.contract.attempts import Manifest
 from swiftkv_platform.contract.events import SteeringReason
-from swiftkv_platform.distillation.steering import Progress, SteeringNote
+from swiftkv_platform.distillation.steering import SteeringNote, TrainingProgress
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.jobs.values import WorkerConfig
 from swiftkv_platform.jobs.worker.prepare import compute_flops_per_token
@@ -61,7 +61,7 @@ def test_no_step_waits_for_a_store_that_hangs_nor_for_a_checkpoint_that_does(mon
         store.open.clear()
         listener.on_step(step(1))
         store.reached.wait()
-        upload = threading.Thread(target=listener.on_commit, args=("key", MANIFEST, Progress(1)))
+        upload = threading.Thread(target=listener.on_commit, args=("key", MANIFEST, TrainingProgress(1)))
         upload.start()
         for number in range(2, 50):
             listener.on_step(step(number))
@@ -78,7 +78,7 @@ def test_a_checkpoint_comes_after_the_metrics_of_its_steps_and_of_its_measuremen
     with rank_zero(store, monkeypatch) as listener:
         for each in (step(1), step(2), step(3, held_out_kl=0.25)):
             listener.on_step(each)
-        listener.on_commit("key", MANIFEST, Progress(3))
+        listener.on_commit("key", MANIFEST, TrainingProgress(3))
         listener.on_step(step(4))
     told = [event for event in said(store) if event.type in ("metrics", "checkpoint")]
     *before, checkpoint, after = told

@@ -12,7 +12,7 @@ from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.planning import plan
 from swiftkv_platform.planning.architecture import split_by_size
 from swiftkv_platform.planning.prefill import count_attention_pairs
-from swiftkv_platform.student_shape import LayerMap, ShapeRequest, StudentShape, format_layers, parse_layers
+from swiftkv_platform.student_shape import LayerMap, RequestedStudentShape, StudentShape, format_layers, parse_layers
 from tests.support.model_configs import llama_config
 
 CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"
@@ -31,7 +31,7 @@ def test_layer_maps() -> None:
     dense = LayerMap.dense(6)
     assert (dense.leaders, dense.num_kv_cache_layers) == ((), 6)
     for share, expected in ((None, 16), (0.25, 24), (0.5, 16), (0.01, 31), (0.99, 1)):
-        assert ShapeRequest(prefill_reduction=share).resolve_depth(32) == expected
+        assert RequestedStudentShape(prefill_reduction=share).resolve_depth(32) == expected
     cases: list[tuple[list[int], list[list[int]]]] = [([], []), ([4, 4, 4], [[4, 4], [4]]), ([5, 5], [[5, 5]])]
     for sizes, runs in (*cases, ([3, 12, 3, 7], [[3], [12], [3, 7]])):
         assert [sizes[run] for run in split_by_size(sizes, 10)] == runs
@@ -62,7 +62,7 @@ def test_layers_are_written_as_they_are_read(text: str) -> None:
 )
 def test_what_gives_no_layer_map_is_named(given: dict[str, Any], field: str, message: str) -> None:
     with pytest.raises(InvalidInputError, match=re.escape(message)) as caught:
-        ShapeRequest(**given).resolve(12)
+        RequestedStudentShape(**given).resolve(12)
     assert caught.value.field == f"swiftkv.{field}"
     assert caught.value.value == given[field]
 
@@ -221,4 +221,4 @@ def test_arguments_out_of_range() -> None:
         assert caught.value.field == (f"swiftkv.{name}" if name in layers else name)
     sharing: Any = "mla"
     with pytest.raises(InvalidInputError, match="'mla'; gqa, mqa, mha are accepted"):
-        ShapeRequest(sharing=sharing).resolve(4, 8)
+        RequestedStudentShape(sharing=sharing).resolve(4, 8)

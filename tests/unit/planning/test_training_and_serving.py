@@ -8,7 +8,7 @@ import pytest
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning import ServingSetup, TrainingSetup, plan_serving, plan_training
-from swiftkv_platform.student_shape import ShapeRequest
+from swiftkv_platform.student_shape import RequestedStudentShape
 from tests.support.model_configs import llama_config
 
 LLAMA_8B = Path(__file__).parents[3] / "benchmarks" / "configs" / "llama-3.1-8b.json"
@@ -85,7 +85,7 @@ def test_batches_and_sequences_that_cannot_be_shared_are_refused() -> None:
 
 def test_capacity_of_a_gpu() -> None:
     setup = ServingSetup(memory_bytes=80 << 30, sequence_length=131072)
-    planned = plan_serving(LLAMA_8B, setup, ShapeRequest(key_value_group_size=2).resolve(32))
+    planned = plan_serving(LLAMA_8B, setup, RequestedStudentShape(key_value_group_size=2).resolve(32))
     assert planned.dense.kv_block_bytes == 16 * 131072
     assert planned.swiftkv.kv_block_bytes == planned.dense.kv_block_bytes * 3 // 4
     assert planned.swiftkv.num_tokens == planned.swiftkv.num_blocks * 16 > planned.dense.num_tokens
@@ -98,7 +98,7 @@ def test_capacity_of_a_gpu() -> None:
 
 def test_adapters_take_memory_from_the_cache() -> None:
     setup = ServingSetup(memory_bytes=80 << 30, sequence_length=131072)
-    shape = ShapeRequest(key_value_group_size=2).resolve(32)
+    shape = RequestedStudentShape(key_value_group_size=2).resolve(32)
     alone, ten = (plan_serving(LLAMA_8B, replace(setup, num_adapters=count), shape) for count in (0, 10))
     added = ten.swiftkv.weights_bytes - alone.swiftkv.weights_bytes
     assert added == 10 * 2 * (16 * 4096**2 + 8 * 2 * 4096 * 1024 + 4096), "queries, keys and values, norm"

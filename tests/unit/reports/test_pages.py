@@ -240,7 +240,7 @@ def test_a_card_says_how_prompts_and_generated_tokens_run() -> None:
         spec = {**MADE_FROM["spec"], "swiftkv": {"prefill_layers": listed, "decode_key_value": "own"}}
         _, text = parts(render_model_card(MADE_FROM | {"spec": spec}, REPORT, license_id=None))
         assert said in text
-        assert "quality is measured after a prompt" in text
+        assert "quality is measured on text after a prompt" in text
         assert f"\n{serves} serve ./" in text
 
 

@@ -29,7 +29,13 @@ from swiftkv_platform.model import export_adapter
 from swiftkv_platform.serve.app import build_app
 from swiftkv_platform.serve.args import ReplicaArgs, ServeArgs, ServedConfig
 from swiftkv_platform.serve.metrics import Metrics
-from swiftkv_platform.serve.versions import LoadedModel, choose_backend, load_model, load_version, make_card
+from swiftkv_platform.serve.versions import (
+    LoadedModel,
+    choose_backend,
+    load_model,
+    load_version,
+    make_served_model_info,
+)
 from swiftkv_platform.sources import UNRESTRICTED, SourceRules
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.specs.engine import EngineConfig
@@ -310,9 +316,9 @@ async def test_replicas_of_a_machine_fetch_a_model_once_and_tell_how_long_each_p
         await version.engine.aclose()
         (artifact / "model.safetensors").unlink(missing_ok=True)  # the second replica reads nothing but the manifest
     [copy] = [path for path in (tmp_path / "home" / "models").iterdir() if path.is_dir()]
-    assert copy.name == version.card.manifest_digest == digest(artifact)
-    assert version.card.swiftkv == {"num_hidden_layers": 4, "num_key_value_layers": 2, "key_value_group_size": 2}
-    assert list(version.card.load_seconds) == ["fetch", "load", "check"]
+    assert copy.name == version.model_info.manifest_digest == digest(artifact)
+    assert version.model_info.swiftkv == {"num_hidden_layers": 4, "num_key_value_layers": 2, "key_value_group_size": 2}
+    assert list(version.model_info.load_seconds) == ["fetch", "load", "check"]
     counts = dict(line.rsplit(" ", 1) for line in metrics.render_page().decode().splitlines())
     assert counts["swiftkv:model_loads_total"] == "2.0"
     for phase in ("fetch", "load", "check"):
@@ -325,8 +331,8 @@ def test_a_plain_directory_is_served_only_unverified(tmp_path: Path) -> None:
         load_model(served(tmp_path))
     assert caught.value.field == "artifact_uri"
     unverified = served(tmp_path, verify=False)
-    card = make_card(REPLICA, unverified, load_model(unverified), {})
-    assert (card.manifest_digest, card.swiftkv) == (None, None)
+    model_info = make_served_model_info(REPLICA, unverified, load_model(unverified), {})
+    assert (model_info.manifest_digest, model_info.swiftkv) == (None, None)
 
 
 def test_an_adapter_is_served_with_its_base_as_the_whole_artifact_is(

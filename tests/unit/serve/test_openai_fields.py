@@ -20,8 +20,8 @@ from swiftkv_platform.serve.openai.fields import (
     FIELDS,
     MAX_IGNORED_FIELDS,
     ROUTES,
+    FieldTreatment,
     Route,
-    Treatment,
     find_ignored_fields,
     get_fields,
 )
@@ -37,7 +37,7 @@ AnthropicParams = TypedDict("AnthropicParams", dict.fromkeys(ANTHROPIC.split(), 
 PAGE = Path("docs/compatibility.md")
 SENT_ANYWHERE = ["cache_control", "prompt_cache_key", "reasoning_effort", "request_id", "thinking", "truncation"]
 """Fields without effect that clients of one API send to routes of others."""
-SHOWN = (Treatment.SERVED, Treatment.WITHOUT_EFFECT)
+SHOWN = (FieldTreatment.SERVED, FieldTreatment.WITHOUT_EFFECT)
 PARTS = [field.name for field in FIELDS if "." in field.name]
 Body = tuple[Route, type[OpenAIFields], Sequence[type]]
 BODIES: list[Body] = [
@@ -60,14 +60,14 @@ def test_every_field_of_openais_own_client_has_one_treatment_which_the_body_obey
     if "stream_options.include_usage" in table:
         theirs |= {f"stream_options.{name}" for name in options.ChatCompletionStreamOptionsParam.__annotations__}
     assert theirs <= table.keys(), "give each a treatment in serve/openai/fields.py"
-    served = {name for name, field in table.items() if field.treatment is Treatment.SERVED}
+    served = {name for name, field in table.items() if field.treatment is FieldTreatment.SERVED}
     schema = model.model_json_schema()
     ours = {*model.model_fields, *(f"stream_options.{name}" for name in StreamOptions.model_fields)}
     assert served <= ours
     assert {*schema["properties"]} == {name for name, field in table.items() if field.treatment in SHOWN} - {*PARTS}
     names = [field.name for field in FIELDS if route in field.routes]
     assert len(names) == len(set(names))
-    assert all(field.note for field in FIELDS if field.treatment is Treatment.REFUSED), "a refusal has a reason"
+    assert all(field.note for field in FIELDS if field.treatment is FieldTreatment.REFUSED), "a refusal has a reason"
     assert schema["additionalProperties"] is False
     assert "metadata" in schema["properties"]
     assert json.dumps(schema)
@@ -94,7 +94,11 @@ def test_the_page_is_what_the_command_prints() -> None:
 
 @pytest.mark.parametrize(
     ("route", "name", "value"),
-    [(field.routes[0], field.name, {"any": ["thing"]}) for field in FIELDS if field.treatment is Treatment.REFUSED],
+    [
+        (field.routes[0], field.name, {"any": ["thing"]})
+        for field in FIELDS
+        if field.treatment is FieldTreatment.REFUSED
+    ],
 )
 def test_what_would_change_the_answer_is_refused_with_its_reason(route: Route, name: str, value: Any) -> None:
     with pytest.raises(InvalidInputError) as caught:

@@ -111,9 +111,9 @@ async def test_running_requests_finish_on_the_old_version_which_is_then_closed(
     await anext(outputs)
     async with current.acquire_version() as undecided:
         await swaps.request_version(document("two"))
-        assert current.version.card.model == "one", "the old one serves while the new one loads"
+        assert current.version.model_info.model == "one", "the old one serves while the new one loads"
         await swapped(current, "rev-two")
-        assert current.version.card.model == "two"
+        assert current.version.model_info.model == "two"
         *_, (_, last) = [item async for item in outputs]
         assert (len(last.token_ids), last.finish_reason) == (50, "length")
         late = await current.submit(undecided, [[3]], LONG, RequestContext())
@@ -130,7 +130,7 @@ async def test_a_bad_version_is_refused_and_the_old_one_stays(
 ) -> None:
     await swaps.request_version(document("bad", **bad))
     await swapped(current, "rev-bad")
-    assert (current.swap.status, current.version.card.model) == ("refused", "one")
+    assert (current.swap.status, current.version.model_info.model) == ("refused", "one")
     assert current.swap.message
     assert counted(current, 'swaps_total{outcome="refused"}') == 1
     await swaps.request_version(document("one"))
@@ -151,9 +151,9 @@ async def test_capture_counts_at_once_for_both_models_and_loads_nothing(
         assert current.version is before
         for version in (before, before.candidate):
             assert version is not None
-            plan = version.plan_capture("/generate", may_store=True, user="ann")
+            plan = version.plan_capture("/generate", allows_capture=True, user="ann")
             assert (plan is not None) == (number == 0)
-            assert version.plan_capture("/generate", may_store=False, user=None) is None
+            assert version.plan_capture("/generate", allows_capture=False, user=None) is None
     before.candidate = None  # has the same engine
 
 
@@ -191,7 +191,7 @@ async def test_the_last_wanted_version_wins(current: ReplicaState, loader: Loade
         await asyncio.sleep(0)
     loader.may_load.set()
     await swapped(current, "rev-four")
-    assert current.version.card.model == "four"
+    assert current.version.model_info.model == "four"
     assert set(loader.loaded) == {"one", "two", "four"}, "a superseded version is not loaded"
     assert counted(current, 'swaps_total{outcome="superseded"}') == 1
     assert loader.is_closed("two")

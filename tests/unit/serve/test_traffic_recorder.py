@@ -16,13 +16,13 @@ from swiftkv_platform.errors import StorageError
 from swiftkv_platform.serve import traffic as traffic_module
 from swiftkv_platform.serve.access import Caller
 from swiftkv_platform.serve.collector import CapturePlan, OutputCollector, RequestContext
-from swiftkv_platform.serve.replica_state import ModelCard
+from swiftkv_platform.serve.replica_state import ServedModelInfo
 from swiftkv_platform.serve.traffic import MAX_PENDING_BYTES, TrafficRecorder
 from swiftkv_platform.specs.deployment import ResolvedCapture
 from swiftkv_platform.storage.object_store import LocalObjectStore
 from swiftkv_platform.storage.traffic import TrafficReader
 
-CARD = ModelCard(deployment="dep_1", model="mdl_1", manifest_digest=None, swiftkv=None, max_model_len=64)
+CARD = ServedModelInfo(deployment="dep_1", model="mdl_1", manifest_digest=None, swiftkv=None, max_model_len=64)
 METRICS = RequestMetrics(0.0, 0.1, 0.1, 0.2)
 TIMEOUT_S = 30.0
 

@@ -19,7 +19,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import FAMILIES
 from swiftkv_platform.sources import loader_rules
-from swiftkv_platform.sources.loader_rules import clean_config, clean_special_tokens, clean_tokenizer
+from swiftkv_platform.sources.loader_rules import clean_config, clean_special_tokens, clean_tokenizer_config
 from swiftkv_platform.student_shape import STUDENT_KEYS
 from tests.support.opened_paths import compare, opening_calls
 
@@ -77,7 +77,7 @@ def test_no_argument_of_any_tokenizer_can_name_a_file() -> None:
     arguments |= {"init_inputs", "fast_tokenizer_files", "name_or_path", "auto_map", "sp_model_kwargs", "unheard_of"}
     for key in sorted(arguments):
         for value in (ELSEWHERE, [ELSEWHERE], {"model_file": ELSEWHERE}, 3):
-            for clean in (lambda values: clean_tokenizer(values, has_file=False), clean_special_tokens):
+            for clean in (lambda values: clean_tokenizer_config(values, has_file=False), clean_special_tokens):
                 with suppress(ModelError):  # refused
                     kept = clean({key: value})
                     texts = {name for name in kept if name in TEXTS or name.endswith("_token")}
@@ -87,14 +87,14 @@ def test_no_argument_of_any_tokenizer_can_name_a_file() -> None:
 @pytest.mark.parametrize("key", ["init_inputs", "vocab", "merges", "fast_tokenizer_files", "gguf_file"])
 def test_a_tokenizer_that_is_elsewhere_is_refused_by_its_key(key: str) -> None:
     with pytest.raises(ModelError, match=f"tokenizer_config.json has {key} .*/proc/self/environ"):
-        clean_tokenizer({key: [ELSEWHERE]}, has_file=True)
-    assert clean_tokenizer({key: []}, has_file=True) == {"tokenizer_class": "PreTrainedTokenizerFast"}
+        clean_tokenizer_config({key: [ELSEWHERE]}, has_file=True)
+    assert clean_tokenizer_config({key: []}, has_file=True) == {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 
 def test_only_known_classes_read_a_tokenizer_without_tokenizer_json() -> None:
     with pytest.raises(ModelError, match=r"tokenizer_class 'BertTokenizer'; store the tokenizer as tok"):
-        clean_tokenizer({"tokenizer_class": "BertTokenizer"}, has_file=False)
-    assert clean_tokenizer({"tokenizer_class": "GPT2TokenizerFast"}, has_file=False)
+        clean_tokenizer_config({"tokenizer_class": "BertTokenizer"}, has_file=False)
+    assert clean_tokenizer_config({"tokenizer_class": "GPT2TokenizerFast"}, has_file=False)
     for name in loader_rules.TOKENIZER_CLASSES:
         assert tokenizer_class_from_name(name) is not None, name
 
@@ -147,7 +147,7 @@ AUTHORS = {
 
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_tokenizers_configuration_is_kept(name: str) -> None:
-    kept = clean_tokenizer({**REAL[name], **AUTHORS, "tokenizer_class": "LlamaTokenizerFast"}, has_file=True)
+    kept = clean_tokenizer_config({**REAL[name], **AUTHORS, "tokenizer_class": "LlamaTokenizerFast"}, has_file=True)
     assert kept == {**REAL[name], "tokenizer_class": "PreTrainedTokenizerFast"}
 
 

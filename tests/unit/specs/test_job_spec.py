@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from swiftkv_platform.cli.context import read_spec
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.sources.names import make_windows_absolute
+from swiftkv_platform.sources.names import resolve_traffic_windows
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import STORED_CONTEXT
 from swiftkv_platform.specs.documents import apply_changes, load_yaml
@@ -228,10 +228,10 @@ def test_a_window_of_traffic_is_resolved_at_submission(
     """Also times that YAML reads as dates, since nobody quotes them. A resolved window stays."""
     path = tmp_path / "spec.yaml"
     path.write_text(f"name: n\ndata: {{sources: [{{name_or_path: '{TRAFFIC}', {times}}}]}}")
-    resolved = make_windows_absolute(read_spec(path), SUBMITTED + 0.5)
+    resolved = resolve_traffic_windows(read_spec(path), SUBMITTED + 0.5)
     [source] = resolved.data.sources
     assert (source.since, source.until) == (since, until)
-    assert make_windows_absolute(resolved, SUBMITTED + 86400.0) == resolved
+    assert resolve_traffic_windows(resolved, SUBMITTED + 86400.0) == resolved
     stored = JobSpec.model_validate_json(resolved.model_dump_json())
     assert stored.data.sources[0].window == source.window
     assert source.window[1] - source.window[0] > 0
@@ -261,10 +261,10 @@ def test_only_traffic_has_times(name: str, field: str) -> None:
 def test_an_empty_window_is_refused(times: dict[str, str]) -> None:
     sources = [{"name_or_path": "org/data"}, {"name_or_path": TRAFFIC, **times}]
     with pytest.raises(InvalidInputError, match="which is not before until") as refused:
-        make_windows_absolute(spec(data={"sources": sources}), SUBMITTED)
+        resolve_traffic_windows(spec(data={"sources": sources}), SUBMITTED)
     assert (refused.value.field, refused.value.value) == ("data.sources[1].since", times["since"])
 
 
 def test_a_spec_without_traffic_is_not_changed() -> None:
     given = spec(data={"sources": [{"name_or_path": "org/data"}]})
-    assert make_windows_absolute(given, SUBMITTED) is given
+    assert resolve_traffic_windows(given, SUBMITTED) is given

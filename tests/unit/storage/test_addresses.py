@@ -53,7 +53,7 @@ def test_relative_and_home_paths_become_absolute(monkeypatch: pytest.MonkeyPatch
         ("s3://Bad_Bucket/x", "names no bucket"),
         ("s3://bucket/a/../b", "'..'"),
         ("s3://bucket/a?endpoint_override=evil.example", "AWS_ENDPOINT_URL"),
-        ("file://host/data", "file URI has no host"),
+        ("file://host/data", "file URI must have an absolute path"),
     ],
 )
 def test_bad_addresses_say_what_would_do(uri: str, why: str) -> None:

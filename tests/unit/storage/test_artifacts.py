@@ -86,7 +86,7 @@ def test_a_complete_artifact_is_never_overwritten(store: InMemoryObjectStore, so
     assert publish(store, source) == first
     assert store.get_bytes(f"art/{MANIFEST}") == before, "publishing again changes nothing"
     (source / "a").write_bytes(b"other")
-    with pytest.raises(ConflictError, match=r"complete with other files \(a\)"):
+    with pytest.raises(ConflictError, match=r"an artifact with different files \(a\)"):
         publish(store, source)
     fetch_directory(store, "art", tmp_path / "out")
     assert (tmp_path / "out" / "a").read_bytes() == b"alpha"

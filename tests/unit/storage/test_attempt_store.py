@@ -72,7 +72,7 @@ def test_a_request_leaves_out_what_stands_at_its_default(store: InMemoryObjectSt
 
 def test_what_a_job_that_has_ended_needs_no_more_is_deleted(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
     inputs = [FIRST.data_prefix + "/manifest.json", SECOND.data_prefix + "/tokens.bin", FIRST.answers_key("a")]
-    inputs.append(FIRST.get_start_prefix("lr1") + "/manifest.json")
+    inputs.append(FIRST.get_calibrated_start_prefix("lr1") + "/manifest.json")
     trial = f"{trials_prefix(JOB)}/lr1"
     of_a_trial = f"{trial}/{SECOND.checkpoints_prefix}/step-00000001/shard"
     kept = [f"{trial}/{SECOND.artifact_prefix}/evaluation.json", f"{SECOND.checkpoints_prefix}/step-00000001/shard"]

@@ -112,7 +112,7 @@ function Actions({ job, item, evaluation, onChange }) {
     </div>
     <div class="small" role="status">
       <${EvaluationResult} evaluation=${evaluation} />
-      ${waiting && html`<p>Will be ${ACTIONS[waiting.kind].words} after its evaluation, if this page stays open.</p>`}
+      ${waiting && html`<p>The checkpoint will be ${ACTIONS[waiting.kind].words} after its evaluation. Keep this page open.</p>`}
       ${done && html`<p>${done}</p>`}
     </div>
     <${Problem} problem=${problem} />

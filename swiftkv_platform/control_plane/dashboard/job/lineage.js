@@ -20,5 +20,5 @@ export function Lineage({ model }) {
       ${found.aliases.length > 0 && html`<${Node} kind="alias">${found.aliases.join(", ")}<//>`}
       ${found.deployments.map((item) => html`<${Node} kind="deployment"><a href="#/deployments/${item.id}">${item.route_prefix}</a> <${ServingStatus} deployment=${item} /><//>`)}
     </ol>
-    ${found.promotions.length > 0 && html`<ul class="items">${found.promotions.map((item) => html`<li><span>${item.action} to ${item.alias}</span><span class="quiet small">${formatTime(item.created_at)}</span><span class="sub">${item.reason} (${item.by})</span></li>`)}</ul>`}`;
+    ${found.promotions.length > 0 && html`<ul class="items">${found.promotions.map((item) => html`<li><span>${item.action === "rollback" ? "rollback of" : "promotion to"} ${item.alias}</span><span class="quiet small">${formatTime(item.created_at)}</span><span class="sub">${item.reason} (${item.by})</span></li>`)}</ul>`}`;
 }

@@ -113,7 +113,7 @@ export function Audit({ query }) {
   };
   if (problem?.status === 403) {
     return html`<${PageHeader} title="Audit" />
-      <div class="panel"><${EmptyState} title="No access with this key">${problem.message}. Operator keys can read the audit trail of all tenants, keys with the scope admin that of their tenant.<//></div>`;
+      <div class="panel"><${EmptyState} title="No access with this key">${problem.message}. Operator keys can read the audit trail of all tenants. Keys with the scope admin can read the audit trail of their tenant.<//></div>`;
   }
   return html`<${PageHeader} title="Audit" />
     <p class="lead small">All requests that change something, and all refused requests.</p><br />

@@ -77,7 +77,7 @@ function AdaptersForm({ deployment, models, apply, busy }) {
       <button class="danger" disabled=${busy} onClick=${remove} aria-label="Remove ${name}">Remove</button></li>`;
   };
   return (adapters.length > 0 || others.length > 0) && html`<section class="panel"><h2>Adapters</h2>
-    <p class="quiet small">Students of the same base model that share its weights. Requests name one by model.</p>
+    <p class="quiet small">Students of the same base model that share its weights. Requests select an adapter by the field <code>model</code>.</p>
     <ul class="plain" aria-label="Adapters">${adapters.map(renderAdapter)}</ul>
     <form class="row" onSubmit=${submit} aria-label="Adapters">
       <label>Model <select name="model" required><option value="">Select an adapter</option>${renderOptions(others)}</select></label>

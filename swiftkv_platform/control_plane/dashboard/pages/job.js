@@ -120,7 +120,7 @@ function JobPage({ value: job, problem, onChange, tab }) {
         artifact: job.artifact_uri && html`<${CopyableId} text=${job.artifact_uri} />`,
       }} /></section>`,
     metrics: () => html`<${MetricCharts} points=${points} id=${id} live=${live} chosen=${checkpoints?.find((item) => item.distilled_model)} />
-      ${decisions.length > 0 && html`<h2>Steering decisions</h2><${Table} caption="Steering decisions" columns=${EVENTS} rows=${decisions} empty="" />`}`,
+      ${decisions.length > 0 && html`<h2>Automatic training decisions</h2><${Table} caption="Automatic training decisions" columns=${EVENTS} rows=${decisions} empty="" />`}`,
     checkpoints: () => html`${checkpoints ? html`<${Checkpoints} job=${job} checkpoints=${checkpoints} points=${points} />` : html`<${Loading} what="checkpoints" />`}
       ${files?.length > 0 && html`<h2>Files of the model</h2><${Table} caption="Files" columns=${FILES} rows=${files} empty="" />`}`,
     log: () => html`<${Log} job=${job} live=${live} /><h2>Events</h2><${Events} events=${events} />`,

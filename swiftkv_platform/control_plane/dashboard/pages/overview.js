@@ -71,7 +71,7 @@ function ClusterUsage({ quota }) {
     <${Meter} name="CPUs" value=${quota.cpus} max=${quota.max_cpus} note=${split("cpus")} />
     <${Meter} name="Running jobs" value=${quota.running_jobs} max=${quota.max_running_jobs} />
     <${Meter} name="Replicas" value=${quota.replicas} max=${quota.max_replicas} />
-    <p class="quiet small">${quota.max_gpus == null && quota.max_cpus == null ? "This tenant has no quota. " : ""}Jobs and deployments count with their max number of workers and replicas.</p>
+    <p class="quiet small">${quota.max_gpus == null && quota.max_cpus == null ? "This tenant has no quota. " : ""}Usage counts the max number of workers of each job and of replicas of each deployment.</p>
   </section>`;
 }
 

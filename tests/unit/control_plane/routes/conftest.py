@@ -26,7 +26,7 @@ from swiftkv_platform.control_plane.ray import SubmissionStatus
 from swiftkv_platform.control_plane.webhooks import WebhookDeliverer, make_webhook_rules, send_webhook
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.object_store import LocalObjectStore
-from swiftkv_platform.traces import NO_SPANS
+from swiftkv_platform.traces import DISABLED_SPAN_RECORDER
 from tests.support.components import make_components
 from tests.support.fakes.attempt_store import FakeWorker
 from tests.support.fakes.cluster import FakeCluster
@@ -73,7 +73,13 @@ class Server:
         settings = self.settings.model_copy(update={"max_running_jobs": self.max_running_jobs})
         polls = PollSchedule(PollIntervals(0.0, 0.0, 0.0))
         self._reconciler = Reconciler(
-            self.parts, settings, UNDISPUTED, ControlPlaneHistograms(), NO_SPANS, polls=polls, concurrency=1
+            self.parts,
+            settings,
+            UNDISPUTED,
+            ControlPlaneHistograms(),
+            DISABLED_SPAN_RECORDER,
+            polls=polls,
+            concurrency=1,
         )
         self._deployments = DeploymentReconciler(self.parts, settings, UNDISPUTED)
         self._rollouts = RolloutReconciler(self.parts, settings, UNDISPUTED)

@@ -178,7 +178,7 @@ def test_what_is_refused_names_the_field_that_was_sent(server: Server, file_id: 
         (
             {"hyperparameters": {"learning_rate_multiplier": 2.0}},
             "hyperparameters.learning_rate_multiplier",
-            "the learning rate is swiftkv.optimizer.learning_rate, absolute (given: 2.0)",
+            "multipliers are not supported; set swiftkv.optimizer.learning_rate (given: 2.0)",
         ),
         (
             {"hyperparameters": {"batch_size": 3}},

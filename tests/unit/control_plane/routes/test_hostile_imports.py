@@ -26,7 +26,13 @@ from swiftkv_platform.control_plane.database.tables import ModelRow
 from swiftkv_platform.control_plane.models.imports import ModelImporter
 from swiftkv_platform.control_plane.parsing import make_import_parsers
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.limits import IMPORT_DEPTH, IMPORT_FILES, IMPORT_SMALL_FILE_BYTES, MODEL_BYTES, MODEL_VALUES
+from swiftkv_platform.limits import (
+    IMPORT_DEPTH,
+    IMPORT_FILES,
+    IMPORT_SMALL_FILE_BYTES,
+    MODEL_METADATA_BYTES,
+    MODEL_METADATA_VALUES,
+)
 from swiftkv_platform.private_directories import open_workspace
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Boundary
@@ -117,11 +123,11 @@ def device(source: Path) -> None:
 
 
 def long_manifest(source: Path) -> None:
-    write_manifest(source, {"samples": ["x" * MODEL_BYTES.default]})
+    write_manifest(source, {"samples": ["x" * MODEL_METADATA_BYTES.default]})
 
 
 def full_manifest(source: Path) -> None:
-    write_manifest(source, {"samples": [[]] * (MODEL_VALUES.default + 1)})
+    write_manifest(source, {"samples": [[]] * (MODEL_METADATA_VALUES.default + 1)})
 
 
 def brackets(source: Path) -> None:

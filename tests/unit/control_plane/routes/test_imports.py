@@ -90,8 +90,8 @@ class Interrupted(ModelRepository):
     copying: Callable[[], None] = staticmethod(lambda: None)
     copied: Callable[[], None] = staticmethod(lambda: None)
 
-    def begin_import(self, prefix: str, **options: Any) -> None:
-        super().begin_import(prefix, **options)
+    def schedule_import_cleanup(self, prefix: str, **options: Any) -> None:
+        super().schedule_import_cleanup(prefix, **options)
         self.copying()
 
     def register_import(self, model: Model, **options: Any) -> None:

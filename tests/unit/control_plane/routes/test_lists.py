@@ -25,7 +25,15 @@ from swiftkv_platform.control_plane.deployments.rollout import RolloutStatus, ad
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus, MetricPoint
 from swiftkv_platform.control_plane.jobs.repository import make_job_columns
 from swiftkv_platform.control_plane.jobs.routes import load_recipes
-from swiftkv_platform.limits import EVENT_BYTES, MANIFEST_BYTES, MANIFEST_VALUES, MODEL_BYTES, PAGE_BYTES, Limit, Scope
+from swiftkv_platform.limits import (
+    EVENT_BYTES,
+    MANIFEST_BYTES,
+    MANIFEST_VALUES,
+    MODEL_METADATA_BYTES,
+    PAGE_BYTES,
+    Limit,
+    Scope,
+)
 from swiftkv_platform.specs.job import RolloutSpec
 from swiftkv_platform.storage.artifacts import write_manifest
 from tests.support.records import make_job, make_model, store
@@ -320,13 +328,13 @@ def test_an_alias_with_a_long_history_shows_its_newest_part(server: Server) -> N
     assert response.json()["version"] == 500
 
 
-LONG_REPORT = {"samples": ["x" * MODEL_BYTES.default]}
+LONG_REPORT = {"samples": ["x" * MODEL_METADATA_BYTES.default]}
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, f"more than {MODEL_BYTES.default} bytes"),
+        (None, f"more than {MODEL_METADATA_BYTES.default} bytes"),
         (b"[" * (MANIFEST_BYTES.default + 1), "longer than"),
         (b"[[]," * MANIFEST_VALUES.default, "values"),
     ],

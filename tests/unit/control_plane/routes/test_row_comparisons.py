@@ -39,7 +39,7 @@ def evaluate(server: Server, name: str, lost: str | None = None, **tasks: dict[s
     job = server.succeed(name=name, report={"tasks": report})
     for task, scores in tasks.items():
         if task != lost:
-            key = AttemptId(job["id"], 1).rows_key(files[task])
+            key = AttemptId(job["id"], 1).row_results_key(files[task])
             server.parts.objects.put_bytes(key, dump_rows(make_rows(scores))[0])
     model: str = job["distilled_model"]
     return model
@@ -97,7 +97,7 @@ def test_a_model_is_compared_with_its_parent_on_the_rows_of_its_own_job(server: 
     metrics = {"tasks": scores["0-own"], "parent_tasks": scores["parent-0-own"]}
     child = replace(child, metrics=metrics, lineage={"parent": {"name": parent.id}})
     for name, value in (("0-own", 1.0), ("parent-0-own", 0.0)):
-        key = AttemptId(str(child.job_id), child.attempt).rows_key(name)
+        key = AttemptId(str(child.job_id), child.attempt).row_results_key(name)
         server.parts.objects.put_bytes(key, dump_rows(make_rows({"x": value, "y": 1.0}))[0])
     models = (child, parent) if swapped else (parent, child)
     [task] = RowComparisons(server.parts.objects, *models).list_tasks()
@@ -118,7 +118,7 @@ def test_tasks_without_rows_of_both_models_are_left_out(server: Server) -> None:
     a = evaluate(server, "a", **{key: {"x": 1.0} for key in ("own", "missing", "damaged", "only")})
     b = evaluate(server, "b", lost="missing", **{key: {"x": 0.0} for key in ("own", "missing", "damaged")})
     job = server.get(f"/models/{b}")["job_id"]
-    server.parts.objects.put_bytes(AttemptId(job, 1).rows_key("000-damaged"), b'{"key": "of another version"}\n')
+    server.parts.objects.put_bytes(AttemptId(job, 1).row_results_key("000-damaged"), b'{"key": "of another version"}\n')
     assert [task["task"] for task in server.get(f"/models/{a}/compare/{b}")["tasks"]] == ["own"]
     for task in ("missing", "damaged", "only", "never"):
         missing = server.client.get(f"/models/{a}/compare/{b}/rows/{task}")

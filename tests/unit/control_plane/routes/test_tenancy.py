@@ -168,7 +168,7 @@ def test_a_tenant_reaches_nothing_of_anothers(as_: As, server: Server) -> None:
     job = as_("acme").post("/jobs", json={**SPEC, **naming}).json()
     assert (job["tenant"], job["created_by"][:3]) == ("acme", "key")
     server.run(job["id"]).artifact(tasks=[{"task": "own", "metric": "contains", "row_results": "000-own"}])
-    server.parts.objects.put_bytes(AttemptId(job["id"], 1).rows_key("000-own"), b"")
+    server.parts.objects.put_bytes(AttemptId(job["id"], 1).row_results_key("000-own"), b"")
     tracked = "attempts/1/tracking/offline-run-20261123_000000-a/run-a.wandb"
     server.parts.objects.put_bytes(f"jobs/{job['id']}/{tracked}", b"recorded")
     server.end(job["id"])

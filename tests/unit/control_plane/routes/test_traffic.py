@@ -11,8 +11,8 @@ import pytest
 from swiftkv_platform.contract.traffic import (
     CapturedRequest,
     TrafficDeletion,
-    make_day,
-    make_part_name,
+    format_utc_day,
+    make_part_key,
     make_traffic_prefix,
 )
 from swiftkv_platform.control_plane.access.audit import AuditFilter, AuditTrail
@@ -24,7 +24,7 @@ from swiftkv_platform.errors import StorageError
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.serve.args import ServedConfig
 from swiftkv_platform.storage import traffic as traffic_module
-from swiftkv_platform.storage.object_store import LocalObjectStore, join_key
+from swiftkv_platform.storage.object_store import LocalObjectStore, join_object_key
 from swiftkv_platform.storage.traffic import TrafficReader, TrafficStore, encode_row
 from tests.unit.control_plane.routes.conftest import Server, Start, StillClock, refusal
 
@@ -83,7 +83,7 @@ def capture(server: Server, deployment_id: str, rows: Sequence[CapturedRequest],
     """Store rows, a part each, as replicas do."""
     for row in rows:
         part_clock.now = row.time + 5.0
-        open_traffic(server, deployment_id).write_part([encode_row(row)], name=make_part_name(make_day(row.time)))
+        open_traffic(server, deployment_id).write_part([encode_row(row)], name=make_part_key(format_utc_day(row.time)))
 
 
 def sweep(server: Server, *, dry_run: bool = False) -> None:
@@ -98,7 +98,7 @@ def list_ids(page: dict[str, Any]) -> list[str]:
 
 def test_settings_have_defaults_and_reach_the_replicas(server: Server, model: str) -> None:
     deployment_id = deploy(server, model, capture={"share": 0.25})
-    uri = join_key(server.parts.objects.uri, make_traffic_prefix("default", deployment_id))
+    uri = join_object_key(server.parts.objects.uri, make_traffic_prefix("default", deployment_id))
     expected = {"share": 0.25, "retention_days": 30, "max_bytes": 1 << 30, "redact": KINDS, "uri": uri}
     assert server.get(f"/deployments/{deployment_id}")["capture"] == expected
     server.tick()
@@ -155,8 +155,8 @@ def test_traffic_is_summed_up_by_day(server: Server, model: str, clock: StillClo
     found = server.get(path)
     assert found["capture"] == server.get(f"/deployments/{deployment_id}")["capture"]
     assert [(day["day"], day["parts"]) for day in found["days"]] == [
-        (make_day(clock.now - DAY_S), 2),
-        (make_day(clock.now), 2),
+        (format_utc_day(clock.now - DAY_S), 2),
+        (format_utc_day(clock.now), 2),
     ]
     assert found["bytes"] == sum(day["bytes"] for day in found["days"]) > 0
 
@@ -355,7 +355,7 @@ def test_retention_removes_old_days_and_the_oldest_parts_beyond_the_limit(
     sweep(server)
     remaining = open_traffic(server, deployment_id)
     days = remaining.list_days()
-    assert days[0].day >= make_day(clock.now - 3 * DAY_S)
+    assert days[0].day >= format_utc_day(clock.now - 3 * DAY_S)
     assert sum(day.bytes for day in days) <= 1 << 20
     assert [row.id for row in remaining.iterate_rows()] == [
         f"r{n}" for n in range(12 - len([*remaining.list_parts()]), 12)

@@ -18,7 +18,7 @@ from swiftkv_platform.control_plane.parsing import make_spec_parsers
 from swiftkv_platform.control_plane.ray import Entrypoint, SubmissionStatus
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.traces import NO_SPANS
+from swiftkv_platform.traces import DISABLED_SPAN_RECORDER
 from tests.support.components import make_components
 from tests.support.fakes.attempt_store import FakeWorker
 from tests.support.fakes.cluster import FakeCluster
@@ -77,7 +77,7 @@ class Plane:
             Settings(_env_file=None, **settings),
             lease,
             ControlPlaneHistograms(),
-            NO_SPANS,
+            DISABLED_SPAN_RECORDER,
             polls=polls or PollSchedule(PollIntervals(0.0, 0.0, 0.0)),
             concurrency=concurrency,
         )

@@ -14,7 +14,7 @@ from swiftkv_platform.control_plane.base import CachedCall
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus, start_attempt, transition
 from swiftkv_platform.control_plane.jobs.queue import check_fits_node_groups, list_unclaimed_bundles
 from swiftkv_platform.control_plane.jobs.reconciler import PollSchedule, Reconciler
-from swiftkv_platform.control_plane.ray import Bundle, EmptyNodes, Node, RayJobs, can_place
+from swiftkv_platform.control_plane.ray import Bundle, EmptyNodePlacement, Node, RayJobs, can_place
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.settings import NodeGroup, Settings
 from tests.support.fakes.scripted_server import Script, json_answer, serve
@@ -274,7 +274,7 @@ def test_nodes_that_are_looked_at_once_for_many_jobs_hold_what_each_would_find()
             for _ in range(random.randint(1, 3))
         ]
         nodes = [{**random.choice(shapes), f"node{i}": 1} for i in range(random.randint(1, 8))]
-        empty = EmptyNodes(nodes)
+        empty = EmptyNodePlacement(nodes)
         for _ in range(5):
             worker = {"CPU": random.randint(0, 4), "GPU": random.randint(0, 2), random.choice(("memory", "a100")): 1}
             driver, number = {"CPU": random.randint(1, 3)}, random.randint(1, 8)

@@ -23,7 +23,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     start_attempt,
     transition,
 )
-from swiftkv_platform.control_plane.jobs.queue import FairQueue, explain_wait
+from swiftkv_platform.control_plane.jobs.queue import FairScheduler, explain_wait
 from swiftkv_platform.errors import IllegalTransitionError, InvalidInputError
 from swiftkv_platform.specs import JobSpec
 from tests.support.records import held_by, snapshot_of
@@ -52,7 +52,7 @@ def workers(count: int, gpus: float = 0, cpus: float = 1) -> dict[str, Any]:
     return {"num_workers": count, "gpus_per_worker": gpus, "cpus_per_worker": cpus}
 
 
-def choose(queue: FairQueue, live: list[Job], *, room: int, now: float = 0) -> list[Job]:
+def choose(queue: FairScheduler, live: list[Job], *, room: int, now: float = 0) -> list[Job]:
     """The queue's choice among these jobs, counted as the database counts them (`tests/contract/test_queue.py`)."""
     snapshot = snapshot_of(live, most=len(live), now=now)
     chosen = queue.choose_next(snapshot, EVERYTHING_FITS, max_starts=room)
@@ -65,7 +65,7 @@ def tenants(jobs: list[Job]) -> list[str]:
 
 
 def test_one_at_a_time_tenants_take_turns() -> None:
-    queue, live, started = FairQueue(Granted()), [job("a") for _ in range(4)] + [job("b") for _ in range(2)], []
+    queue, live, started = FairScheduler(Granted()), [job("a") for _ in range(4)] + [job("b") for _ in range(2)], []
     for _ in range(6):
         [chosen] = choose(queue, live, room=1)
         live.remove(chosen)
@@ -76,20 +76,20 @@ def test_one_at_a_time_tenants_take_turns() -> None:
 def test_a_weight_of_two_gets_twice_as_much() -> None:
     granted = Granted({"heavy": TenantPolicy(weight=2)})
     live = [job(tenant) for tenant in ("heavy", "light") for _ in range(20)]
-    assert tenants(choose(FairQueue(granted), live, room=12)).count("heavy") == 8
+    assert tenants(choose(FairScheduler(granted), live, room=12)).count("heavy") == 8
 
 
 def test_what_a_tenant_holds_most_of_counts() -> None:
     """A tenant weighs by the resource of which it holds the largest share: all GPUs outweigh a few CPUs."""
     live = [job("gpu", status=JobStatus.RUNNING, resources=workers(2, gpus=1))]
     live += [job("cpu", status=JobStatus.RUNNING) for _ in range(2)] + [job("gpu"), *(job("cpu") for _ in range(5))]
-    assert tenants(choose(FairQueue(Granted()), live, room=2)) == ["cpu", "cpu"]
+    assert tenants(choose(FairScheduler(Granted()), live, room=2)) == ["cpu", "cpu"]
 
 
 def test_priorities_count_within_a_tenant_alone() -> None:
     a_low, b = job("a", limits={"priority": "low"}), job("b")
     a_high, b_high = job("a", limits={"priority": "high"}), job("b", limits={"priority": "high"})
-    assert choose(FairQueue(Granted()), [a_low, b, a_high, b_high], room=4) == [a_high, b_high, a_low, b]
+    assert choose(FairScheduler(Granted()), [a_low, b, a_high, b_high], room=4) == [a_high, b_high, a_low, b]
 
 
 def test_a_worker_counts_a_core_whatever_share_it_reserves() -> None:
@@ -101,14 +101,14 @@ def test_a_job_that_waits_for_its_quota_is_not_overtaken_by_its_tenants_smaller_
     granted = Granted({"a": TenantPolicy(max_gpus=4)})
     live = [job("a", status=JobStatus.PAUSING, resources=workers(2, gpus=1))]
     live += [job("a", resources=workers(4, gpus=1)), job("a"), job("b")]
-    assert tenants(choose(FairQueue(granted), live, room=4)) == ["b"]
+    assert tenants(choose(FairScheduler(granted), live, room=4)) == ["b"]
 
 
 def test_a_retry_that_is_not_due_stops_nobody() -> None:
     later = replace(job("a"), not_before=10.0)
     other = job("a")
-    assert choose(FairQueue(Granted()), [later, other], room=1, now=9.0) == [other]
-    assert choose(FairQueue(Granted()), [later, other], room=1, now=10.0) == [later]
+    assert choose(FairScheduler(Granted()), [later, other], room=1, now=9.0) == [other]
+    assert choose(FairScheduler(Granted()), [later, other], room=1, now=10.0) == [later]
 
 
 def test_an_elastic_job_and_a_sweep_count_with_their_most() -> None:
@@ -128,7 +128,7 @@ def test_whatever_waits_no_quota_is_passed_and_no_room_wasted(jobs: list[tuple[s
         candidate = job(tenant, status=JobStatus.RUNNING, **spec)
         fits = (held_by([*live, candidate])[tenant]).find_exceeded_limit(granted.get(tenant)) is None
         live.append(candidate if running and fits else replace(candidate, status=JobStatus.QUEUED))
-    chosen = choose(FairQueue(granted), live, room=room)
+    chosen = choose(FairScheduler(granted), live, room=room)
     after = [replace(item, status=JobStatus.RUNNING) if item in chosen else item for item in live]
     for tenant, held in held_by(after).items():
         assert held.find_exceeded_limit(granted.get(tenant)) is None

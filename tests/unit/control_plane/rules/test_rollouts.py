@@ -337,7 +337,7 @@ def test_a_model_that_was_served_before_its_rollout_began_has_no_previous_one(
     model = roll_out(plane, deployment)
     DeploymentService(plane.parts, SETTINGS).update(deployment.spec.id, ANN, {"model": model.id})
     tick(plane)
-    with pytest.raises(ConflictError, match="before its rollout began; change its model instead"):
+    with pytest.raises(ConflictError, match="before the rollout began; change the deployment's model"):
         undo(plane, deployment, model)
 
 

@@ -211,7 +211,7 @@ def test_an_alias_does_not_move_to_an_adapter_of_its_deployment(plane: Plane, by
     named = {"model": second.id, "name": first.id} if by_name else first.id
     spec = DeploymentSpec.model_validate({"model": "production", "adapters": [named]})
     deployment = service(plane).create(ANN, spec)
-    why = rf"model is '{first.id}', which deployment {deployment.spec.id}.* serves as an adapter; remove it"
+    why = rf"model is '{first.id}'; deployment {deployment.spec.id}.* serves this model as an adapter; remove the model"
     with pytest.raises(InvalidInputError, match=why):
         registry.promote(first.id, "production", tenant=TENANT, by="ann", reason="again")
     with pytest.raises(InvalidInputError, match=why):
@@ -394,11 +394,11 @@ def test_a_deployment_without_a_place_says_what_it_lacks_and_comes_when_there_is
     assert asked(plane) == {"eve-1": (1, 1), "ann": (1, 1)}, "the youngest deployment of the largest tenant makes room"
     assert told(second)[0] is DeploymentStatus.PENDING
     assert (
-        "0 of min_replicas 2 can be scheduled (1 CPU each): all tenants share the 2 of 4 CPU available"
-        in told(second)[1]
+        "only 0 of 2 replicas (min_replicas) fit (1 CPU each): the deployments of all tenants, with draining "
+        "replicas, share the 2 of 4 CPU that deployments may use" in told(second)[1]
     )
     assert told(first)[0] is DeploymentStatus.RUNNING
-    assert "1 of max_replicas 9 can be scheduled" in told(first)[1]
+    assert "only 1 of 9 replicas (max_replicas) fit" in told(first)[1]
     assert told(ann, "ann") == (DeploymentStatus.DEPLOYING, "")
     plane.catalog.change_deployment(
         large, lambda item, held: (item.spec.model_copy(update={"engine": {}}), item.state), tenant="eve"

@@ -32,15 +32,15 @@ from tests.support.fakes.object_store import InMemoryObjectStore
 from tests.unit.control_plane.rules.conftest import TENANT, Plane
 
 NOTHING = dict.fromkeys((name for name in Settings.model_fields if re.fullmatch("retention_.*_days", name)), 0.0)
-EVERYTHING = NOTHING | {f"retention_{kind}_days": 1.0 for kind in (*JobDataKind, "deliveries", "idempotency_keys")}
-EVERYTHING |= {f"retention_{kind}_days": 2.0 for kind in ("promotions", "models")} | {"retention_jobs_days": 4.0}
+ALL_JOBS_FILTER = NOTHING | {f"retention_{kind}_days": 1.0 for kind in (*JobDataKind, "deliveries", "idempotency_keys")}
+ALL_JOBS_FILTER |= {f"retention_{kind}_days": 2.0 for kind in ("promotions", "models")} | {"retention_jobs_days": 4.0}
 
 
 def kept(days: dict[str, float]) -> Settings:
     return Settings(**days, retention_metric_points=3, retention_rollbacks=2, _env_file=None)
 
 
-def sweeper(plane: Plane, days: dict[str, float] = EVERYTHING, **options: object) -> RetentionSweeper:
+def sweeper(plane: Plane, days: dict[str, float] = ALL_JOBS_FILTER, **options: object) -> RetentionSweeper:
     rows, objects = RetentionRepository(plane.database), RetentionStore(plane.objects)
     return RetentionSweeper(rows, objects, kept(days), plane.clock, **options)  # type: ignore[arg-type]
 
@@ -152,7 +152,7 @@ def test_a_kill_between_any_two_changes_leaves_a_state_that_the_next_round_ends(
         store.left = changes
         rows, objects = RetentionRepository(plane.database), RetentionStore(store)
         try:
-            summed(RetentionSweeper(rows, objects, kept(EVERYTHING), plane.clock).run_round())
+            summed(RetentionSweeper(rows, objects, kept(ALL_JOBS_FILTER), plane.clock).run_round())
         except KeyboardInterrupt:
             deaths += 1
             # Rows go before objects: each model that has a row is whole.
@@ -264,7 +264,7 @@ def test_fifteen_days_of_traffic_end_at_a_steady_size(plane: Plane, tmp_path: Pa
         objects = {f"objects of {kind}": number for kind, number in nightly.stored.objects.items()}
         sizes.append({**nightly.stored.rows, **objects})
         # One of the models kept for rollbacks was rolled back, and none is kept in its place.
-        in_use = promoted[-1:] if day % 5 == 4 else promoted[-kept(EVERYTHING).retention_rollbacks :]
+        in_use = promoted[-1:] if day % 5 == 4 else promoted[-kept(ALL_JOBS_FILTER).retention_rollbacks :]
         for held in (pinned.distilled_model, *in_use):
             found = plane.catalog.get_model(held, tenant=TENANT)
             assert (
@@ -289,10 +289,10 @@ def test_one_job_that_cannot_be_swept_keeps_no_other_from_it_and_a_store_that_is
     plane.clock.now += 1.5 * DAY_S
     away = RetentionStore(Refusing(plane.objects, *(job.id for job in jobs)))
     with pytest.raises(StorageError):
-        summed(RetentionSweeper(rows, away, kept(EVERYTHING), plane.clock).run_round())
+        summed(RetentionSweeper(rows, away, kept(ALL_JOBS_FILTER), plane.clock).run_round())
     assert rows.list_ended_jobs(JobDataKind.EVENT_OBJECTS, before=plane.clock(), limit=9, after=None)
     refusing = RetentionStore(Refusing(plane.objects, jobs[0].id))
-    summed(RetentionSweeper(rows, refusing, kept(EVERYTHING), plane.clock).run_round())
+    summed(RetentionSweeper(rows, refusing, kept(ALL_JOBS_FILTER), plane.clock).run_round())
     assert {key.split("/")[1] for key in keys(plane) if "checkpoints" in key} == {jobs[0].id}
     summed(sweeper(plane).run_round())
     assert [key for key in keys(plane) if "checkpoints" in key] == [], "the next round tries it again"

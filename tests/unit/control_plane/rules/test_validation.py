@@ -246,7 +246,7 @@ def gsm8k(tmp_path: Path) -> Path:
     return directory
 
 
-def check_tasks(*tasks: Any) -> None:
+def check_evaluation_tasks(*tasks: Any) -> None:
     check(model={"name_or_path": "org/model"}, evaluation={"tasks": tasks})
 
 
@@ -266,7 +266,7 @@ def test_a_task_that_is_not_there_is_refused(gsm8k: Path, tmp_path: Path) -> Non
     ]
     for task, error, field, complaint in tasks:
         with pytest.raises(error, match=complaint) as caught:
-            check_tasks("winogrande", task)
+            check_evaluation_tasks("winogrande", task)
         assert caught.value.field == f"evaluation.tasks[1]{field}"
 
 
@@ -277,4 +277,6 @@ def test_tasks_that_are_there_or_elsewhere_are_accepted(gsm8k: Path, tmp_path: P
         {"name": "builtin:gsm8k", "data_dir": str(gsm8k)},
         {"name": "builtin:mmlu", "data_dir": "s3://bucket/m"},
     )
-    check_tasks("paper", "no_name_of_the_harness_is_known_here", str(file), "s3://bucket/task.yaml", builtin, remote)
+    check_evaluation_tasks(
+        "paper", "no_name_of_the_harness_is_known_here", str(file), "s3://bucket/task.yaml", builtin, remote
+    )

@@ -56,7 +56,7 @@ from swiftkv_platform.evaluation.analysis import Needles
 from swiftkv_platform.evaluation.harness.run import run_tasks
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.paired import HeldOutIntervals
-from swiftkv_platform.evaluation.parts import NoResultStore, measure_once
+from swiftkv_platform.evaluation.parts import NoResultStore, load_or_measure
 from swiftkv_platform.evaluation.quality import DEFAULT_WORKERS, HeldOutTotals
 from swiftkv_platform.evaluation.report import build_exit_bins, build_quality_bins
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
@@ -330,10 +330,12 @@ def measure_point(
     runs: TrainingRuns, run: TrainedRun, needles: list[Needles], parts: StoredParts, args: argparse.Namespace
 ) -> PointResult:
     start, end = (
-        measure_once(parts, DEFAULT_WORKERS, name, HeldOutTotals, partial(runs.compare_on_held_out, run.spec, tensors))
+        load_or_measure(
+            parts, DEFAULT_WORKERS, name, HeldOutTotals, partial(runs.compare_on_held_out, run.spec, tensors)
+        )
         for name, tensors in (("start", run.initial_tensors), ("end", run.final_tensors))
     )
-    found = measure_once(
+    found = load_or_measure(
         parts, DEFAULT_WORKERS, "needles", dict[int, float], partial(measure_needles, runs, run, needles, swiftkv=True)
     )
     exits = build_exit_bins(end.exit_head)

@@ -149,7 +149,7 @@ class Family:
         of_decoder = kind in ("Model", "Config") and self.decoder_class_prefix
         return f"{self.decoder_class_prefix if of_decoder else self.class_prefix}{kind}"
 
-    def get_teacher_module_path(self, kind: Literal["modeling", "configuration"]) -> str:
+    def get_transformers_import_path(self, kind: Literal["modeling", "configuration"]) -> str:
         """Return the import path of transformers' module of a kind."""
         name = self.module or self.model_type
         return f"transformers.models.{name}.{kind}_{name}"

@@ -27,7 +27,7 @@ from swiftkv_platform.evaluation.harness.builtin import choose_needle_lengths
 from swiftkv_platform.evaluation.harness.rows import build_row_tasks
 from swiftkv_platform.evaluation.harness.run import NO_STORE, run_tasks
 from swiftkv_platform.evaluation.harness.tasks import Task, build_needle_tasks, is_instruction_tuned, resolve_tasks
-from swiftkv_platform.evaluation.parts import NoResultStore, ResultStore, measure_once
+from swiftkv_platform.evaluation.parts import NoResultStore, ResultStore, load_or_measure
 from swiftkv_platform.evaluation.prefill_cost import PrefillCost, measure_prefill
 from swiftkv_platform.evaluation.quality import DEFAULT_WORKERS, HeldOutTotals, evaluate
 from swiftkv_platform.evaluation.report import ParentTotals, Report, TrainingOutcome
@@ -164,7 +164,7 @@ class StudentEvaluator:
         )
 
     def _measure_once(self, name: str, kind: Any, measure: Callable[[], Any]) -> Any:
-        return measure_once(self._parts, self._workers, name, kind, measure)
+        return load_or_measure(self._parts, self._workers, name, kind, measure)
 
 
 def evaluate_directory(

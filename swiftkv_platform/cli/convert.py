@@ -160,7 +160,7 @@ def export(
     copy: CopyOption = False,
     json: Json = False,
 ) -> None:
-    """Export a student for serving, without the weights that only teacher mode uses, or as an adapter."""
+    """Export a student for serving: without the weights that only its teacher uses, or as an adapter."""
     configure_logs()
     with show_activity("Loading libraries"), require_extra("swiftkv export"):
         from swiftkv_platform.distillation.calibration_text import read_calibration_text

@@ -113,7 +113,7 @@ def rollouts(deployment_id: DeploymentId, url: Url = None, json: Json = False) -
         "promotion": lambda rollout: format_local_time(rollout.promote_at),
         "message": lambda rollout: rollout.steps[-1]["message"],
     }
-    empty = "No rollouts. A job rolls its model out if its spec has the section `rollout`."
+    empty = "No rollouts. A job replaces this deployment's model step by step if its spec has the section `rollout`."
     print_table_result(found, columns, empty=empty, json=json)
 
 

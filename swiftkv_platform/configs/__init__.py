@@ -105,7 +105,7 @@ def get_layer_windows(config: Any) -> list[int | None]:
 
 def _define_config_class(family: Family) -> type[Any]:
     """Define `{prefix}SwiftKVConfig`, importable from this module."""
-    module = importlib.import_module(family.get_teacher_module_path("configuration"))
+    module = importlib.import_module(family.get_transformers_import_path("configuration"))
     teacher: type[Any] = getattr(module, family.get_teacher_class_name("Config"))
     name = f"{family.class_prefix}SwiftKVConfig"
     fields = StudentShape.get_config_fields()

@@ -392,7 +392,7 @@ def make_index_tensor(indices: Sequence[int], device: torch.device) -> torch.Ten
     return copy_to_device([np.array(indices, dtype=np.int64)], device)[0]
 
 
-def select_entries(x: torch.Tensor, indices: Sequence[int], dim: int = 0) -> torch.Tensor:
+def select_along_dim(x: torch.Tensor, indices: Sequence[int], dim: int = 0) -> torch.Tensor:
     """Return the entries of `x` at `indices` along `dim`, or `x` itself if these are all entries in order."""
     if len(indices) == x.shape[dim] and all(at == index for at, index in enumerate(indices)):
         return x
@@ -405,7 +405,7 @@ def write_shared_key_values(decoder: Any, x: torch.Tensor, context: DecoderConte
     rotation, first = context.rotation, decoder.layer_map.num_key_value_layers
     if len(rows) < x.shape[1]:
         selected_rows = TokenSelection(make_index_tensor(rows, x.device))
-        x, cache = selected_rows.select(x), replace(cache, slots=select_entries(cache.slots, rows))
+        x, cache = selected_rows.select(x), replace(cache, slots=select_along_dim(cache.slots, rows))
         rotation = (
             tuple(map(selected_rows.select, rotation))
             if isinstance(rotation, tuple)
@@ -475,7 +475,7 @@ class _RowSubset:
             return None
         cache: Any = context.past_key_values
         selection = TokenSelection(make_index_tensor(rows, context.hidden.device), indices=tuple(rows))
-        own_cache = replace(cache, slots=select_entries(cache.slots, rows))
+        own_cache = replace(cache, slots=select_along_dim(cache.slots, rows))
         return cls(selection, replace(context.select(selection), past_key_values=own_cache))
 
 
@@ -499,7 +499,7 @@ class DeepRowsWriter:
         writing = [row for row in rows if row in deep]
         indices = None if len(writing) == len(rows) else [index for index, row in enumerate(rows) if row in deep]
         if len(writing) < len(cache.slots):
-            cache = replace(cache, slots=select_entries(cache.slots, writing))
+            cache = replace(cache, slots=select_along_dim(cache.slots, writing))
         return cls(cache, decoder.layer_map.num_key_value_layers, indices, tuple(writing))
 
     def get_write_target(self, group: int) -> tuple[Any, torch.Tensor]:
@@ -511,7 +511,7 @@ class DeepRowsWriter:
         if self.deep_indices is None:
             return self.cache.update(*key_value, layer)
         if self.deep_indices:
-            keys, values = (select_entries(part, self.deep_indices, dim=2) for part in key_value)
+            keys, values = (select_along_dim(part, self.deep_indices, dim=2) for part in key_value)
             self.cache.write(keys, values, layer)
         return self.cache.read(layer)
 

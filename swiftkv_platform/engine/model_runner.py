@@ -28,7 +28,7 @@ from swiftkv_platform.engine.batch import (
     make_inputs,
     make_pass_context,
     read_shared_key_values,
-    select_entries,
+    select_along_dim,
     write_and_read_shared_key_values,
     write_shared_key_values,
 )
@@ -168,7 +168,7 @@ class ModelRunner:
     def _compute_logits(self, hidden: torch.Tensor, rows: Sequence[int], logits_rows: Container[int]) -> RowLogits:
         """Apply the head to those of the hidden states [1, len(rows), hidden_size] that are in `logits_rows`."""
         chosen = [at for at, row in enumerate(rows) if row in logits_rows]
-        logits = self._model.lm_head(select_entries(hidden, chosen, dim=1))[0].float()
+        logits = self._model.lm_head(select_along_dim(hidden, chosen, dim=1))[0].float()
         return RowLogits({rows[at]: index for index, at in enumerate(chosen)}, logits)
 
     def _verify_drafts(
@@ -196,7 +196,7 @@ class ModelRunner:
                 spans.append(SequenceSpan(positions, sequence.block_table))
                 rows += [*own, *(num_rows + row for row in drafted)]
         # 2. run layers >= l over them
-        hidden = select_entries(torch.cat([x, *drafts.hidden], dim=1), rows, dim=1)
+        hidden = select_along_dim(torch.cat([x, *drafts.hidden], dim=1), rows, dim=1)
         context = self._make_context(make_inputs(spans, self._kv_cache), hidden)
         if self._has_own_deep_kv:
             writing = {at for at, row in enumerate(rows) if row >= num_rows or row in deep}
@@ -235,7 +235,7 @@ class ModelRunner:
             return
         # 2. sample all tokens at once, with one copy to the host
         values = torch.cat([logits.values, exits.values]) if exits.index_by_row else logits.values
-        values = select_entries(values, at)  # [num_sequences and drafts, vocab_size]
+        values = select_along_dim(values, at)  # [num_sequences and drafts, vocab_size]
         sums = values.sum(dim=-1).double()
         if values.shape[1] > self._num_token_ids:
             values[:, self._num_token_ids :] = float("-inf")  # no other rows have these logits
@@ -265,7 +265,7 @@ class ModelRunner:
             return
         tokens = [token for index in wanted for token in results[index].token_ids]
         counts = [scheduled[index].sequence.params.logprobs or 0 for index in wanted for _ in results[index].token_ids]
-        found = iter(compute_logprobs(select_entries(values, at), tokens, counts))
+        found = iter(compute_logprobs(select_along_dim(values, at), tokens, counts))
         for index in wanted:
             results[index].logprobs = [next(found) for _ in results[index].token_ids]
 
@@ -277,7 +277,7 @@ class ModelRunner:
             if not rows:
                 continue
             sequence = scheduled[index].sequence
-            values = select_entries(logits.values, [logits.index_by_row[row] for row in rows])
+            values = select_along_dim(logits.values, [logits.index_by_row[row] for row in rows])
             known = len(sequence.prompt_logprobs)
             tokens = sequence.prompt_token_ids[known : known + len(rows)]
             counts = [sequence.params.prompt_logprobs or 0] * len(rows)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from swiftkv_platform.engine.batch import copy_to_device, make_index_tensor, select_entries
+from swiftkv_platform.engine.batch import copy_to_device, make_index_tensor, select_along_dim
 from swiftkv_platform.engine.grammars import Constraint
 from swiftkv_platform.engine.outputs import TokenLogprobs
 from swiftkv_platform.specs.sampling import SamplingParams
@@ -49,7 +49,7 @@ def choose_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Te
         by_method.setdefault(_get_sampling_method(row.params), []).append(i)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     for method, indices in by_method.items():
-        tokens = _replace_rows(tokens, indices, method(select_entries(logits, indices), [rows[i] for i in indices]))
+        tokens = _replace_rows(tokens, indices, method(select_along_dim(logits, indices), [rows[i] for i in indices]))
     return tokens
 
 
@@ -270,7 +270,7 @@ def _apply_constraints(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tor
     unpacked = np.unpackbits(packed, axis=1, count=logits.shape[-1], bitorder="little")  # [num_constrained, vocab_size]
     (forbidden,) = copy_to_device([unpacked == 0], logits.device)
     indices = [i for i, _, _ in constrained]
-    return _replace_rows(logits, indices, select_entries(logits, indices).masked_fill(forbidden, float("-inf")))
+    return _replace_rows(logits, indices, select_along_dim(logits, indices).masked_fill(forbidden, float("-inf")))
 
 
 def _compute_noise_keys(rows: Sequence[SamplingRow], device: torch.device) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from swiftkv_platform.engine.batch import Batch, ModelInputs, SequenceSpan, make_inputs, select_entries
+from swiftkv_platform.engine.batch import Batch, ModelInputs, SequenceSpan, make_inputs, select_along_dim
 from swiftkv_platform.engine.drafting import (
     ConfidenceCalibration,
     Draft,
@@ -150,7 +150,7 @@ def draft_from_exit_head(
     for index in active:
         scheduled[index].sequence.drafts.exit_confidences.clear()
     acceptance = dict.fromkeys(active, 1.0)  # probability that all drafts so far are accepted
-    x, count = select_entries(x, [batch.next_token_rows[index][0] for index in active], dim=1), 0
+    x, count = select_along_dim(x, [batch.next_token_rows[index][0] for index in active], dim=1), 0
     while active:
         # 1. choose the sequences for which another draft is worthwhile
         logits = model.exit_logits(x[0]).float()  # [num_active, vocab_size]
@@ -167,7 +167,7 @@ def draft_from_exit_head(
         # 2. sample their drafts
         active = [active[at] for at in chosen]
         rows = [make_sampling_row(scheduled[index].sequence, drafts.tokens.get(index, [])) for index in active]
-        tokens: list[int] = choose_tokens(select_entries(logits, chosen), rows).tolist()
+        tokens: list[int] = choose_tokens(select_along_dim(logits, chosen), rows).tolist()
         # 3. run layers < l over the drafts
         spans = []
         for row, (index, at, token) in enumerate(zip(active, chosen, tokens, strict=True)):
@@ -182,7 +182,7 @@ def draft_from_exit_head(
         # 4. drop sequences that have reached their limit
         limits = [scheduled[index].draft.num_exit_tokens for index in active]
         remaining = [row for row, index in enumerate(active) if len(drafts.tokens[index]) < limits[row]]
-        active, x = [active[row] for row in remaining], select_entries(x, remaining, dim=1)
+        active, x = [active[row] for row in remaining], select_along_dim(x, remaining, dim=1)
     return drafts
 
 
@@ -279,7 +279,9 @@ def compute_exit_logits(model: Any, x: torch.Tensor, scheduled: Sequence[Schedul
     ]
     if not candidates:
         return RowLogits({}, x.new_empty(0))
-    logits = model.exit_logits(select_entries(x[0], [batch.next_token_rows[index][0] for index in candidates])).float()
+    logits = model.exit_logits(
+        select_along_dim(x[0], [batch.next_token_rows[index][0] for index in candidates])
+    ).float()
     confidences = _compute_confidences(logits, [scheduled[index].sequence for index in candidates])
     exits = [row for row, confidence in enumerate(confidences) if confidence]
-    return RowLogits({candidates[row]: at for at, row in enumerate(exits)}, select_entries(logits, exits))
+    return RowLogits({candidates[row]: at for at, row in enumerate(exits)}, select_along_dim(logits, exits))

@@ -44,7 +44,7 @@ class NoResultStore:
         """Do nothing."""
 
 
-def measure_once(parts: ResultStore, workers: Workers, name: str, kind: Any, measure: Callable[[], T]) -> T:
+def load_or_measure(parts: ResultStore, workers: Workers, name: str, kind: Any, measure: Callable[[], T]) -> T:
     """Return result `name`, of type `kind`, on every worker: the stored one, or else measure and store it.
     Collective."""
     adapter: TypeAdapter[T] = TypeAdapter(kind)

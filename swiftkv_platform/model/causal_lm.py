@@ -285,7 +285,7 @@ class StudentClasses:
 
 def _import_teacher_class(family: Family, suffix: str) -> type[Any]:
     """Import the family's class `{prefix}{suffix}` of transformers."""
-    module = importlib.import_module(family.get_teacher_module_path("modeling"))
+    module = importlib.import_module(family.get_transformers_import_path("modeling"))
     teacher: type[Any] = getattr(module, family.get_teacher_class_name(suffix))
     return teacher
 

@@ -39,7 +39,7 @@ LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
 """RoPE types whose factors depend on the sequence length."""
 
 
-class LayerRotations:
+class LayerRotaryEmbeddings:
     """RoPE factors per layer of a model. Full and sliding layers may have different RoPEs."""
 
     def __init__(self, config: Any) -> None:
@@ -118,7 +118,7 @@ class SwiftKVDecoderMixin(nn.Module):
         if self.layer_map.leaders:  # dense models have no norm_swiftkv
             size, eps = config.hidden_size, config.rms_norm_eps
             self.norm_swiftkv = type(self.norm)(size, eps=eps) if config.family.has_input_norm else nn.Identity()
-        self.layer_rotations = LayerRotations(config)
+        self.layer_rotations = LayerRotaryEmbeddings(config)
         self.swiftkv_enabled = True
         self.run_teacher_lower: Callable[[DecoderContext], torch.Tensor] | None = None
         """Runs the teacher's layers < l if training changed the student's; None: both share them."""

@@ -36,10 +36,10 @@ class LibraryModule:
 
     @property
     def is_held_out(self) -> bool:
-        return is_held_out_module(self.name)
+        return is_held_out_library_module(self.name)
 
 
-def is_held_out_module(module_name: str) -> bool:
+def is_held_out_library_module(module_name: str) -> bool:
     """Whether a module is in the held-out split. Depends on the name only, so it is the same for every Python
     version."""
     digest = hashlib.sha256(module_name.encode()).digest()

@@ -61,7 +61,7 @@ def _run_layers(
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0})
-class DenseDecoder(nn.Module):
+class FullDepthDecoder(nn.Module):
     """All layers and the final norm: for teacher mode, and students whose layers all have their own KV."""
 
     def __init__(self, *, embed_tokens: nn.Module, layers: nn.ModuleList, norm: nn.Module) -> None:
@@ -142,7 +142,7 @@ class SwiftKVDecoder(nn.Module):
         """Whether the model has no layers >= l."""
         if not self.is_prefill_only:
             self.norm = get_norm_class(family)(config.hidden_size, eps=config.rms_norm_eps)
-        self.dense: DenseDecoder | None = None
+        self.dense: FullDepthDecoder | None = None
         if self.layer_map.leaders:
             self._add_student_layers(family, vllm_config, prefix)
             self._add_student_parts(vllm_config)
@@ -150,7 +150,7 @@ class SwiftKVDecoder(nn.Module):
             make = partial(_make_layer, family, vllm_config, prefix, OwnKVAttention)
             self.layers = nn.ModuleList(map(make, range(config.num_hidden_layers)))
             with set_model_tag("dense"):
-                self.dense = DenseDecoder(embed_tokens=self.embed_tokens, layers=self.layers, norm=self.norm)
+                self.dense = FullDepthDecoder(embed_tokens=self.embed_tokens, layers=self.layers, norm=self.norm)
 
     def _add_student_layers(self, family: Family, vllm_config: VllmConfig, prefix: str) -> None:
         """Make layers and KV caches. vLLM requires that a cache is made before the layers that read it."""

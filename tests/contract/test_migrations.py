@@ -267,7 +267,7 @@ def test_an_older_program_starts_on_a_later_schema_unless_that_is_in_the_next_th
     with database.begin_write() as session:
         session.execute(update(VERSION).values(version_num=revision))
     for step in (database.upgrade, database.check_schema):
-        with nullcontext() if is_usable else pytest.raises(InvalidInputError, match="a later version"):
+        with nullcontext() if is_usable else pytest.raises(InvalidInputError, match="a newer version"):
             step()
     with database.begin_write() as session:
         assert session.scalar(select(VERSION.c.version_num)) == revision

@@ -21,7 +21,7 @@ from swiftkv_platform.control_plane.database.session import (
 from swiftkv_platform.control_plane.database.tables import JobReferenceRow, JobRow
 from swiftkv_platform.control_plane.files.repository import find_referencing_jobs
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, start_attempt, transition
-from swiftkv_platform.control_plane.jobs.repository import Claim, JobRepository
+from swiftkv_platform.control_plane.jobs.repository import JobRepository, QuotaCheck
 from swiftkv_platform.control_plane.loops import Leases
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, LeaseLostError
 from tests.support.records import TENANT, make_job, snapshot_of, store
@@ -32,7 +32,7 @@ def anything_fits(_tenant: str, _held: Demand, _demand: Demand) -> bool:
     return True
 
 
-def at_most(limit: int) -> Claim:
+def at_most(limit: int) -> QuotaCheck:
     """Rule that lets each tenant hold up to `limit` jobs."""
     return lambda _tenant, held, demand: held.jobs + demand.jobs <= limit
 

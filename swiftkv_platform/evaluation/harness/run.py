@@ -38,7 +38,7 @@ from swiftkv_platform.evaluation.paired import (
     compute_mean_interval,
     compute_unpaired_interval,
 )
-from swiftkv_platform.evaluation.parts import NoResultStore, ResultStore, measure_once
+from swiftkv_platform.evaluation.parts import NoResultStore, ResultStore, load_or_measure
 from swiftkv_platform.evaluation.quality import DEFAULT_WORKERS, run_in_evaluation_mode
 from swiftkv_platform.frozen import FrozenBaseModel
 from swiftkv_platform.model.workers import Workers
@@ -337,7 +337,7 @@ class _TaskRunner:
             self._part, self._passes = f"{self._prefix}task-{index:03d}", 0
             self._language_model.part = self._part
             run_task = partial(self._run_task, manager, task)
-            scores += measure_once(self._parts, self._workers, self._part, tuple[TaskScore, ...], run_task)
+            scores += load_or_measure(self._parts, self._workers, self._part, tuple[TaskScore, ...], run_task)
         return TaskResults(tuple(scores), tuple(left_out))
 
     def _run_task(self, manager: Any, task: Task) -> tuple[TaskScore, ...]:

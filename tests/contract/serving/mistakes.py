@@ -126,7 +126,7 @@ MISTAKES: Mapping[tuple[str, ...], list[tuple[Fields, str, str]]] = {
     ],
     (CHAT,): [
         ({"messages": []}, "messages", "at least 1 item"),
-        ({"messages": IMAGE}, "messages.0.content.0.type", "the model reads text"),
+        ({"messages": IMAGE}, "messages.0.content.0.type", "the model accepts only text"),
         ({"messages": [{"role": "user"}]}, "messages.0", "content is missing"),
         ({"messages": [{**HELLO[0], "content": "x" * 300}]}, "messages", "the context of 256 tokens"),
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs: true"),

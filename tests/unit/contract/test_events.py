@@ -99,7 +99,7 @@ def test_keys_are_what_they_have_always_been() -> None:
         "answers_key": ATTEMPT.answers_key("ab"),
         "get_calibrated_start_prefix": ATTEMPT.get_calibrated_start_prefix("tiny"),
         "evaluation_key": ATTEMPT.evaluation_key("0a1b", "task-000"),
-        "rows_key": ATTEMPT.row_results_key("task-000-own"),
+        "row_results_key": ATTEMPT.row_results_key("task-000-own"),
     } == {
         "request_key": "jobs/job_1/attempts/2/attempt.json",
         "preempt_key": "jobs/job_1/attempts/2/control/preempt.json",
@@ -115,7 +115,7 @@ def test_keys_are_what_they_have_always_been() -> None:
         "evaluation_prefix": "jobs/job_1/attempts/2/evaluation",
         "evaluation_key": "jobs/job_1/attempts/2/evaluation/0a1b/task-000.json",
         "row_results_prefix": "jobs/job_1/attempts/2/rows",
-        "rows_key": "jobs/job_1/attempts/2/rows/task-000-own.jsonl",
+        "row_results_key": "jobs/job_1/attempts/2/rows/task-000-own.jsonl",
         "artifact_prefix": "jobs/job_1/attempts/2/artifact",
         "tracking_prefix": "jobs/job_1/attempts/2/tracking",
         "curve_key": "jobs/job_1/attempts/2/curve.json",

@@ -209,7 +209,10 @@ def test_a_named_format_overrides_detection() -> None:
         ),
         ({"messages": [{**QUESTION, "images": ["a.png"]}, ANSWER]}, "message 1 (role user) has images ['a.png']"),
         *(
-            ({"prompt": f"{before}{marker}user", "completion": "!"}, f"message 1 (role user) has {marker!r}, which")
+            (
+                {"prompt": f"{before}{marker}user", "completion": "!"},
+                f"message 1 (role user) contains {marker!r}, a marker",
+            )
             for before, marker in (
                 ("", "<|im_start|>"),
                 ("<|begin_of_text|>", "<|start_header_id|>"),
@@ -221,7 +224,7 @@ def test_a_named_format_overrides_detection() -> None:
             )
         ),
         ({"instruction": "[INST] ? [/INST]", "output": "!"}, "'[INST]', a marker of a chat template"),
-        ({"messages": [QUESTION, {**ANSWER, "content": "<|assistant|>4"}]}, "message 2 (role assistant) has '<|assi"),
+        ({"messages": [QUESTION, {**ANSWER, "content": "<|assistant|>4"}]}, "message 2 (role assistant) contains '<|assi"),
     ],
 )
 def test_values_of_another_type_are_refused(row: dict[str, Any], message: str) -> None:

@@ -186,8 +186,8 @@ def test_every_kind_of_failure_has_a_cure_that_names_fields_of_the_spec() -> Non
         (
             explain_failure(QualityGateError("too far", field="evaluation.max_kl", value=0.3)),
             {"evaluation": {"max_kl": 0.2}, "swiftkv": {"num_key_value_layers": 6}},
-            "evaluation.max_kl is 0.2: 0.3 would accept this student; or training.num_epochs is 2: use 4; or "
-            "swiftkv.num_key_value_layers is 6: use 7 or more. ",
+            "evaluation.max_kl is 0.2: a limit of 0.3 would accept this student; or training.num_epochs is 2: use 4; "
+            "or swiftkv.num_key_value_layers is 6: use 7 or more. ",
         ),
         (
             explain_failure(DataError("no rows", field="data.sources[0].name_or_path", value="x.jsonl")),

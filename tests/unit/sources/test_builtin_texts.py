@@ -13,7 +13,7 @@ from swiftkv_platform.sources.builtin_data import (
     _REQUEST_TEMPLATES,
     _TOPICS,
     _UNSEEN_REQUESTS,
-    is_held_out_module,
+    is_held_out_library_module,
     make_chat_prompts,
     make_constraint_prompts,
     make_long_recall_prompts,
@@ -90,7 +90,9 @@ def test_what_is_asked_for_stands_in_the_text(prompts: Prompts) -> None:
 
 def test_the_standard_library_is_split_by_name_alone() -> None:
     held_out = [
-        name for name in ("plistlib", "secrets", "tty", "json.decoder", "ast", "abc") if is_held_out_module(name)
+        name
+        for name in ("plistlib", "secrets", "tty", "json.decoder", "ast", "abc")
+        if is_held_out_library_module(name)
     ]
     assert held_out == ["plistlib", "secrets", "tty"]
     modules = list(read_standard_library())

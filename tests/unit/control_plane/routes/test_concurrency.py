@@ -16,7 +16,7 @@ from fastapi.routing import iter_route_contexts
 from pydantic import BaseModel, field_validator
 
 from swiftkv_platform.control_plane.access import callers
-from swiftkv_platform.control_plane.access.callers import Reader, Submitter
+from swiftkv_platform.control_plane.access.callers import ReadingCaller, SubmittingCaller
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.errors import OverloadedError
 from swiftkv_platform.settings import Settings
@@ -57,7 +57,7 @@ async def test_a_tenants_requests_of_a_kind_take_turns_and_keep_no_others_waitin
     app.state.concurrency_limiter = taken = TenantConcurrencyLimiter()
 
     @app.get("/")
-    async def items(request: Request, _caller: Reader) -> None:
+    async def items(request: Request, _caller: ReadingCaller) -> None:
         tenant = request.headers["tenant"]
         running[tenant] += 1
         most[tenant] = max(most[tenant], running[tenant])
@@ -66,14 +66,14 @@ async def test_a_tenants_requests_of_a_kind_take_turns_and_keep_no_others_waitin
         running[tenant] -= 1
 
     @app.get("/streamed")
-    async def streamed(_caller: Reader) -> StreamingResponse:
+    async def streamed(_caller: ReadingCaller) -> StreamingResponse:
         async def numbers() -> AsyncIterator[str]:
             yield str((await client.get("/", headers={"tenant": "a"})).status_code)
 
         return StreamingResponse(numbers())
 
     @app.post("/")
-    async def submitted(_body: Body, _caller: Submitter) -> int:
+    async def submitted(_body: Body, _caller: SubmittingCaller) -> int:
         return (await client.get("/", headers={"tenant": "a"})).status_code  # reads do not wait for submissions
 
     transport = httpx.ASGITransport(app)

@@ -173,7 +173,11 @@ def test_what_is_refused_names_the_field_that_was_sent(server: Server, file_id: 
     refusals: list[tuple[dict[str, Any], str | None, str]] = [
         ({"model": "../a"}, "model", "model is '../a', a relative path"),
         ({"training_file": no_file}, "training_file", f"training_file is '{no_file}', but no file with this id"),
-        ({"validation_file": "file-x"}, "validation_file", "by swiftkv.data.validation_fraction (given: 'file-x')"),
+        (
+            {"validation_file": "file-x"},
+            "validation_file",
+            "sets the share of training rows that is held out (given: 'file-x')",
+        ),
         ({"method": {"type": "dpo"}}, "method.type", "'supervised' or 'swiftkv'"),
         (
             {"hyperparameters": {"learning_rate_multiplier": 2.0}},
@@ -198,7 +202,7 @@ def test_what_is_refused_names_the_field_that_was_sent(server: Server, file_id: 
             "swiftkv.training.max_steps is 0: set swiftkv.training.from to the checkpoint",
         ),
         ({"swiftkv": {"training": {"from": "mdl_x"}}}, "swiftkv.training.from", "swiftkv.training.from is 'mdl_x'"),
-        ({"swiftkv": {"model": {"name_or_path": "another"}}}, "swiftkv.model.name_or_path", "give one of them"),
+        ({"swiftkv": {"model": {"name_or_path": "another"}}}, "swiftkv.model.name_or_path", "set only one of them"),
         ({"swiftkv": {"training": {"seed": 1}}, "seed": 2}, "swiftkv.training.seed", "seed is 2 and swiftkv."),
         ({"swiftkv": {"data": {"validation_fraction": 0.0}}}, "swiftkv.data.validation_fraction", "use 0.01"),
         ({"swiftkv": {"swiftkv": {"prefill_layers": [1, 0]}}}, "swiftkv.swiftkv.prefill_layers", "is [1, 0]"),

@@ -190,7 +190,7 @@ def test_adapters_of_one_base_are_deployed_and_changed_together(plane: Plane) ->
     for changes, field, message in (
         ({"adapters": [second.id, foreign.id]}, "adapters", digests),
         ({"model": foreign.id}, "adapters", f"digest {'a' * 64}, but the base of {foreign.id} has {'b' * 64}"),
-        ({"adapters": [whole.id]}, "adapters", "which is no adapter"),
+        ({"adapters": [whole.id]}, "adapters", "a full model"),
         ({"adapters": ["unknown"]}, r"adapters\[0\]", r"adapters\[0\]: .*unknown"),
         ({"adapters": [second.id, "second"]}, "adapters", "twice"),
         ({"engine": {"backend": "vllm"}}, "adapters", "vLLM serves one student per process"),

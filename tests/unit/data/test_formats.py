@@ -224,7 +224,7 @@ def test_a_named_format_overrides_detection() -> None:
             )
         ),
         ({"instruction": "[INST] ? [/INST]", "output": "!"}, "'[INST]', a marker of a chat template"),
-        ({"messages": [QUESTION, {**ANSWER, "content": "<|assistant|>4"}]}, "message 2 (role assistant) contains '<|assi"),
+        ({"messages": [QUESTION, {**ANSWER, "content": "<|assistant|>4"}]}, "message 2 (role assistant) contains '<|"),
     ],
 )
 def test_values_of_another_type_are_refused(row: dict[str, Any], message: str) -> None:

@@ -263,8 +263,8 @@ FAMILIES: Mapping[str, Family] = {
             feed_forward="deepseek_v2",
             mlp_bias=MLP_BIAS,
             max_position_embeddings=2048,
-            vllm_obstacle="vLLM's multi-head latent attention cannot share a KV cache between layers; this project's "
-            "own engine serves DeepSeek-V2 students",
+            vllm_obstacle="vLLM's multi-head latent attention cannot share a KV cache between layers; the native "
+            "engine (`swiftkv serve`) serves DeepSeek-V2 students",
         ),
     )
 }

@@ -96,7 +96,7 @@ def is_tested(version: str) -> bool:
     if tuple(map(int, match.groups())) < oldest:
         raise ModelError(
             f"vLLM {version} is older than this plugin supports: SwiftKV models are served by vLLM "
-            f"{TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}, or by this project's own engine",
+            f"{TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}, or by the native engine (`swiftkv serve`)",
             field="vllm.version",
             value=version,
         )
@@ -124,7 +124,7 @@ def make_untested_error(version: str, changed: list[str]) -> ModelError:
     """Return the error for an untested version. `changed`: clauses that describe its differences."""
     return ModelError(
         f"this plugin has not been tested with vLLM {version}, and there {'; '.join(changed)}. Use vLLM "
-        f"{TESTED_VERSIONS[-1]}, a newer version of this project, or this project's own engine",
+        f"{TESTED_VERSIONS[-1]}, a newer version of this project, or the native engine (`swiftkv serve`)",
         field="vllm.version",
         value=version,
     )

@@ -170,9 +170,8 @@ def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | 
         _check_optimizer(spec, found)
     if spec.training.max_steps == 0 and parent.kind == "model" and spec.publish.to is None:
         raise InvalidInputError(
-            f"training.max_steps is 0 and {PARENT_FIELD} is {parent.name}, a finished model, so the job would do "
-            "nothing; set training.max_steps to 1 or more, training.from to a checkpoint, or publish.to to copy the "
-            "model",
+            f"training.max_steps is 0, but {PARENT_FIELD} is {parent.name}, a finished model; set training.max_steps "
+            "to 1 or more, training.from to a checkpoint, or publish.to to copy the model",
             field="training.max_steps",
             value=0,
         )
